@@ -5,9 +5,9 @@ with the model.
     python -m experiments.run --checkpoint=DIR --text_features=FEATURES.npz
 
 --checkpoint is a checkpoint with a text encoder, or the folder of an encoder alone. --prompts is a
-file with one prompt per line, or a published prompt set (--prompt_set, docs/text.md); instead of it
---prompt="a red apple" may be repeated. An empty prompt stands for the model's own unconditional
-text. Longer prompts than --max_length are cut, with a warning that names the line.
+file with one prompt per line, or a published prompt set (--prompt_set, docs/howto/text.md); instead
+of it --prompt="a red apple" may be repeated. An empty prompt stands for the model's own
+unconditional text. Longer prompts than --max_length are cut, with a warning that names the line.
 """
 
 import pathlib

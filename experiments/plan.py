@@ -97,7 +97,7 @@ def summary(
             f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
             f"would charge this to the budget)"
         )
-    return "\n".join([*lines, *remarks, "", *plan.table()])
+    return "\n".join([*lines, *remarks, "", *plan.timeline()])
 
 
 def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:

@@ -9,7 +9,7 @@ by token; stage `vqvae` is the codec of either, `var` the transformer.
 `--data` is a folder with one sub-folder per class, an .npz file with `images` and `labels`, or a
 folder with train.npz and val.npz. A run that was stopped continues from its last checkpoint when
 the same command is given again. Progress goes to standard error, losses to RUN/STAGE/history.jsonl,
-and the finished model to RUN/model. What to choose: docs/training.md.
+and the finished model to RUN/model. What to choose: docs/howto/train.md.
 """
 
 import contextlib

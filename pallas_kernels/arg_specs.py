@@ -1,7 +1,7 @@
 """Named shapes of the operations, taken from published models, and arguments of these shapes.
 
-Used by the tests (cut down by `reduced`), by ahead-of-time compilation (`abstract`) and by the
-benchmark (`arguments`).
+Tests cut shapes down (`reduced`), ahead-of-time compilation needs no numbers (`abstract`), the
+benchmark runs with random ones (`arguments`).
 """
 
 import functools
@@ -66,8 +66,8 @@ class ArgSpec:
         return (self.rows, *shape) if self.per_row else shape
 
     def reduced(self, **changes) -> "ArgSpec":
-        """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
-        tokens and 7 entries."""
+        """A call of the same kind that is small enough for interpret mode: 2 rows, at most 3 heads,
+        200 tokens and 7 entries. changes: other fields."""
         tokens = min(self.tokens, 200)
         small = replace(
             self,
@@ -80,7 +80,7 @@ class ArgSpec:
         return replace(small, **changes)
 
     def abstract(self, sharding=None) -> "Arguments":
-        """Shapes and types only."""
+        """The arguments as shapes and types."""
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
         tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
@@ -90,16 +90,19 @@ class ArgSpec:
         )
 
     def arguments(self, seed: int = 0, poison: bool = True) -> "Arguments":
-        """Random arrays on the default device. poison: slots that no head owns hold NaN (int8: the
-        scales do)."""
+        """Random arrays on the default device. poison: whether slots that no head owns hold NaN (in
+        an int8 pool their scales do)."""
         rng = np.random.default_rng(seed)
         tables = _with_layers(self, *_random_tables(self, rng))
         found = self._arrays(np, rng.standard_normal, *tables)
         return found.poisoned(self) if poison else found
 
     def _arrays(self, xp, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
-        """xp: NumPy, or jax.numpy where only shapes are asked for: numbers are prepared in host
-        memory, without a program for each step."""
+        """The arguments from `normal`, which makes arrays of a shape.
+
+        xp: NumPy, which prepares numbers in host memory without a program for each step, or
+        jax.numpy where only shapes are wanted.
+        """
         projection = self._projection(xp, normal)
         pool = normal((self.rows, self.pool_blocks, self.block_size, 2 * self.head_dim))
         pool, scale = xp.asarray(pool, jnp.float32), None
@@ -110,7 +113,7 @@ class ArgSpec:
         return Arguments(projection, length, pool, scale, table, writes)
 
     def _projection(self, xp, normal) -> Projection:
-        """Scores are a few units."""
+        """Queries and keys whose scores are a few units, so that the softmax is not one-sided."""
         dtype = jnp.dtype(self.dtype)
         qkv = jnp.asarray(normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), dtype)
         biases = [xp.asarray(normal(qkv.shape[3:]), dtype) for _ in range(2)]
@@ -126,12 +129,20 @@ class ArgSpec:
             layer = jnp.int32(1)
             vectors = jax.tree.map(lambda a: xp.stack([xp.full_like(a, jnp.nan), a]), vectors)
         biases, multiplier = jax.tree.map(jnp.asarray, vectors)
-        return Projection(qkv, *biases, rotation, multiplier, scale, layer)
+        return Projection(
+            qkv=qkv,
+            q_bias=biases[0],
+            v_bias=biases[1],
+            rotation=rotation,
+            multiplier=multiplier,
+            scale=scale,
+            layer=layer,
+        )
 
 
 @jax.jit
 def _as_int8(pool):
-    """A pool and its scales."""
+    """The pool as int8, and its scales."""
     *shape, width = pool.shape
     values, scales = quantize(pool.reshape(*shape, 2, width // 2))
     return values.reshape(pool.shape), jnp.swapaxes(scales, -1, -2).reshape(*shape[:2], -1)
@@ -140,8 +151,8 @@ def _as_int8(pool):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arguments:
-    """What `attend` and `write` take. `writes` stores some of the tokens into blocks of their
-    heads."""
+    """The arguments of `attend`, `attention_moments` and `write`. `writes` stores some of the
+    tokens into blocks of their heads."""
 
     projection: Projection
     length: jax.Array
@@ -165,12 +176,12 @@ class Arguments:
         return *self.attend, QuerySums(query_weights, lse, squares)
 
     def padded_with(self, anything: float) -> "Arguments":
-        """The same with `anything` in place of tokens behind the last real one."""
+        """The same arguments with `anything` in place of padded tokens."""
         qkv = _padded(self.projection.qkv, self.length, anything)
         return replace(self, projection=replace(self.projection, qkv=qkv))
 
     def poisoned(self, spec: ArgSpec) -> "Arguments":
-        """The same with NaN wherever no head may read."""
+        """The same arguments with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
         # a slot that any head of the row may read is spared, whichever head it is
         slots, mask = map(np.asarray, _slots(self.table, size))
@@ -203,7 +214,7 @@ def _nan_unless(condition, array):
 
 
 def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):
-    """Tables of two layers; those of the first are never read."""
+    """Tables of two layers, of which the first is never read."""
     if spec.per_row:
         return jax.tree.map(jnp.asarray, (table, writes))
     both = (
@@ -223,7 +234,7 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
     if shared:
         ids = np.broadcast_to(ids[..., :1, :], shape)
     start, stop = _shares(spec, rng, shape) if shared else _ranges(spec, rng, shape)
-    read = ids.copy()  # writing keeps `ids`, where no block is listed twice
+    read = ids.copy()  # writes take `ids`, where no block is listed twice
     if spec.filling == "repeated" and spec.entries > 1:
         pairs = spec.entries // 2
         first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
@@ -238,7 +249,7 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
 
 
 def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
-    """First and last valid slot of every entry."""
+    """(first valid slot, last valid slot + 1) of every entry."""
     size = spec.block_size
     start, stop = np.zeros(shape, np.int32), np.full(shape, size, np.int32)
     if spec.filling == "empty":
@@ -255,8 +266,8 @@ def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shares(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
-    """First and last slot of every entry where all heads list the same blocks: each block is cut at
-    random, and a third of the slots belongs to nobody."""
+    """(first slot, last slot + 1) of every entry where all heads list the same blocks. Each block
+    is cut at random, and about a third of its slots belong to no head."""
     cuts = rng.integers(0, spec.block_size + 1, (*shape[:-2], shape[-2] - 1, shape[-1]))
     ends = np.full((*shape[:-2], 1, shape[-1]), spec.block_size)
     cuts = np.concatenate([0 * ends, np.sort(cuts, axis=-2), ends], axis=-2).astype(np.int32)
@@ -265,8 +276,8 @@ def _shares(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """int [*rows, N, T]: some tokens of each head, in slots of its blocks that are `mine`; head 0
-    keeps all that fit, in order."""
+    """int [*rows, N, T]: the slots of some tokens of each head, -1 for the others. A head's slots
+    are those of its blocks that are `mine`. Head 0 keeps all tokens that fit, in order."""
     size, lead = spec.block_size, ids.shape[:-1]
     room = ids[..., None] * size + np.arange(size)
     slots = np.full((*lead, spec.tokens), -1, np.int64)
@@ -282,8 +293,8 @@ def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.nd
     return slots
 
 
-# Padded tokens, tokens, and entries of blocks of 16 (the full cache of the scales before) of some
-# scales of each model. Padded lengths as the default segments choose them.
+# (padded tokens, tokens, entries of blocks of 16 slots) of some scales of each model. The entries
+# are the full cache of the scales before, padded lengths those that the default segments choose.
 _SCALES = {
     ("var-d30", 30, 64): [(16, 1, 1), (64, 36, 4), (169, 100, 16), (256, 256, 27)],
     ("var-d36", 36, 64): [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)],

@@ -3,11 +3,12 @@
 Peak numbers are dense ones (no sparsity) from the vendors' public data sheets: Google Cloud's pages
 "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)" and "TPU7x (Ironwood)"; NVIDIA's data sheets of
 the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper.
-They are those of one JAX device: a TPU v4 or TPU7x chip is two devices, each with half of the chip.
+They are numbers of one JAX device. A TPU v4 or TPU7x chip is two devices, each with half of the
+chip.
 
-Memory is what a program may fill. TPU: what the compiler enforces. GPU: what the driver offers,
-which JAX takes only when told so (`XLA_PYTHON_CLIENT_MEM_FRACTION`; three quarters by default), and
-which no compiler checks: compare it yourself.
+Memory is what a program may fill. For a TPU it is the limit that the compiler enforces. For a GPU
+it is what the driver offers. JAX takes three quarters of that unless
+`XLA_PYTHON_CLIENT_MEM_FRACTION` says more, and no compiler checks it: compare it yourself.
 """
 
 import importlib.metadata
@@ -29,11 +30,16 @@ GPUS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA's GPU compiler wants to know of a chip.
+    """The numbers of a GPU that XLA's compiler asks for.
 
-    capability: of CUDA. accelerated: Hopper's and Blackwell's architecture-specific instructions.
-    cores: multiprocessors. lanes: float32 units of each. clock: GHz. l2_cache: MiB.
-    shared_memory: bytes per core and per block at most. threads: per core.
+    capability: compute capability of CUDA.
+    accelerated: whether it has Hopper's or Blackwell's architecture-specific instructions.
+    cores: multiprocessors.
+    lanes: float32 units of a core.
+    clock: GHz.
+    l2_cache: MiB.
+    shared_memory: bytes of a core, and the most of a block.
+    threads: the most of a core.
     """
 
     capability: tuple[int, int]
@@ -55,11 +61,14 @@ class Gpu:
 class Chip:
     """One accelerator device.
 
-    name: as users write it. platform: "tpu" or "gpu". memory: bytes that a program may fill.
-    bf16_flops, int8_flops: peak operations per second. bandwidth: bytes per second of the memory.
-    topologies: TPU, (devices, name) of the topologies that can be asked for, smallest first.
-    gpu: GPU, what its compiler wants to know. clock: TPU, cycles per second; None where it is not
-      published (and of GPUs).
+    name: as users write it.
+    platform: "tpu" or "gpu".
+    memory: bytes that a program may fill.
+    bf16_flops, int8_flops: peak operations per second.
+    bandwidth: bytes per second of the memory.
+    topologies: (devices, name) of each topology that a TPU offers, smallest first.
+    gpu: the numbers that a GPU's compiler asks for.
+    clock: cycles per second of a TPU; None where they are not published, and for GPUs.
     """
 
     name: str
@@ -143,6 +152,7 @@ _H100 = _HOPPER((9, 0), True, 132, clock=1.98, l2_cache=50)
 # a Blackwell core has the sizes of a Hopper one
 _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 
+# In the order of `--help`. Numbers of chips with two devices are halved.
 _CHIPS = (
     _tpu("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
     _tpu("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),
@@ -196,8 +206,8 @@ CUDA_COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvid
 
 
 def why_unavailable(*names: str) -> str | None:
-    """All that is missing here to compile for these chips, with one pip command; None if nothing
-    is.
+    """The packages that are missing here to compile for these chips, with one pip command; None if
+    none is.
 
     Raises:
       ValueError: unknown chip.
@@ -216,7 +226,7 @@ def why_unavailable(*names: str) -> str | None:
 
 
 def _lacking_for_tpu() -> tuple[list[str], list[str]]:
-    """What is missing in words, and as pip takes it."""
+    """(what is missing, in words; the packages, as pip takes them) to compile for TPUs."""
     if _version("libtpu"):
         return [], []
     wanted = importlib.metadata.requires("jax") or ()  # says which libtpu belongs to it
@@ -225,7 +235,7 @@ def _lacking_for_tpu() -> tuple[list[str], list[str]]:
 
 
 def _lacking_for_gpu() -> tuple[list[str], list[str]]:
-    """Likewise."""
+    """(what is missing, in words; the packages, as pip takes them) to compile for GPUs."""
     reasons, packages = [], []
     wanted, found = _version("jaxlib"), [_version(name) for name in CUDA_PLUGIN]
     if found != [wanted, wanted]:
@@ -256,7 +266,7 @@ def _has_ptxas() -> bool:
 
 
 def compile_only_devices(name: str, count: int = 1) -> list:
-    """`count` devices of a chip to compile for; nothing can run on them.
+    """`count` devices of a chip, for which programs can be compiled but not run.
 
     Raises:
       ValueError: unknown chip, or more devices than its largest topology has.

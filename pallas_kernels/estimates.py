@@ -1,4 +1,4 @@
-"""What one call of an operation computes and moves, whichever kernel runs it.
+"""Estimates of what one call of an operation computes and moves, whichever kernel runs it.
 
 Compilers cannot look into kernels, so every kernel hands them an estimate. They are told the upper
 bound: every token is real, and every slot that a table lists is in use. The model of compiled
@@ -113,6 +113,7 @@ def attend(
     parts = projection.qkv.shape[2] + 1  # the result
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
+    # two products, with two FLOPs per pair and number each
     return pl.CostEstimate(
         flops=round(4 * pairs * head_dim),
         transcendentals=round(pairs),
@@ -140,6 +141,7 @@ def attention_moments(
     blocks = _blocks_read(projection, table, occupancy)
     queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
     moved = 2 * queries * head_dim * projection.dtype.itemsize + 4 * queries  # q, k, log-sum-exp
+    # one float32 sum per key, for squares a second one
     columns = rows * heads * (table.ids.shape[-1] * kv_pool.shape[2] + tokens)
     stored = blocks * _block_bytes(kv_pool, halves, scales_at_once)
     return pl.CostEstimate(
@@ -166,7 +168,7 @@ def write(
     rows, heads, tokens, head_dim = projection.shape
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
     used, filled = occupancy.written.get((tokens, entries), (1, 1))
-    stored = min(tokens, entries * size * filled)
+    stored = min(tokens, entries * size * filled)  # no head stores a token twice
     read = 2 * head_dim * projection.dtype.itemsize * (tokens if blocks else stored)
     block = _block_bytes(kv_pool, 2, scales_at_once)
     written = 2 * entries * used * block if blocks else stored * block / size
@@ -200,7 +202,7 @@ def attend_token(
     scales = 0 if pool_scale is None else 2 * pairs
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
     moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
-    if stored:
+    if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
         moved += 2 * q.size * q.dtype.itemsize
     pairs *= used
@@ -238,7 +240,7 @@ def move_slots(pool: Array, places: Array) -> pl.CostEstimate:
     """Cost of a pass over a pool in which slots move: it is read, multiplied with matrices [C,
     `places` of a head] that say what goes where, and written. Numbers of four bytes take two
     products."""
-    products = -(-pool.dtype.itemsize // 2)
+    products = -(-pool.dtype.itemsize // 2)  # a product moves two bytes of a number
     moved = 2 * pool.size * pool.dtype.itemsize + places.size * places.dtype.itemsize
     flops = 2 * products * pool.size * places.shape[-1]
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)

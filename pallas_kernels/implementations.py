@@ -68,13 +68,13 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
     kernel = first_choice(name, modules).removesuffix(SUFFIX)
-    if kernel != "reference":
+    if kernel != "reference":  # which runs on every platform as it is
         options["interpret"] = name.endswith(SUFFIX)
     return getattr(modules[kernel](), function)(*arguments, **options)
 
 
 def _run_first(modules: Modules, function: str, arguments, options):
-    *kernels, last = _choices(modules)
+    *kernels, last = _choices(modules)  # the last one is the reference
     reasons = []
 
     def warn(instead: str) -> None:

@@ -107,7 +107,8 @@ def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
 
 
 def simulator(interpret):
-    """What Pallas takes as `interpret`, from False, True or parameters of the simulator."""
+    """The value of Pallas' argument `interpret`. interpret: False, True or parameters of the
+    simulator."""
     if interpret is not True:
         return interpret
     # copies may reach beyond an array's end, as they may on the chip

@@ -113,13 +113,14 @@ class Unfinished:
     def finish(self, part: int, head, first, work: "TileMemory") -> None:
         """Wait for a tile that was started, finish it and leave it in `work.result`."""
         plgpu.barrier_wait(work.arrived)
+        # from here to the end all numbers are float32 in registers
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
         bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
         if bias is not None:
             columns = mosaic.load(bias.at[layer, head], PER_COLUMN, plain=True)
             x += down(columns.astype(jnp.float32), x.shape)
         factor = self._factor(part, x, layer, head)
-        if self.turn is not None and part != V:
+        if self.turn is not None and part != V:  # values are not rotated
             self._rotate(x, factor, first, work)
         else:
             x = x if factor is None else x * across(factor, x.shape)
@@ -138,8 +139,9 @@ class Unfinished:
         return inverse * self.multiplier[layer, head] if part == Q else inverse
 
     def _rotate(self, x, factor, first, work: "TileMemory") -> None:
+        # rounded before the rotation: tensor cores, which fetch the neighbours, take 16 bits
         work.tile[...] = x.astype(work.tile.dtype)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the product reads shared memory in another way than stores write it
         rows = pl.ds(first, ROWS)
         for start in range(0, x.shape[1], TURNED):
             columns = pl.ds(start, TURNED)
@@ -218,11 +220,12 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
     raw, tile, arrived, turn, sums = scratch
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
-    results = raw if single else tile
+    results = raw if single else tile  # swizzled memory is copied in whole pieces of 8 rows only
     works = [
         TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
         for i in range(len(parts))
     ]
+    # all copies are under way before the first tile is waited for
     given.start_turn(turn)
     for part, work in zip(parts, works, strict=True):
         given.start(part, row, head, first, work)

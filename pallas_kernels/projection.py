@@ -67,6 +67,7 @@ class Projection:
         """Finished queries, which carry the attention scale. They are computed in float32 and
         rounded once."""
         here = self.sliced()
+        # rounding between the steps would make kernels differ, which do all of them in registers
         q = here._plain(Q, None).astype(jnp.float32)
         if here.q_bias is not None:
             q += here.q_bias[:, None].astype(jnp.float32)
@@ -74,20 +75,21 @@ class Projection:
         multiplier = None if norm is None else here.multiplier[:, None, None]
         if self.rotation is None:
             q = q * self.scale if norm is None else q / norm * multiplier
-        else:  # which keeps lengths
+        else:  # a rotation keeps lengths, so one factor after it does for norm and multiplier
             q = rotate(q, *self.rotation) * (self.scale if norm is None else multiplier / norm)
         return q.astype(self.dtype)
 
     def keys(self) -> Float[Array, "R N T H"]:
         """Finished keys, as they are stored."""
         k = self._plain(K, None)
-        if self.rotation is not None:
+        if self.rotation is not None:  # norm and rotation in float32, rounded once
             factor = 1 if self.multiplier is None else length(k)
             return (rotate(k, *self.rotation) / factor).astype(k.dtype)
         return k if self.multiplier is None else l2_normalize(k)
 
     def values(self) -> Float[Array, "R N T H"]:
         """Finished values, as they are stored."""
+        # the bias is added in the type of the projection, as a layer of the model would add it
         return self._plain(V, self.sliced().v_bias)
 
     def raw_queries(self) -> Float[Array, "R N T H"]:
@@ -129,6 +131,7 @@ def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """`quarter_turn` as a product with a matrix of zeros and ones, which is exact. It is for TPUs,
     where a roll writes the number that it cuts off to memory, one row for each."""
     matrix = jnp.asarray(quarter_turn_matrix(x.shape[-1]), x.dtype)
+    # the default precision would round float32 factors to bfloat16
     return jnp.einsum("...h,hk->...k", x, matrix, precision=jax.lax.Precision.HIGHEST)
 
 

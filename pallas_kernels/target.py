@@ -23,6 +23,7 @@ def capability() -> str | None:
     abstract, here = _abstract(), jax.devices()[0]
     if abstract is None or abstract.device_kind == here.device_kind:
         return getattr(here, "compute_capability", None)
+    # an absent chip is no device that could be asked
     chip = chips.CHIPS.get(abstract.device_kind.removeprefix("NVIDIA ").lower())
     return chip and chip.capability
 

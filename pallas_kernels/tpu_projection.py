@@ -129,6 +129,7 @@ def operands(
     """
     projection = projection.sliced()
     rows, _, length, _ = projection.shape
+    # neighbouring axes are merged without a copy, unless an odd head is padded
     qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)
     width = heads.groups * heads.width
     found = {part: (qkv, _part_spec(part, heads, *tokens[part])) for part in tokens}
@@ -137,9 +138,10 @@ def operands(
             row = heads.padded(bias, 0).reshape(1, -1)
             found[part + "_bias"] = row, pl.BlockSpec((1, width), lambda r, n, *_: (0, n))
     if projection.multiplier is not None:
+        # scalar memory: a head's multiplier is read as one number
         multiplier = heads.padded(projection.multiplier.astype(jnp.float32), 0)
         found["multiplier"] = multiplier, pl.BlockSpec(memory_space=pltpu.SMEM)
-    if projection.rotation is not None and tokens.keys() != {"v"}:
+    if projection.rotation is not None and tokens.keys() != {"v"}:  # values are not rotated
         size = max(-(-length // n) * n for part, (n, _) in tokens.items() if part != "v")
         found["rotation"] = _angles(projection.rotation, heads, size)
     return found
@@ -196,6 +198,7 @@ class OwnTokens:
         if "multiplier" not in self.refs:
             return self._rotated(x, here if place is None else place) * self.scale
         first = self.first + group * self.heads.together
+        # lengths are those before the rotation, which keeps them
         factor = self.heads.each(
             lambda which: self.refs["multiplier"][first + which] / self._length(x, which), x.shape
         )
@@ -220,6 +223,7 @@ class OwnTokens:
     def _length(self, x, which: int) -> Float[Array, "T 1"]:
         """The length of a head's vectors; see `projection.length`."""
         squares = x * x
+        # the other head of a pair has a length of its own
         if self.heads.together > 1:
             lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
             squares = jnp.where(lane // self.heads.size == which, squares, 0.0)

@@ -44,6 +44,7 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
             )
     about = min(STEP_BYTES, most)
     if heads * head > about:
+        # a number of heads that divides them all: no grid step is partly empty
         fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
         return 1, max(fits)
     fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= about)

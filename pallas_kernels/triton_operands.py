@@ -119,6 +119,7 @@ class Tokens:
             found += self.bias_row()[None]
         factor = self.scale
         if self.unit:
+            # as in `projection.length`; masked rows are zeros, which this keeps finite
             length = jnp.maximum(jnp.sqrt(jnp.sum(found * found, axis=1)), 1e-12)
             factor = ((1 if self.multiplier is None else self.multiplier[0]) / length)[:, None]
         if self.rotation is not None:
@@ -160,6 +161,7 @@ class HeadTables:
 
     def _spec(self, array) -> pl.BlockSpec:
         first, _, length = array.shape
+        # a program sees all layers, because a BlockSpec cannot depend on a traced number
         if self.layer is not None:
             return pl.BlockSpec((first, None, length), lambda i, n, r: (0, n, 0))
         return pl.BlockSpec((1, None, length), lambda i, n, r: (r if first > 1 else 0, n, 0))
@@ -174,6 +176,7 @@ class HeadTables:
     def load(self, which: int, index: Int[Array, " K"], mask, other: int = 0) -> Int[Array, " K"]:
         """Numbers of table `which` for the program's layer, head and row; `other` where `mask` is
         false."""
+        # without a layer the spec has chosen the row, and one line is left
         layer = jnp.int32(0) if self.layer is None else self.layer[0]
         view = self.arrays[which].at[jnp.broadcast_to(layer, index.shape), index]
         return plgpu.load(view, mask=mask, other=other)

@@ -15,7 +15,7 @@ A text encoder alone, for experiments.encode_text, or to copy into a checkpoint 
 
     python -m ported_weights --model=flan-t5 --source=flan-t5-xl --out=checkpoints/flan-t5-xl
 
-The networks of experiments.evaluate (docs/evaluation.md says where their files are):
+The networks of experiments.evaluate (docs/howto/evaluate.md says where their files are):
 
     python -m ported_weights --model=inception-fid \\
         --source=pt_inception-2015-12-05-6726825d.pth --out=checkpoints/inception

@@ -29,13 +29,13 @@ def plan(
     calibration: str | os.PathLike | Calibration | None = None,
     sampling: Sampling | None = None,
 ) -> CachePlan:
-    """The cache plan of a policy on a model: everything that is decided before compiling.
+    """Plan the cache of a policy on a model: everything that is decided before compiling.
 
     Args:
       model: from `load` or `describe`, or the geometry of one.
       policy, budget, calibration: as in `generate`.
-      sampling: what the plan is for (guidance decides the rows per image); None: as the checkpoint
-        recommends.
+      sampling: how tokens will be drawn, because guidance decides the rows per image; None: as the
+        checkpoint recommends.
 
     Raises:
       UserError: the policy, its budget or its calibration cannot work on this model.
@@ -78,7 +78,7 @@ def generate(
       labels: class numbers, for class-conditional models.
       prompts: texts, for text-conditional models whose checkpoint holds the text encoder; it is
         loaded, used and freed before anything is compiled for the model.
-      text_features: the same computed beforehand (`varjax.text`).
+      text_features: what the text encoder makes of prompts, computed beforehand (`varjax.text`).
       policy, budget: how the KV cache is compressed: a policy with its arguments, as
         `varjax.policies.HeadKV(budget=0.1, window=8)`, or the name of one and a budget.
       seed: image i depends on (seed, i, label or prompt) only, never on the batch size.

@@ -1,14 +1,16 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from pallas_kernels import implementations
 from varjax import arguments, conditions
@@ -21,7 +23,7 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, device_errors, program
-from varjax.engine.drawing import drawing
+from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
@@ -40,16 +42,20 @@ MATMUL_PRECISIONS = ("default", "highest")
 
 
 def storage_dtype(dtype) -> np.dtype:
-    """Type of an uncompressed KV pool: that of the computation, but float32 on CPU (whose bfloat16
-    scatters convert the whole pool)."""
+    """Return the type of an uncompressed KV pool. It is that of the computation, but float32 on
+    CPU: a scatter into a bfloat16 pool converts the whole pool there."""
     return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
 
 @dataclass
 class Timing:
-    """Seconds. `compile_s` includes tracing; `cache` says whether the program that draws codes came
-    from the compilation cache ("warm"), was compiled ("cold"), or there is none ("off"). `runs` are
-    those of each call of the compiled programs, pixels included."""
+    """How long a generator took, in seconds.
+
+    compile_s: tracing and compiling.
+    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
+      compiled, "off" if there is no cache.
+    runs: each call of the compiled programs, pixels included.
+    """
 
     compile_s: float = 0.0
     cache: str = "off"
@@ -61,7 +67,8 @@ class Timing:
 
     @property
     def steady_s(self) -> float | None:
-        """Median of the runs after the first one; of a single run that one; None without any."""
+        """Median of the runs after the first one; the first one if it is alone; None if there are
+        none."""
         return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
 
 
@@ -111,7 +118,7 @@ class Generator:
         segments: int | str = "auto",
         attention: str | None = None,
         kv_dtype=None,
-        calibration: Any | Calibration | None = None,
+        calibration: str | os.PathLike | Calibration | None = None,
         plan: CachePlan | None = None,
         mesh: MeshSpec | None = None,
         matmul_precision: str = "default",
@@ -144,18 +151,21 @@ class Generator:
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
+        options = BuildOptions(
+            segments=segments,
+            layers=layers,
+            attention=attention,
+            keep_logits=arguments.flag("keep_logits", keep_logits),
+            unroll=arguments.flag("unroll", unroll),
+        )
         self.drawing = drawing(
             model.networks,
             self.plan,
             sampling,
+            options,
             batch_size=self.batch_size,
-            segments=segments,
-            layers=layers,
-            attention=attention,
             mesh=mesh,
             platform=jax.default_backend(),
-            keep_logits=arguments.flag("keep_logits", keep_logits),
-            unroll=arguments.flag("unroll", unroll),
         )
         self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
         self._networks = model.networks
@@ -172,8 +182,8 @@ class Generator:
         )
 
     def _arrange(self) -> None:
-        """Arrange the weights as the program takes them. Another program of the same model may have
-        changed that meanwhile."""
+        """Arrange the weights as the program takes them. Another generator of the same model may
+        have arranged them differently meanwhile."""
         self.drawing.arrange(self._networks, self._layers, jax.default_backend())
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
@@ -188,27 +198,48 @@ class Generator:
 
     # --- compiling --------------------------------------------------------------------------------
 
-    def compile(self, condition: Any = None, given: np.ndarray | None = None) -> None:
+    def compile(self, condition: PyTree = None, given: np.ndarray | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
         condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
           texts as long as the model takes.
         given: tokens of a batch if some will be given.
+
+        Raises:
+          UserError: a kernel that cannot take these shapes, or a device without enough memory.
         """
         start = time.perf_counter()
+        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:
             with self._explained("compiling"):
-                self._compile(condition, given)
+                self._arrange()
+                state, arguments = self._traced_arguments(condition, given)
+                codes = program.trace_codes(
+                    self._networks,
+                    state,
+                    arguments,
+                    self.spec,
+                    precision=self.precision,
+                    auto_layout=automatic,
+                    sharded=self._sharded,
+                )
+                # in this order: pixels take the weights in the layout that the codes' program chose
+                self._compile_codes(codes)
+                self._formats = self.compiled.input_formats[0][0] if automatic else None
+                self._compile_pixels()
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
 
-    def _explained(self, doing: str):
+    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.attention or implementations.preferred()
         return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
 
-    def _compile(self, condition: Any, given: np.ndarray | None) -> None:
-        self._arrange()
+    def _traced_arguments(
+        self, condition: PyTree | None, given: np.ndarray | None
+    ) -> tuple[PyTree, tuple]:
+        """Return what the program of codes is traced with: shapes of the cache, and the arguments
+        after it. Several devices are given their weights on the way."""
         images, transformer = self.batch_size, self._networks["transformer"]
         if condition is None:
             shapes = transformer.condition_shapes(images)
@@ -219,22 +250,18 @@ class Generator:
             self._split(arguments)
             place = self._sharded.place_shapes
             state, arguments = place(1, state), place(slice(2, None), arguments)
-        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        codes = program.trace_codes(
-            self._networks,
-            state,
-            arguments,
-            self.spec,
-            precision=self.precision,
-            auto_layout=automatic,
-            sharded=self._sharded,
-        )
-        with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
+        return state, arguments
+
+    def _compile_codes(self, traced: jax.stages.Traced) -> None:
+        # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
+        # would make every run look cold.
+        with compilation_cache.Watch() as watch:
             chosen = program.compiler_options(jax.default_backend(), few_rows=self.spec.few_rows)
-            self.compiled = codes.lower().compile(compiler_options=chosen)
+            self.compiled = traced.lower().compile(compiler_options=chosen)
         self.timing.cache = watch.verdict
-        self._formats = self.compiled.input_formats[0][0] if automatic else None
-        code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
+
+    def _compile_pixels(self) -> None:
+        code_map = jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32)
         pixels = program.trace_pixels(
             self._networks,
             code_map,
@@ -247,7 +274,7 @@ class Generator:
         chosen = program.compiler_options(jax.default_backend())
         self.compiled_decoder = pixels.lower().compile(compiler_options=chosen)
 
-    def _split(self, arguments) -> None:
+    def _split(self, arguments: tuple) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
         that its arrays go once nobody else holds them."""
         _, _, inputs, given = arguments
@@ -263,12 +290,19 @@ class Generator:
         self.model, self._networks = self.model.abstract(), placed
 
     @cached_property
-    def _shared_inputs(self):
-        """On the device once, for all batches."""
+    def _shared_inputs(self) -> tuple:
+        """Inputs that no batch changes: put on the device once, for all batches."""
         shared = self.drawing.shared_inputs(self._networks["transformer"])
         return jax.tree.map(jnp.asarray, shared)
 
-    def _arguments(self, condition, image_index, seed, given, given_scales):
+    def _arguments(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        seed: int,
+        given: np.ndarray | Given | None,
+        given_scales: int | None,
+    ) -> tuple:
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
         inputs = self.drawing.for_images(self._shared_inputs, image_index)
         if given is not None and not isinstance(given, Given):
@@ -285,7 +319,7 @@ class Generator:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """How the scale loop is cut; nothing of models that draw token by token."""
+        """How the scale loop is cut; empty for models that draw token by token."""
         return self.drawing.segments
 
     @property
@@ -297,7 +331,7 @@ class Generator:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
-        return cost.tree_bytes(self.plan.stored(self.compiled.in_avals[0][1]))
+        return cost.tree_bytes(self.plan.kv_arrays(self.compiled.in_avals[0][1]))
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -349,17 +383,26 @@ class Generator:
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
-    ) -> tuple[dict, Any]:
-        """Results of at most a batch of images, by their numbers, and the cache of the whole batch:
-        it is padded by repeating the last image. given: tokens of all images."""
+    ) -> tuple[dict[str, Array], PyTree]:
+        """Return the results of at most a batch of images, by their numbers, and the cache of the
+        whole batch. given: tokens of all images. options: as of `run_batch`."""
+        # One program serves every number of images: a short batch repeats its last image, and the
+        # copies are cut off again.
         padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
         given = None if given is None else np.asarray(given)[padded]
         results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
         return {name: a[: len(index)] for name, a in results.items()}, state
 
     def run_batch(
-        self, condition, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
-    ) -> tuple[dict, Any]:
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        *,
+        seed: int = 0,
+        given: np.ndarray | None = None,
+        given_scales: int | None = None,
+        keep_cache: bool = True,
+    ) -> tuple[dict[str, Array], PyTree]:
         """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
         "logits"?} and the final cache.
 
@@ -376,24 +419,21 @@ class Generator:
         if self.compiled is None:
             self.compile(condition, given)
         with self._explained("drawing"):
-            return self._run(condition, image_index, seed, given, given_scales, keep_cache)
-
-    def _run(self, condition, image_index, seed, given, given_scales, keep_cache: bool):
-        arguments = self._arguments(condition, image_index, seed, given, given_scales)
-        self._arrange()
-        if self._formats is not None:
-            program.place(self._networks, self._formats)
-        if self._sharded is not None:
-            arguments = jax.device_put(arguments, self._sharded.shardings[2:])
-        # a new pool for every batch: the last one was donated, and zeroing is not what is timed
-        state = jax.block_until_ready(self.empty_state())
-        start = time.perf_counter()
-        results, state = self.compiled(self._networks, state, *arguments)
-        if not keep_cache:
-            state = None  # the last reference: decoding may use that memory
-        results["images"] = self.compiled_decoder(self._networks, results["code_map"])
-        jax.block_until_ready(results)
-        self.timing.runs.append(time.perf_counter() - start)
+            arguments = self._arguments(condition, image_index, seed, given, given_scales)
+            self._arrange()
+            if self._formats is not None:
+                program.place(self._networks, self._formats)
+            if self._sharded is not None:
+                arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+            # a new pool for every batch: the last one was donated, and zeroing is not what is timed
+            state = jax.block_until_ready(self.empty_state())
+            start = time.perf_counter()
+            results, state = self.compiled(self._networks, state, *arguments)
+            if not keep_cache:
+                state = None  # the last reference: decoding may use that memory
+            results["images"] = self.compiled_decoder(self._networks, results["code_map"])
+            jax.block_until_ready(results)
+            self.timing.runs.append(time.perf_counter() - start)
         return results, state
 
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
@@ -423,5 +463,5 @@ def _kv_dtype(asked, model: Model) -> np.dtype:
 
 
 def check_model(model: Model) -> Model:
-    """Return it, or raise `UserError` if it is none."""
+    """Return the model, or raise `UserError` if it is something else."""
     return arguments.instance("model", model, Model, "a model, as varjax.load gives it")

@@ -1,15 +1,16 @@
-"""Compile a whole generation program for chips that are not here: does it fit, and what is in it?
+"""Compile a whole generation program for chips that are not here, and say whether it fits and what
+is in it.
 
     python -m experiments.aot --model=var-d30 --batch_size=8 --target=tpu-v5e,h200
     python -m experiments.aot --model=var-d30 --policy=streaming --budget=0.1 --target=a100 \\
         --largest_batch
     python -m experiments.aot --model=var-d36 --mesh=data=4,model=2 --batch_size=32 --target=v5p
 
-Compiles exactly what `experiments.run` would run there, with the real compiler of the chip, and no
-weights. Prints the bytes of parameters, cache and temporaries, the peak, whether it fits, whether
-the cache is updated in place, FLOPs, a roofline, and the largest temporaries with the operation
-that makes them. Needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
-docs/aot.md.
+The command compiles exactly what `experiments.run` would run there, with the real compiler of the
+chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
+whether it fits, whether the cache is updated in place, FLOPs, a roofline, and the largest
+temporaries with the operation that makes them. It needs `libtpu` for TPUs and JAX's CUDA plugin for
+GPUs, not the chips; see docs/howto/scale.md.
 
 Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
 printed. A program that does not fit is a result, not a failure.
@@ -87,7 +88,7 @@ def attention_for(chip: Chip, asked: str | None) -> str:
 
 
 def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
-    """What to compile for each target, and remarks on the plan. All flags are checked, nothing is
+    """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
     program = PROGRAM.resolve(model)
@@ -112,7 +113,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
 
 
 def title(workload: Workload) -> str:
-    """What is compiled, in one line."""
+    """A line that says what is compiled."""
     plan, program = workload.plan, workload.program
     cache = f", cache {program.kv_dtype}" if program.kv_dtype != program.dtype else ""
     mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""

@@ -12,7 +12,7 @@ MOST_TRIALS = 16
 
 
 class Trial(NamedTuple):
-    """What compiling for a batch found. fits: whether `num_bytes` fit in the chip's memory."""
+    """The result of compiling for a batch. fits: whether `num_bytes` fit in the chip's memory."""
 
     batch: int
     num_bytes: int

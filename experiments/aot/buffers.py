@@ -1,12 +1,12 @@
-"""Buffers of a compiled program by name: what the compiler placed where, and when it lives.
+"""Buffers of a compiled program by name, with their places and lifetimes.
 
-XLA dumps its buffer assignment and live ranges as text; both the GPU and the TPU compiler do. From
-these two and the compiled text follow
+The compilers for GPU and TPU dump their buffer assignment and live ranges as text. These two and
+the compiled text tell
 
-- the temporaries that are alive when temporaries take most memory, with the operation in our
-  sources that made them (the scopes are those of `varjax.engine.scales`);
-- whether the KV pool and the other large arrays of the cache exist once: copies of them, and
-  temporaries of their shape.
+- which temporaries are alive when temporaries take most memory, and which operation in our sources
+  made them (the scopes are those of `varjax.engine.scales`);
+- whether the KV pool and the other large arrays of the cache exist once. A second one shows as a
+  copy or as a temporary of the same shape.
 
 Only the device's main memory counts; a TPU's VMEM is another space.
 """
@@ -31,7 +31,7 @@ _INSTRUCTION = re.compile(
 _SHAPE = re.compile(r"\(*(\w+)\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert"}
 _NEW_ARRAYS = {"copy", "copy-start", "transpose", "convert"}  # moves that write a second array
-_SILENT = {"bitcast", "copy-done"}  # say nothing that their operand does not say
+_SILENT = {"bitcast", "copy-done"}  # these add nothing to what their operand says
 _STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map"}  # of loops
 
 
@@ -39,7 +39,9 @@ _STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map"}
 class Buffer:
     """A temporary of the program.
 
-    name: of the instruction. place: allocation, and bytes from its start. shape: as XLA writes it.
+    name: the instruction's.
+    place: number of the allocation, and bytes from its start.
+    shape: as XLA writes it.
     first, last: positions in the instruction sequence between which it lives; 0 where unknown.
     source: the operation of our sources, and how the instruction follows from it.
     """
@@ -54,17 +56,17 @@ class Buffer:
 
 
 def read_dump(folder: Path, compiled_text: str) -> list[Buffer]:
-    """Temporaries by what the compiler wrote into `folder`; empty if that cannot be read."""
+    """The temporaries that the compiler dumped into `folder`; empty if the dump cannot be read."""
     texts = []
     for pattern in ("*buffer-assignment.txt", "*live-range.txt"):
-        # the largest: small helper modules are dumped too
+        # the largest file, because small helper modules are dumped, too
         path = max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
         texts.append(path.read_text() if path else "")
     return temporaries(*texts, compiled_text) if all(texts) else []
 
 
 def temporaries(assignment: str, ranges: str, compiled_text: str) -> list[Buffer]:
-    """See `read_dump`."""
+    """The temporaries in texts of the buffer assignment and of the live ranges; see `read_dump`."""
     alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(ranges)}
     made = {i["name"]: i for i in _INSTRUCTION.finditer(compiled_text)}
     found, number, counts = [], -1, False
@@ -74,7 +76,7 @@ def temporaries(assignment: str, ranges: str, compiled_text: str) -> list[Buffer
             other_memory = "color " in kind and "color 0" not in kind
             counts = "preallocated-temp" in kind and not other_memory
         elif counts and (match := _VALUE.match(line)):
-            if match["shape"].startswith("("):  # a tuple is a list of addresses
+            if match["shape"].startswith("("):  # a tuple holds addresses, no numbers
                 continue
             name, place = match["name"], (number, int(match["offset"]))
             lives = alive.get((name, match["index"] or ""), (0, 0))
@@ -84,8 +86,8 @@ def temporaries(assignment: str, ranges: str, compiled_text: str) -> list[Buffer
 
 
 def fullest_moment(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """What is alive at the position with most bytes, largest first. Values that share a place count
-    once."""
+    """The buffers that are alive at the position with most bytes, largest first. Values that share
+    a place count once."""
     best: list[Buffer] = []
     for moment in sorted({b.first for b in buffers}):
         places: dict[tuple[int, int], Buffer] = {}
@@ -101,8 +103,8 @@ def total_bytes(buffers: Sequence[Buffer]) -> int:
 
 
 def _source(name: str, made: Mapping[str, re.Match], depth: int = 8) -> str:
-    """Where an instruction comes from: the operation named in its metadata; moves of data without
-    one say what they move."""
+    """The operation that an instruction comes from, as its metadata names it. Moves of data without
+    metadata say what they move."""
     instruction = made.get(name)
     if instruction is None:
         return ""
@@ -130,10 +132,12 @@ def short_source(op_name: str) -> str:
 class Carried:
     """An array that is updated in place, if all is well.
 
-    name: for people. shape: on one device. dtype: the only type in which a copy of it counts; None:
-      any type, as for the pool, which a compiler may convert as a whole.
-    flat: whether other values of this shape and type are usual (numbers for every slot), so that
-      only instructions that move it count, not every temporary of its shape.
+    name: for people.
+    shape: on one device.
+    dtype: the only type in which a copy counts; None: any type, as for the pool, which a compiler
+      may convert as a whole.
+    flat: whether other values of this shape and type are usual (numbers for every slot). Then only
+      instructions that move it count, not every temporary of its shape.
     """
 
     name: str
@@ -142,8 +146,8 @@ class Carried:
     flat: bool = False
 
     def is_seen_as(self, shape: str) -> bool:
-        """Whether a value of this shape, as XLA writes it ("bf16[4,8]{1,0}"; of a tuple the first),
-        is the array, perhaps with some of its axes merged, except for the last."""
+        """Whether a value of this shape may be the array, perhaps with axes merged (the last axis
+        apart). shape: as XLA writes it ("bf16[4,8]{1,0}"); of a tuple the first one counts."""
         if not (match := _SHAPE.match(shape)):
             return False
         dims = tuple(int(n) for n in match[2].split(",") if n)
@@ -153,11 +157,12 @@ class Carried:
 def second_copies(
     text: str, buffers: Sequence[Buffer], arrays: Sequence[Carried]
 ) -> dict[str, list[str]]:
-    """{name: lines of text} for the arrays that exist more than once, for the reader of a report:
-    instructions that copy, transpose or convert one within the main memory, and temporaries of its
-    shape. A TPU may fetch what is small enough into its VMEM, layout `S(1)`: no second array.
+    """{name: lines for the reader of a report} of the arrays that exist more than once. The lines
+    are instructions that copy, transpose or convert the array within the main memory, and
+    temporaries of its shape. A TPU may fetch a small array into its VMEM (layout `S(1)`), which
+    does not count.
 
-    text: of the compiled program. buffers: its temporaries.
+    text: the compiled program. buffers: its temporaries.
     """
     moves = [
         i

@@ -34,7 +34,7 @@ def type_bytes(kind: str) -> float:
     """Bytes of an element: "f32" takes 4, "f8e4m3fn" 1.
 
     Raises:
-      ValueError: no type that is known.
+      ValueError: the type is not known.
     """
     if kind in _TYPES:
         return _TYPES[kind]
@@ -57,7 +57,8 @@ def shape_bytes(shape: str) -> float:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. rest: what follows the opening bracket: operands, then attributes."""
+    """One line of the text. rest: the text behind the opening bracket: operands, then
+    attributes."""
 
     name: str
     shape: str
@@ -67,7 +68,7 @@ class Instruction:
 
     @cached_property
     def _end(self) -> int:
-        """Where the operands end."""
+        """The place in `rest` where the operands end."""
         depth = 1
         for i, character in enumerate(self.rest):
             depth += (character in "({[") - (character in ")}]")
@@ -88,7 +89,7 @@ class Instruction:
 
     @property
     def literal(self) -> str:
-        """What stands in the brackets, of a parameter its number, of a constant its value."""
+        """The text in the brackets: a parameter's number, a constant's value."""
         return self.rest[: self._end]
 
     def called(self, *keys: str) -> list[str]:
@@ -108,7 +109,7 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
-        """Of the result."""
+        """Bytes of the result."""
         return shape_bytes(self.shape)
 
 
@@ -178,8 +179,8 @@ class Module:
         return self.computations[name]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a while loop runs: as the compiler says, or the one bound that its condition
-        compares with; None where neither is there."""
+        """How often a while loop runs, as the compiler says or as the bound of its condition says;
+        None where neither is there."""
         if known := loop.attribute(r'known_trip_count":\s*\{\s*"n":\s*"(\d+)"'):
             return int(known)
         [condition] = loop.called("condition") or [None]

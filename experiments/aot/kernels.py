@@ -1,11 +1,12 @@
-"""What each kernel of a compiled program moves and computes.
+"""Bytes, FLOPs and seconds of each kernel of a compiled program.
 
-GPU: every fusion, library call, copy or other operation outside fusions is a kernel, as often as
-its loops run, and takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
-those of its operands and results; of an operand that is only cut into slices the slices, of an
-array that is changed in place the change, of a library call not its scratch. Bandwidth and rate are
-shares of the chip's peaks that good kernels reach (`REACHED`); the rate is that of the units that
-multiply numbers of that type. TPU: the cycles that the compiler estimates.
+On a GPU every fusion, library call, copy or other operation outside fusions is a kernel, as often
+as its loops run. It takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
+those of its operands and results, with three exceptions: only the slices count of an operand that
+is cut into slices, only the change counts of an array that is changed in place, and a library
+call's scratch does not count. Bandwidth and rate are shares of the chip's peaks that good kernels
+reach (`REACHED`); the rate is that of the units that multiply numbers of that type. On a TPU
+seconds are the cycles that the compiler estimates.
 """
 
 import math
@@ -18,7 +19,7 @@ from pallas_kernels.chips import Chip
 
 REACHED = {"bandwidth": 0.9, "flops": 0.8}  # of a chip's peaks, by large copies and products
 START = 2.5e-6  # seconds until a kernel of a GPU computes
-LARGE = 2**20  # bytes: smaller slices of stacked arrays are not what costs
+LARGE = 2**20  # bytes; smaller slices of stacked arrays cost little
 
 # operations that may stand outside fusions, all of which read and write memory
 _KERNELS = set(
@@ -31,19 +32,25 @@ _KERNELS = set(
 _COLLECTIVES = set("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
 _PALLAS = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu|tpu_custom_call)')
 _SLICES = {"dynamic-slice", "slice"}
-# operations that change an array in place, and the place of what they write among their operands
+# operations that change an array in place, and which of their operands is the change
 _CHANGES = {"dynamic-update-slice": 1, "scatter": -1}
 _MOVES = _SLICES | set("copy transpose bitcast reshape convert".split())
-_WITH_SCRATCH = ("__cublas$", "__cudnn$")  # library calls: of several results the last is scratch
-# what else may be in a fusion that only cuts slices: where they start
+_WITH_SCRATCH = ("__cublas$", "__cudnn$")  # library calls whose last of several results is scratch
+# what a fusion that only cuts slices may contain beside moves: the computation of where they start
 _INDICES = set("parameter constant tuple get-tuple-element add compare select broadcast".split())
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation of the text. times: how often it runs. loop: the loop whose body it is in
-    (empty: none). source: operation of our sources. kind: "product", "pallas", "weights" (large
-    slices that are copied out of stacked arrays), "collective", "unknown" or "other"."""
+    """One operation of the text.
+
+    source: operation of our sources.
+    kind: "product", "pallas", "weights" (large slices that are copied out of stacked arrays),
+      "collective", "unknown" or "other".
+    loop: the loop whose body it is in; empty: none.
+    times: how often it runs.
+    bytes, flops, seconds, cycles: of one run.
+    """
 
     name: str
     source: str
@@ -57,13 +64,13 @@ class Kernel:
 
 
 class Costs:
-    """Of the instructions of a program on a chip."""
+    """Costs of the instructions of a program on a chip."""
 
     def __init__(self, module: Module, chip: Chip):
         self.module, self.chip, self.on_tpu = module, chip, chip.platform == "tpu"
 
     def kernel(self, i: Instruction, within: Computation, loop: str, times: float) -> Kernel:
-        """Of an instruction that is a kernel. within: where it stands. loop, times: of `Kernel`."""
+        """An instruction as a `Kernel`, with its costs. within: the computation that it is in."""
         source = short_source(i.attribute(r'op_name="([^"]*)"') or "")
         found = Kernel(i.name, source, "other", loop, times)
         opcode = i.opcode.removesuffix("-start")
@@ -87,8 +94,8 @@ class Costs:
         return replace(found, seconds=seconds, cycles=seconds * (self.chip.clock or 0.0))
 
     def _rate(self, i: Instruction, within: Computation) -> float:
-        """FLOPs per second of the units that compute a GPU's products: tensor cores, of float32
-        numbers in TF32 at half their rate, unless all bits were asked for."""
+        """FLOPs per second of the units that compute a GPU's product. Tensor cores compute float32
+        products in TF32 at half of their rate. Products in full precision run on float32 units."""
         if i.opcode == "fusion":
             bodies = [self.module[name] for name in i.called("calls")]
             inside = [(x, body) for body in bodies for x in body]
@@ -104,8 +111,8 @@ class Costs:
 
     def _on_tpu(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
         said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0
-        # products are convolutions here, whose windows may stand for a batch: their FLOPs are in
-        # the traced program, not in this text
+        # Products are convolutions here, whose windows may stand for a batch. So their FLOPs are
+        # taken from the traced program, not from this text.
         product = i.opcode == "fusion" and self._products(i) > 0
         kind, cycles = "product" if product else "other", float(said or 0)
         # copies that run beside other work have no cycles of their own
@@ -125,7 +132,7 @@ class Costs:
     # --- bytes and products of one kernel of a GPU ---
 
     def _plain(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
-        """An operation outside fusions."""
+        """The costs of an operation outside fusions."""
         operands = [within.get(name) for name in i.operands]
         shapes = [a for o in operands if o for a in arrays(o.shape)]
         library = (i.attribute(r'custom_call_target="([^"]*)"') or "").startswith(_WITH_SCRATCH)
@@ -178,8 +185,8 @@ class Costs:
 
     @staticmethod
     def _read(body: Computation, number: int, whole: float) -> float:
-        """Bytes of an operand that a fusion reads: all, or the slices that it is cut into; nothing
-        of an array that it only changes in place."""
+        """Bytes of an operand that a fusion reads: all of it, or the slices that it is cut into, or
+        none if the fusion only changes it in place."""
         parameter = body.parameters.get(number)
         if parameter is None:
             return 0.0
@@ -198,8 +205,7 @@ class Costs:
 
     @staticmethod
     def _written(body: Computation) -> float:
-        """Bytes of the results: of an array changed in place, the change, which is read and written
-        (its other operands are counted where they are read)."""
+        """Bytes of the results. Only the change counts of an array that is changed in place."""
         roots = [body.root]
         if body.root.opcode == "tuple":
             roots = [body.get(name) for name in body.root.operands]
@@ -219,7 +225,7 @@ class Costs:
             return False
         large = [i.opcode for i in body if i.bytes >= LARGE]
         if any(opcode not in _MOVES and opcode != "parameter" for opcode in large):
-            return False  # numbers are added, not only indices
+            return False  # it computes with large arrays, not only with indices
         return any(i.opcode in _SLICES and i.bytes >= LARGE for i in body)
 
     def _products(self, i: Instruction) -> float:

@@ -1,10 +1,10 @@
-"""What a compiled program will cost, read from its text: kernels, bytes, products and seconds, per
-loop. A model, not a measurement: it ranks programs and shows waste. One kernel: `kernels`,
-all of them: `reader`.
+"""The modelled cost of a compiled program, read from its text: kernels, bytes, products and
+seconds, per loop. It is a model, not a measurement: it ranks programs and shows waste. `kernels`
+looks at one kernel, `reader` finds all of them.
 
-Pallas kernels are opaque here: they are counted, and their work is what their authors estimate
-(`PallasWork`, from the traced program) at `PALLAS_REACHED` of the peaks. On a TPU too: the
-compiler's cycles for them are left out.
+Pallas kernels are opaque in the text. They are counted there, and their work is the estimate that
+the traced program has (`PallasWork`), done at `PALLAS_REACHED` of the peaks. That holds for a TPU,
+too: the compiler's cycles for them are left out.
 """
 
 from collections import Counter
@@ -21,9 +21,10 @@ PALLAS_REACHED = 0.85
 
 @dataclass(frozen=True)
 class Modelled:
-    """All kernels of a program, and what its Pallas kernels are estimated to do.
+    """All kernels of a program.
 
-    loops_of_unknown_length: counted once.
+    pallas: {estimated work of a Pallas kernel: how often it is called}.
+    loops_of_unknown_length: how many loops are counted as if they ran once.
     """
 
     chip: Chip
@@ -39,11 +40,11 @@ class Modelled:
         return cls(chip, reader.kernels, _kept(pallas, reader.kernels), reader.unknown_loops)
 
     def total(self, name: str, *kinds: str) -> float:
-        """Sum of a field of `Kernel` over all runs, of these kinds only (none: of all)."""
+        """The sum of a field of `Kernel` over all runs of kernels of these kinds (none: all)."""
         return sum(k.times * getattr(k, name) for k in self.kernels if not kinds or k.kind in kinds)
 
     def calls(self, *kinds: str) -> float:
-        """Kernels that are started, of these kinds only (none: all)."""
+        """How many kernels of these kinds (none: all) are started."""
         return sum(k.times for k in self.kernels if not kinds or k.kind in kinds)
 
     @property
@@ -52,26 +53,28 @@ class Modelled:
 
     @property
     def seconds(self) -> float | None:
-        """None of a TPU whose clock is not published: its compiler speaks of cycles only."""
+        """Seconds of the program. None for a TPU whose clock is not published, because its compiler
+        estimates cycles only."""
         if self.chip.platform == "tpu" and not self.chip.clock:
             return None
         return self.total("seconds") + self.pallas_seconds
 
     @property
     def cycles(self) -> float | None:
-        """Of a TPU: the compiler's, and those of Pallas kernels if the clock is known; None on a
-        GPU."""
+        """Cycles of a TPU: the compiler's, and those of Pallas kernels if the clock is known. None
+        for a GPU."""
         if self.chip.platform != "tpu":
             return None
         return self.total("cycles") + self.pallas_seconds * (self.chip.clock or 0.0)
 
     def seconds_of(self, work: PallasWork) -> float:
-        """Of one call."""
+        """Seconds of one call of a Pallas kernel."""
         computing, moving = work.flops / self.chip.bf16_flops, work.bytes / self.chip.bandwidth
         return max(computing, moving) / PALLAS_REACHED
 
     def costliest(self, count: int) -> list[Kernel]:
-        """Operations by all their seconds, most first; `times`, `seconds` and the rest summed."""
+        """Operations with most seconds first. Their `times`, `seconds` and other costs are sums
+        over all kernels of the operation."""
         found: dict[tuple, Kernel] = {}
         for k in self.kernels:
             whole = _all_runs(k)
@@ -81,7 +84,8 @@ class Modelled:
         return [k for k in ordered if k.kind != "pallas"][:count]
 
     def by_loop(self) -> list[tuple[str, Kernel]]:
-        """(loop, sums over all that its body runs, inner loops apart), in the order of the text."""
+        """(loop, sums over the kernels of its body without inner loops), in the order of the
+        text."""
         found: dict[str, Kernel] = {}
         for k in self.kernels:
             whole = _all_runs(k)
@@ -94,8 +98,8 @@ class Modelled:
 
 
 def _kept(pallas: Counter, kernels: list[Kernel]) -> Counter:
-    """Calls of the traced program without those that the compiler found to be equal to others; all
-    where the text does not name them."""
+    """Calls of the traced program without calls that the compiler removed because they equal
+    others. Calls that the text does not name are all kept."""
     traced, found = Counter(), Counter()
     for work, calls in pallas.items():
         traced[work.name] += calls

@@ -1,5 +1,5 @@
-"""What `experiments.aot` says of the modelled cost of a program: for --json, the table and the
-lists below it."""
+"""The modelled cost of a program in the report of `experiments.aot`: for --json, rows of the table,
+and lists below it."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,8 @@ weights copied: slices of 1 MiB and more that are cut out of stacked arrays and 
 
 
 def describe(found: Modelled | None) -> dict | None:
-    """JSON-able content. Bytes and FLOPs without those of Pallas kernels, which are listed."""
+    """The modelled cost as content of a JSON file; None without one. Bytes and FLOPs are without
+    those of Pallas kernels, which are listed."""
     return found and {
         "modelled_s": found.seconds,
         "kernels": found.calls(),
@@ -43,7 +44,7 @@ def _listed(k: Kernel) -> dict:
 
 
 def _pallas(found: Modelled) -> dict[str, dict]:
-    """By name; calls of all shapes together."""
+    """Work of Pallas kernels by name, calls of all shapes together."""
     sums: dict[str, Counter] = {}
     for work, calls in found.pallas.items():
         each = {"calls": calls, "flops": calls * work.flops, "bytes": calls * work.bytes}
@@ -73,7 +74,7 @@ def _cycles(r: Mapping) -> str:
 
 
 def _seconds(r: Mapping) -> float | None:
-    """Of both programs; None where the model says none."""
+    """Seconds of both programs; None where the model has none."""
     each = [p["modelled"]["modelled_s"] for p in r["programs"].values()]
     return None if None in each else sum(each)
 
@@ -88,7 +89,7 @@ def _over_roofline(r: Mapping) -> str:
 
 
 def _read(row: Callable[[Mapping], str]) -> Callable[[Mapping], str]:
-    """A row of the table, which says where a text could not be read."""
+    """A row of the table that says so where a text could not be read."""
 
     def found(r: Mapping) -> str:
         read = all(program["modelled"] for program in r["programs"].values())
@@ -111,7 +112,7 @@ ROWS = tuple((name, _read(row)) for name, row in _ROWS)
 
 
 def notes(target: str, name: str, found: Mapping | None) -> list[str]:
-    """Lines below the table: loops, the costliest operations, our kernels, what is not known."""
+    """Lines below the table: loops, the costliest operations, our kernels, unknown operations."""
     if found is None:
         return []
     seconds = _shown(found["modelled_s"]) or "cycles only, no"

@@ -1,4 +1,4 @@
-"""What drawing costs per image token, for models that draw token by token, and the least it could.
+"""The cost of drawing an image token, for models that draw token by token, and the least possible.
 
     floor = max(weights / bandwidth, 2 parameters rows / peak rate) + slots read / bandwidth
 

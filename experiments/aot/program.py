@@ -1,7 +1,7 @@
 """Compile the two programs of a run for a chip that is not here, and measure them.
 
-The programs are those of `varjax.engine.program`, which `Generator` runs; their arguments are
-shapes and types, so no weights are needed and nothing is allocated.
+`Generator` runs the same programs (`varjax.engine.program`). Here their arguments are shapes and
+types, so no weights are needed and nothing is allocated.
 """
 
 import re
@@ -36,7 +36,7 @@ from varjax.cache.token_state import LayerCache
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
-from varjax.engine.drawing import drawing
+from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.memory import show_bytes
 from varjax.model import Model
 from varjax.nn import stacked
@@ -47,7 +47,7 @@ from varjax.sampling import Sampling
 
 Networks = dict[str, nnx.Module]  # the model's modules by name, shapes in place of arrays
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
-CONDITION = 2  # the place of the condition among the program's arguments, divided like images
+CONDITION = 2  # the condition's place among the program's arguments; images are divided like it
 PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
 SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
 
@@ -187,9 +187,9 @@ def first_line(message: str) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workload:
-    """What is compiled, apart from the chip and the batch.
+    """Everything that decides what is compiled, apart from the chip and the batch.
 
-    attention: of `pallas_kernels.implementations.NAMES`.
+    attention: one of `pallas_kernels.implementations.NAMES`.
     text_tokens: padded length of texts; None: the most that the model takes.
     """
 
@@ -207,13 +207,14 @@ class Workload:
 
 
 class Compilation:
-    """Both programs for a batch: first `compile_codes`, then `compile_pixels`.
+    """Both programs for a batch. Call `compile_codes` first, then `compile_pixels`.
 
-    say: called with progress lines. networks, state: shapes, placed on the devices.
+    say: called with progress lines.
+    networks, state: shapes, placed on the devices.
 
-    Both raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not look),
-    `NotImplementedError` where a kernel cannot take the shapes, `jax.errors.JaxRuntimeError` where
-    the compiler failed otherwise.
+    Both methods raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not check),
+    `NotImplementedError` where a kernel cannot take the shapes, and `jax.errors.JaxRuntimeError`
+    where the compiler failed otherwise.
     """
 
     codes: Program
@@ -230,10 +231,12 @@ class Compilation:
             networks,
             plan,
             workload.sampling,
+            BuildOptions(
+                segments=options.segments,
+                layers=options.layers,
+                attention=_attention(workload, chip),
+            ),
             batch_size=batch_size,
-            segments=options.segments,
-            layers=options.layers,
-            attention=_attention(workload, chip),
             mesh=mesh,
             platform=chip.platform,
         )
@@ -273,18 +276,19 @@ class Compilation:
         return self.sharded.place_shapes(which, tree)
 
     def compile_codes(self) -> None:
-        """The program that draws codes."""
+        """Compile the program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
-        carried = carried_arrays(self.state, self.workload.plan.stored(self.state))
+        carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
         self.codes = self._compiled(trace, options, carried, occupancy)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
     def compile_pixels(self) -> None:
-        """The program that decodes pixels; it takes the weights as the other one has them."""
+        """Compile the program that decodes pixels. It takes weights in the layouts of the other
+        program."""
         formats = self.codes.formats[0][0] if self.automatic else None
         trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
         options = self.workload.program
@@ -304,7 +308,7 @@ class Compilation:
     ) -> Program:
         precision = self.workload.program.matmul_precision
         trace = partial(trace, precision=precision, sharded=self.sharded)
-        # kernels ask the mesh for the kind of device
+        # kernels ask the mesh in use for the kind of device that they are traced for
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return compile_program(trace, self.networks, self.chip, options, carried, occupancy)
 

@@ -1,8 +1,8 @@
-"""What `experiments.aot` says about a compiled program: a dictionary for --json, a table to read.
+"""The report on a compiled program: a dictionary for --json, and a table to read.
 
-Bytes are those of one device. The peak is that of the program that needs more, next to what lies on
-the device while it runs: for drawing codes the weights that only the decoder reads, for decoding
-pixels the other weights. The cache is freed before pixels are decoded.
+Bytes are those of one device. The peak is that of the program that needs more. It includes what
+lies on the device beside the program: weights that only the decoder reads while codes are drawn,
+the other weights while pixels are decoded. The cache is freed before pixels are decoded.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ def describe(case: Compilation, temporaries: int) -> dict:
     }
     decides = max(peaks, key=peaks.get)
     peak, state = peaks[decides], case.state
-    pool = _num_bytes(workload.plan.stored(state))
+    pool = _num_bytes(workload.plan.kv_arrays(state))
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
-    # activations, logits and what layers hold of the text on one device
+    # on one device: activations, logits and what layers keep of the text
     mesh = workload.program.mesh
     need = workload.predict(workload.plan, case.batch_size // mesh.data)
     activations = need.activations + need.condition
@@ -214,8 +214,8 @@ def _unrolled_weights(case: Compilation) -> float:
 
 
 def _weights_outside_layers(case: Compilation) -> float:
-    """Bytes of the weights that a program reads once, those of all layers together among them; the
-    others of the layers apart."""
+    """Bytes of the weights that a program reads once. They include weights that all layers share
+    and none of the layers' own."""
     transformer = case.networks["transformer"]
     once = (getattr(transformer.blocks, name, None) for name in transformer.once)
     kept = {id(leaf) for part in once for leaf in jax.tree.leaves(part)}
@@ -229,7 +229,7 @@ def _weights_outside_layers(case: Compilation) -> float:
 
 
 def text(results: Sequence[dict]) -> str:
-    """The results of all targets: a table with one column for each, then their temporaries."""
+    """The results of all targets: a table with a column for each, then their temporaries."""
     columns = [["", *(name for name, _ in _ROWS)]]
     columns += [[r["target"], *(_cell(row, r) for _, row in _ROWS)] for r in results]
     widths = [max(map(len, column)) for column in columns]
@@ -296,7 +296,7 @@ _ROWS = (
 
 
 def _notes(r: dict) -> list[str]:
-    """What does not go into a table: messages, copies of the pool, temporaries by name."""
+    """Lines below the table: messages, copies of the pool, temporaries by name."""
     if r["status"] != "compiled":
         return ["", f"{r['target']}: {r['error']}"]
     lines = []

@@ -1,7 +1,7 @@
-"""One process per target: some errors of a compiler end the process.
+"""One process per target, because some errors of a compiler end the process.
 
-The parent calls `start`, which runs the same command again for one target; there `work` compiles,
-for a batch or for the largest that fits, and writes what it found into a file.
+The parent calls `start`, which runs the same command again for one target. There `work` compiles
+for a batch, or for the largest that fits, and writes the result into a file.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
 
 
 def start(target: str, flags: Sequence[str]) -> dict:
-    """The result of a target, compiled by a process of its own. flags: those of this command; the
-    last one of a kind counts."""
+    """The result of a target, compiled by a process of its own. flags: those of this command. They
+    are followed by the process's own, because the last flag of a name counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         own = (f"--target={target}", f"--worker={path}")
@@ -53,8 +53,8 @@ def start(target: str, flags: Sequence[str]) -> dict:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that compiles, which finds this package wherever it was started.
-    A cache of programs would keep the compiler from writing what we want to read."""
+    """The environment of a process that compiles. It finds this package wherever it is started, and
+    has no cache of programs, which would keep the compiler from writing the dump that we read."""
     place = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
@@ -95,7 +95,7 @@ def work(workload: Workload, chip: Chip, batch: int | None, temporaries: int, pa
 
 
 class _Job:
-    """Compilations for one target; none is done twice."""
+    """The compilations for one target. Each batch is compiled once."""
 
     def __init__(self, workload: Workload, chip: Chip, temporaries: int):
         self.workload, self.chip, self.temporaries = workload, chip, temporaries
@@ -106,8 +106,9 @@ class _Job:
         print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
 
     def begin(self, batch: int) -> Compilation:
-        """The compilation for a batch, codes done. Takes the next implementation where a kernel
-        cannot take the shapes, as `Generator` does unless one is named."""
+        """The compilation for a batch, with the program that draws codes compiled. Where a kernel
+        cannot take the shapes the next implementation is tried, as `Generator` does, unless the
+        user named one."""
         if batch in self.begun:
             return self.begun[batch]
         self.say(f"compiling batch {batch}, attention {self.workload.attention}")
@@ -130,7 +131,7 @@ class _Job:
         return next(iter(every[every.index(self.workload.attention) + 1 :]), None)
 
     def describe(self, batch: int) -> dict:
-        """The result of both programs for a batch."""
+        """The result for a batch, with both programs."""
         if batch not in self.results:
             try:
                 case = self.begin(batch)

@@ -4,14 +4,15 @@
     python -m experiments.bench --check
     python -m experiments.bench --tune --model=var-d30,infinity-2b
 
-Shapes are those of published models (pallas_kernels/arg_specs.py), for every operation those of
-models that ask for it. Each is timed with the kernel of this device, if it has one, with the plain
-JAX reference and, for attention, with JAX's own attention on a full cache of the same scale (XLA;
-on a GPU also cuDNN): median of repeated loops after warm-up. GB/s and TFLOP/s count what a call
-needs at least, with the share of the chip's peak where that is known. error: relative, against the
-reference in float32, on one row and two heads; where results have to be equal, 0 if they are.
+Shapes are those of published models (pallas_kernels/arg_specs.py); every operation takes the shapes
+of models that have it. Each call is timed with the kernel of this device, if it has one, and with
+the plain JAX reference. Attention is also timed with JAX's own attention on a full cache of the
+same scale (XLA; on a GPU cuDNN, too). Times are medians of repeated loops after warm-up. GB/s and
+TFLOP/s count what a call needs at least, with the share of the chip's peak where that is known.
+error: relative, against the reference in float32, on one row and two heads; where results have to
+be equal, 0 if they are.
 
-On a CPU shapes are cut down and the reference is timed: it shows that the command works, not how
+On a CPU shapes are cut down and the reference is timed. That shows that the command works, not how
 fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
 exits with 1 if one differs. --tune times all tiles of the attention kernels and writes the best
 into pallas_kernels/ragged_attention/tuned/, where later programs for this kind of device find them.
@@ -88,7 +89,7 @@ def shapes() -> list[ArgSpec]:
 
 
 def _resized(spec: ArgSpec, small: bool) -> ArgSpec:
-    """The same slots in blocks of --block_size, and --rows."""
+    """A shape with its slots in blocks of --block_size, and with --rows."""
     if small:
         spec = spec.reduced(tokens=min(64, spec.tokens))
         spec = replace(spec, length=min(spec.length, spec.tokens))
@@ -102,7 +103,7 @@ def operations() -> list[str]:
 
 
 def calls() -> list[tuple[ArgSpec, str]]:
-    """Every shape with each operation that its model asks for."""
+    """Every shape with each chosen operation that its model has."""
     named = operations()
     found = [(s, o) for s in shapes() for o in named if bench.OPERATIONS[o].serves(s)]
     if not found:
@@ -164,7 +165,7 @@ def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
 
 
 def show_timings(name: str) -> int:
-    """Times every way and prints the table."""
+    """Time every way and print the table; return 1 if the kernel failed or is wrong."""
     if name.endswith(implementations.SUFFIX):
         raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
     rows, ways = [], timed_ways(name)
@@ -184,7 +185,7 @@ def show_timings(name: str) -> int:
 
 
 def _failure(row: Row) -> str | None:
-    """What is wrong with a row of the kernel that the command is about, or None."""
+    """The reason why a row of the timed kernel is a failure, or None."""
     call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
     allowed = TOLERANCE[row.spec.dtype]
     if row.seconds is None or row.error is None:
@@ -215,7 +216,7 @@ def checked(operation: str, case: ArgSpec, name: str) -> tuple[str, dict, str]:
 
 
 def show_check(name: str) -> int:
-    """Kernel against reference; 1 if a result differs."""
+    """Compare kernel and reference; return 1 if a result differs."""
     if name == "reference":
         raise UserError(
             f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
@@ -239,7 +240,7 @@ def show_check(name: str) -> int:
 
 
 def show_tuning(name: str) -> int:
-    """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
+    """Time tiles and keep the best of every call; return 1 if no tiles of a call work."""
     if jax.default_backend() == "cpu" or name not in tune.CHOICES:
         raise UserError(
             f"--tune times the tiles of a kernel on its own device; this is {name} on "

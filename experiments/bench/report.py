@@ -1,4 +1,4 @@
-"""What `experiments.bench` says: a row for each way to do an operation, and a summary."""
+"""The report of `experiments.bench`: a row for each way to do an operation, and a summary."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def call(self) -> dict[str, str]:
-        """What was called, which rows of several ways have in common."""
+        """The call, which rows of several ways have in common."""
         types = {"dtype": self.spec.dtype, "kv_dtype": self.spec.pool_dtype.name}
         return {"shape": self.spec.name, "operation": self.operation} | types
 

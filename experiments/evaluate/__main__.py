@@ -13,8 +13,9 @@ reference set; PSNR, SSIM, LPIPS and equal tokens against the pictures of the fu
 --samples, --reference and --full are folders of experiments.run, folders of pictures, or npz files
 with pictures (`arr_0`); a reference may also be a file of statistics (`mu`, `sigma`, for sFID
 `mu_s`, `sigma_s`), as ADM and pytorch-fid publish them. The networks are the published ones,
-converted once by `python -m ported_weights` (docs/evaluation.md). --protocol chooses how pictures
-are resized and what is computed by default; numbers of different protocols are not comparable.
+converted once by `python -m ported_weights` (docs/howto/evaluate.md). --protocol chooses how
+pictures are resized and what is computed by default; numbers of different protocols are not
+comparable.
 
 Writes metrics.json, which says how everything was computed, and for --full also per_image.npz, into
 --out (default: a new folder under results/). An interrupted evaluation started again with the same
@@ -78,7 +79,7 @@ FEATURES = FLAGS.enum(
     "Whose features are compared; demo: of a small classifier of fruit, 64x64 pixels (no FID).",
 )
 CLASSIFIER = FLAGS.string(
-    "classifier", None, "With --features=demo: folder of another classifier (docs/evaluation.md)."
+    "classifier", None, "With --features=demo: folder of a classifier (docs/howto/evaluate.md)."
 )
 BATCH_SIZE = FLAGS.integer(
     "batch_size",

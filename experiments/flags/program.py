@@ -59,7 +59,6 @@ class ProgramOptions:
             kernels=kernels,
             text_tokens=text,
             decode_batch=self.decode_batch,
-            parts=self.mesh.model,
         )
 
     def predict_here(

@@ -29,7 +29,7 @@ from varjax.model import Model
 from varjax.models import registry
 
 FOLDER = Path(__file__).parent
-DOCS = "docs/reproduce.md"
+DOCS = "docs/howto/reproduce.md"
 # Flags that decide what is drawn or measured, besides counts of pictures, which are checked. If a
 # recipe does not name one of them and the user gives it, the report has to say so.
 DECIDING = {

@@ -49,7 +49,7 @@ PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 LPIPS = FLAGS.string(
-    "lpips", None, "With --compare: folder of a converted LPIPS network (docs/evaluation.md)."
+    "lpips", None, "With --compare: folder of a converted LPIPS network (docs/howto/evaluate.md)."
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."

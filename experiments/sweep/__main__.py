@@ -16,8 +16,8 @@ long as it can at another.
 Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
 freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
 of the cache, seconds per image; with --lpips LPIPS; of the demo, and of models that have a
-classifier (docs/evaluation.md), class agreement and the distance of its features. Means come with
-95 % intervals, and with the difference to the best policy of the same budget, image by image.
+classifier (docs/howto/evaluate.md), class agreement and the distance of its features. Means come
+with 95 % intervals, and with the difference to the best policy of the same budget, image by image.
 
 Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out

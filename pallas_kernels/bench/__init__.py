@@ -1,5 +1,5 @@
-"""Timings of all operations on the device that is there, and of what they compete with; and whether
-what they compute is right there."""
+"""Timings of all operations, and of what they compete with, on the device that is there; and checks
+of their results there."""
 
 from pallas_kernels.bench.api import (
     OPERATIONS,

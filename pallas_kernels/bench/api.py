@@ -1,4 +1,4 @@
-"""What can be measured here, and how: all operations by name."""
+"""The operations that can be measured, by name, and the ways to do them on this device."""
 
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ REFERENCE = "reference"
 
 
 def compressed(spec: ArgSpec, share: float) -> ArgSpec:
-    """The call when every head owns that share of the cache, in whole blocks, at least one."""
+    """The call when every head owns that share of the cache, in whole blocks and at least one."""
     return replace(spec, filling="full", entries=max(1, round(spec.entries * share)))
 
 
 def ways(operation: str, spec: ArgSpec, kernel: str) -> list[str]:
-    """Names of the ways to do an operation on this device, `kernel` first if the operation has
+    """Names of the ways to do an operation on this device. `kernel` is first if the operation has
     it."""
     found = [kernel, REFERENCE] if OPERATIONS[operation].has(kernel) else [REFERENCE]
     if operation == "attend":
@@ -31,19 +31,20 @@ def ways(operation: str, spec: ArgSpec, kernel: str) -> list[str]:
 
 
 def prepare(operation: str, spec: ArgSpec, share: float, way: str) -> Candidate:
-    """One of `ways`; heads own that share of the cache, `DENSE` ones all of it."""
+    """One of `ways`, ready to be timed. Heads own `share` of the cache, in `DENSE` ways all of
+    it."""
     if way.startswith(DENSE):
         return dense(spec, way.removeprefix(DENSE).strip())
     return OPERATIONS[operation].candidate(compressed(spec, share), way)
 
 
 def holds_scores(operation: str, way: str) -> bool:
-    """Whether it has a matrix of queries by keys in memory."""
+    """Whether a way has a matrix of queries by keys in memory."""
     return way == f"{DENSE} xla" or way == REFERENCE and OPERATIONS[operation].holds_scores
 
 
 @jax.default_matmul_precision("highest")
 def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
-    """What implementation `name` computes otherwise than the reference in float32: relative
-    Frobenius errors of numbers; of what has to be equal the share that is not, or 1."""
+    """Differences between implementation `name` and the reference in float32, by result: relative
+    Frobenius errors. Results that have to be equal count the share that is not, or 1."""
     return dict(OPERATIONS[operation].errors(spec, name))

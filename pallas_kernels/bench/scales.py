@@ -1,8 +1,8 @@
 """Operations of models that draw by scales: attention over the cache and the scale's own tokens,
 its moments, cache writes, attention over a text; and JAX's attention to compare with.
 
-The dense ways attend to a full cache of the same scale, whatever the kernel's heads own: they
-are what a compressed cache has to beat.
+The dense ways attend to a full cache of the same scale, however little the kernel's heads own. A
+compressed cache has to beat them.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ FUNCTIONS = {
     "write": cache_write.write,
 }
 DENSE = "dense"
-TEXT = 256  # tokens of a text, in two layers of which the last is attended to
+TEXT = 256  # tokens of a text, which has two layers; the call is that of the last
 
 
 def slots(spec: ArgSpec) -> int:
@@ -42,7 +42,7 @@ def _token_bytes(spec: ArgSpec) -> int:
 
 
 def stored_bytes(spec: ArgSpec) -> int:
-    """Of a slot."""
+    """Bytes of a slot, scales included."""
     return 2 * spec.head_dim * spec.pool_dtype.itemsize + (8 if spec.kv_dtype == "int8" else 0)
 
 
@@ -71,7 +71,8 @@ def _text_work(spec: ArgSpec) -> Work:
 
 
 def fits(spec: ArgSpec, copies: int = 3) -> bool:
-    """Whether an implementation that holds all scores in float32 a few times fits this device."""
+    """Whether an implementation that holds all scores in float32 `copies` times fits this
+    device."""
     scores = spec.rows * spec.heads * spec.tokens * (slots(spec) + spec.tokens)
     # 8 GiB where a backend does not say (CPU)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**33)
@@ -82,7 +83,7 @@ def fits(spec: ArgSpec, copies: int = 3) -> bool:
 
 
 def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
-    """Our implementation `name`. run: what to call instead of the API's function."""
+    """Our implementation `name`. run: a function to call in place of the API's."""
     run = run or partial(FUNCTIONS[operation], implementation=name)
     rows, heads, tokens, size = args.projection.shape
     if operation == "attend":
@@ -100,10 +101,10 @@ def _of_spec(operation: str, spec: ArgSpec, name: str) -> Candidate:
 
 
 def _depending_on(args: Arguments, carry) -> Arguments:
-    """The same arguments, but only known once `carry` is."""
+    """The same arguments, which the compiler takes to be known only once `carry` is."""
     zero = never(carry)
     table = replace(args.table, ids=args.table.ids + zero)
-    # Q, K and V are finished in every run: adding to them would be a pass of its own
+    # Q, K and V get a barrier: adding zero to them would be a pass of its own
     projection = after(carry, args.projection)
     if projection.layer is not None:
         projection = replace(projection, layer=projection.layer + zero)
@@ -137,7 +138,7 @@ def _query_weights(args: Arguments):
 
 
 def _text(spec: ArgSpec, name: str, dtype: str) -> tuple[jax.Array, TextKeys]:
-    """Queries and texts, of which the first ends earlier."""
+    """Queries and texts. The first text is shorter than the others."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -158,7 +159,7 @@ def _text_candidate(spec: ArgSpec, name: str) -> Candidate:
 
 
 def dense(spec: ArgSpec, name: str) -> Candidate:
-    """JAX's attention over a full cache: the stored keys first, then the scale's own."""
+    """JAX's attention over a full cache: stored keys first, then the scale's own keys."""
     rng = np.random.default_rng(0)
 
     def normal(tokens):
@@ -195,8 +196,8 @@ def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Each with its own log-sum-exp: with that of queries rounded otherwise, weights are no
-    weights."""
+    """Errors of the moments. Each implementation takes its own log-sum-exp: that of queries which
+    are rounded otherwise would not make the weights add up to 1."""
     args, results = spec.arguments(), []
     for a, n in ((args, name), (_exact(args), "reference")):
         _, sums = _run("attend", a.attend, a, n, return_lse=True)
@@ -206,7 +207,7 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Of what is stored, in the type of the pool."""
+    """Errors of the stored numbers. Both implementations store in the type of the pool."""
     args = spec.arguments(poison=False)
     found, expected = (_stored(*_run("write", args.write, args, n)) for n in (name, "reference"))
     return relative(("pool",), (found,), (expected,))
@@ -225,7 +226,7 @@ def _run(operation: str, given: tuple, args: Arguments, name: str, **options):
 
 
 def _stored(pool, scale):
-    """What a pool means, float32."""
+    """The keys and values that a pool stands for; an int8 pool's are float32."""
     if scale is None:
         return pool
     half = pool.shape[2]

@@ -1,9 +1,9 @@
 """Timings of functions on the device that is there.
 
-A candidate is a function that runs an operation once and returns something to feed its next run
-with, so that runs follow each other on the device without the host between them: `measure` times a
-loop of them and takes the median of several. What a loop does not change is made to depend on its
-carry (`never`), or else the compiler would compute it once, before the loop.
+A candidate is a function that runs an operation once and returns an array that its next run takes.
+So runs follow each other on the device without the host between them. `measure` times a loop of
+runs and takes the median of several loops. Arguments that a loop does not change are made to depend
+on its carry (`never`); else the compiler would run the operation once, before the loop.
 """
 
 import statistics
@@ -26,8 +26,12 @@ MOST_RUNS = 200
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do an operation. step: traced, (carry, arguments) -> carry. result: traced, the
-    same arguments -> the array to compare with other ways; None if that is the next carry."""
+    """One way to do an operation.
+
+    step: traced, (carry, *arguments) -> next carry.
+    result: traced, (carry, *arguments) -> the array to compare with other ways; None if that is the
+      next carry.
+    """
 
     name: str
     step: Callable
@@ -37,7 +41,7 @@ class Candidate:
 
 
 class Work(NamedTuple):
-    """What an operation has to do at least: floating-point operations and bytes of memory."""
+    """The least work of an operation: floating-point operations and bytes of memory."""
 
     flops: float
     bytes: float
@@ -68,26 +72,26 @@ class Operation:
     fillings: tuple[str, ...] = field(default=FILLINGS[:1])
 
     def serves(self, spec: ArgSpec) -> bool:
-        """Whether a model of this shape asks for it."""
+        """Whether a model of this shape has the operation."""
         return spec.name.startswith(self.models)
 
     def has(self, name: str) -> bool:
-        """Whether it has an implementation of that name."""
+        """Whether the operation has an implementation of that name."""
         return name.removesuffix(implementations.SUFFIX) in self.modules
 
 
 def never(carry: jax.Array) -> jax.Array:
-    """int32, always 0 (also for NaN), but a result of the carry."""
+    """int32, always 0 (also for NaN), which the compiler takes for a result of the carry."""
     return (carry.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
 
 
 def after(carry: jax.Array, arrays):
-    """The same arrays, but only known once `carry` is."""
+    """The same arrays, which the compiler takes to be known only once `carry` is."""
     return jax.lax.optimization_barrier((arrays, never(carry)))[0]
 
 
 def measure(candidate: Candidate, repeats: int) -> float:
-    """Seconds per run: median over `repeats` timed loops, compiled and warmed up before."""
+    """Seconds per run: the median over `repeats` timed loops, after compiling and warming up."""
 
     @jax.jit
     def loop(runs, carry, arguments):
@@ -98,14 +102,14 @@ def measure(candidate: Candidate, repeats: int) -> float:
         jax.block_until_ready(loop(runs, candidate.carry, candidate.arguments))
         return time.perf_counter() - start
 
-    seconds(1)  # compiles; the number of runs is an argument, so that this is the only time
+    seconds(1)  # compiles, and only now: the number of runs is an argument
     runs = int(np.clip(AIM / max(seconds(1), 1e-6), 1, MOST_RUNS))
     seconds(runs)
     return statistics.median(seconds(runs) for _ in range(repeats)) / runs
 
 
 def relative(names, found, expected) -> dict[str, float]:
-    """Frobenius norms of differences, as shares of the expected ones."""
+    """Frobenius norms of differences, relative to those of the expected arrays."""
     errors = {}
     for name, *pair in zip(names, found, expected, strict=True):
         a, b = (np.asarray(x, np.float64) for x in pair)
@@ -114,23 +118,23 @@ def relative(names, found, expected) -> dict[str, float]:
 
 
 def unequal(name: str, found, expected) -> dict[str, float]:
-    """1 where anything differs that has to be equal, bit by bit; else 0."""
+    """1 if arrays that have to be equal bit by bit differ anywhere, else 0."""
     a, b = (np.asarray(x) for x in (found, expected))
     same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return {name: float(not same)}
 
 
 def short(error: Exception, length: int = 100) -> str:
-    """An error in one line: its kind, and so many characters of what it says."""
+    """An error in one line: its kind, and the first `length` characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
 
 
 def chip(kind: str) -> Chip | None:
-    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"); None if its peak numbers are
-    not known, as those of cards with another memory than the table's."""
+    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"). None if its peak numbers are
+    not known, for example those of cards with other memory than the one that is listed."""
     kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
     kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
     words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
-    if {"pcie", "40gb"} & set(words):  # slower memory than the table's SXM cards with 80 GB
+    if {"pcie", "40gb"} & set(words):  # slower memory than the listed SXM cards with 80 GB
         return None
     return next((found for name, found in CHIPS.items() if name in words), None)

@@ -43,7 +43,7 @@ def _attend_work(spec: ArgSpec) -> Work:
 def _store_work(spec: ArgSpec) -> Work:
     """`_attend_work`, and a key and a value that are read and stored."""
     least, token = _attend_work(spec), 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return replace(least, bytes=least.bytes + _heads(spec) * (token + stored_bytes(spec)))
+    return Work(least.flops, least.bytes + _heads(spec) * (token + stored_bytes(spec)))
 
 
 def _attend(query: Query, held: HeadSlots, name: str) -> tuple:
@@ -183,10 +183,13 @@ def _places(spec: ArgSpec):
 
 
 def _move_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(held, target):
-        return _move(held, target, name)
+    def step(carry, target):
+        pool, scale = carry
+        moved = _move(HeadSlots(pool, scale=scale), target, name)
+        return moved.pool, moved.scale
 
-    return Candidate(name, step, _stored(spec, poison=False), (_places(spec),))
+    held = _stored(spec, poison=False)
+    return Candidate(name, step, (held.pool, held.scale), (_places(spec),))
 
 
 def _stored(spec: ArgSpec, poison: bool) -> HeadSlots:

@@ -20,16 +20,16 @@ def write(
 ) -> tuple[Array, Array | None]:
     """Put tokens of a scale into the slots that `writes` names.
 
-    The pool is updated in place when its buffer is not needed any more (donated, or carried by a
-    scan): kernels alias it.
+    The pool is updated in place where its old contents are not needed any more (donated, or carried
+    by a scan), because kernels alias it.
 
     Args:
       kv_pool, kv_scale: as in `ragged_attention.attend`. An int8 pool stores each key and value
         divided by its scale = largest magnitude / 127, rounded to nearest even.
       projection: keys and values of the scale; they are stored finished.
       writes: which token goes into which slot.
-      after: what is computed from the pool's old contents. Compilers for GPU and CPU copy the pool,
-        unless the data itself says that this comes first.
+      after: an array that is computed from the pool's old contents. Compilers for GPU and CPU copy
+        the pool unless the data itself says that this array comes first.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
     Returns:

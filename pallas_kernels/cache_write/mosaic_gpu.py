@@ -2,14 +2,14 @@
 
 See `api.write`.
 
-Tiling. A program serves one entry of one head of one row: it copies the entry's tokens, finished
-(`mosaic_projection.finished`), into shared memory, key and value of a slot side by side, and from
-there to the slots that receive one; nothing passes through registers. A block that takes a run of
-tokens, which most do, is three copies; else each slot is three. Slots that stay as they are, and
-empty entries, are not touched.
+Tiling. A program serves one table entry of one head of one row. It copies the entry's finished
+tokens (`mosaic_projection.finished`) into shared memory and from there to the slots that receive
+one; nothing passes through registers. Most blocks take a run of tokens, whose keys and values are
+two copies in and two out. Other blocks take as many copies for each slot. Slots that stay as they
+are, and empty entries, are not touched.
 
-Traffic: every stored token once in and once out, 4 R N T H b bytes for T stored tokens of H
-elements of b bytes; tables of 4 (block_size + 2) bytes per entry.
+Traffic. Every stored token moves once in and once out: 4 R N T H b bytes for T stored tokens of H
+elements of b bytes. Tables are 4 (block_size + 2) bytes per entry.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     if not kv_pool.size or not writes.source.size:
         return kv_pool, kv_scale  # there is no slot to fill
     if kv_scale is not None:
-        # XLA's scatter, in place as well: scales are numbers of 4 bytes at places of their own, and
-        # a copy moves 16 at least
+        # XLA's scatter works in place as well. Copies of this kernel move 16 bytes at least, and a
+        # slot's scales are numbers of 4 bytes at places of their own.
         return reference.write(kv_pool, projection, writes, kv_scale, after=after)
     (rows, heads, _, head_dim), size = projection.shape, kv_pool.shape[2]
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
@@ -63,6 +63,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
 
 def _store(per_row: bool, entries: int, pool, layer, table, given, _, tokens, *barriers):
     row, head, entry = (jax.lax.axis_index(name) for name in ("row", "head", "entry"))
+    # the table's first axis is rows or layers
     lead, heads = row if per_row else layer[0], table.shape[1]
     _, size, head_dim = tokens.shape
     packed = table[lead, head, 0, entry]
@@ -75,17 +76,21 @@ def _store(per_row: bool, entries: int, pool, layer, table, given, _, tokens, *b
         return pl.ds((half * heads + head) * head_dim, head_dim)
 
     this = _Entry(given, tokens, pool, row, block, source, of_head)
+    # one barrier per kind: each counts another number of copies
     pl.when(kind == CONSECUTIVE)(lambda: this.store_run(barriers[0]))
     pl.when((kind == PARTIAL) | (kind == FULL))(lambda: this.store_slots(barriers[1]))
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # shared memory is another program's afterwards
 
 
 @dataclass(frozen=True)
 class _Entry:
     """One entry of a head's table.
 
-    given: finished tokens, [R, T, 2 N H]. tokens: shared memory [2, block_size, H]. row, block: of
-    the pool. source: which token a slot takes, or -1. of_head: columns of `given`.
+    given: finished tokens, [R, T, 2 N H].
+    tokens: shared memory [2, block_size, H].
+    row, block: the block of the pool that receives tokens.
+    source: function from a slot of the block to its token, or -1.
+    of_head: function from a half (key or value) to the head's columns of `given`.
     """
 
     given: Ref
@@ -97,7 +102,7 @@ class _Entry:
     of_head: Callable[[int], pl.Slice]
 
     def store_run(self, barrier) -> None:
-        """Tokens that follow one another."""
+        """Store tokens that follow one another."""
         first = self.source(0)
         for half in HALVES:
             run = self.given.at[self.row, pl.ds(first, self.tokens.shape[1]), self.of_head(half)]
@@ -107,10 +112,10 @@ class _Entry:
             plgpu.copy_smem_to_gmem(self.tokens.at[half], self._target(slice(None), half))
 
     def store_slots(self, barrier) -> None:
-        """One token after another."""
+        """Store one token after another."""
         slots = range(self.tokens.shape[1])
         for i in slots:
-            # slots without a token take any: a barrier counts as many copies every time
+            # Slots without a token fetch token 0: the barrier always counts the same copies.
             token = jnp.maximum(self.source(i), 0)
             for half in HALVES:
                 one = self.given.at[self.row, token, self.of_head(half)]
@@ -124,6 +129,6 @@ class _Entry:
             plgpu.copy_smem_to_gmem(self.tokens.at[half, i], self._target(i, half))
 
     def _target(self, slots, half: int):
-        """Keys or values of slots of the block."""
+        """The keys or values of slots of the block."""
         head_dim = self.tokens.shape[2]
         return self.pool.at[self.row, self.block, slots, pl.ds(half * head_dim, head_dim)]

@@ -1,24 +1,24 @@
 """Storing tokens in the pool on TPU (Mosaic): whole blocks are read, changed and written back.
 
-HBM holds blocks in tiles, out of which no single bfloat16 or int8 row can be written. So for all
-heads of a grid step the kernel walks over the blocks that receive tokens: while one is put
+HBM holds blocks in tiles, and a single bfloat16 or int8 row of a tile cannot be written. So for all
+heads of a grid step the kernel walks over the blocks that receive tokens. While one block is put
 together, the old contents of the next one are on their way in and the new contents of the last one
-on their way out. Heads of a row may share a block: one that is still on its way out is waited for
-before it is read again, and heads of a row run one after the other on one core.
+on their way out. Heads of a row may share a block. A block that is still on its way out is waited
+for before it is read again, and heads of a row run one after the other on one core.
 
-Keys and values are finished, and those of a head put side by side as the pool holds them, in
-float32 rows in vector memory, where single rows can be addressed; the old contents of the block lie
-behind the tokens, and a slot that keeps what it has names its row there. float32 holds bfloat16 and
-int8 exactly, and from there on nothing is added or multiplied, so what other rows hold (NaN
-included) does not matter. An int8 pool's scales are lanes beside the rows.
+Keys and values are finished and written to vector memory as float32 rows, because single float32
+rows can be addressed there. Key and value of a head lie side by side as in the pool. The old
+contents of the block lie behind the tokens, and a slot that keeps its token names its row there.
+float32 holds bfloat16 and int8 exactly, and rows are only moved from there on, so other rows do not
+matter even if they hold NaN. An int8 pool's scales are lanes beside the rows.
 
-HBM traffic in bytes, e and b bytes per element of tokens and pool, J_p and J blocks of a head that
-are partly overwritten and that are written at all, S block_size:
+HBM traffic in bytes, with e and b bytes per element of tokens and pool, S = block_size, and for
+each head J blocks that are written, J_p of which are partly overwritten:
 
     R N (2 T H e + (J_p + J) 2 H S b), int8: + R N (J_p + J) 4 max(128, 2 S) for scales
 
-Vector memory: 4 (T + S) 2 H for the tokens of each head of 128 lanes, and the tokens of the heads
-of a step in their own type twice.
+Vector memory: 4 (T + S) 2 H for the tokens of each head of a group, and the tokens of the heads of
+a grid step in their own type twice.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ CHUNK = 128  # tokens that are converted at once
 def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None):
     """See `api.write`. XLA's TPU compiler needs no `after`.
 
-    No head may list a block twice for something to store: the next block is read before the last
+    No head may store into a block by two entries, because the next block is read before the last
     one is written. Heads of a row follow each other, so they may share blocks.
     """
     if not interpret:
@@ -120,9 +120,9 @@ def _check(projection, kv_pool) -> None:
 
 
 def _scratch_shapes(lanes: TokenLanes, heads: Heads, pools: list[Array], padded: int) -> list:
-    """Tokens of the heads at work by part, a block by part; the old and the new block, two of each
-    (pool and scales); semaphores [old or new, which of the two]; counters."""
-    # two of each: one is on its way while the other is used
+    """Scratch memory: tokens of the heads at work, by part; a block, by part; two old and two new
+    blocks (pool and scales); semaphores [old or new, which of the two]; counters."""
+    # two old and two new blocks: one is on its way while the other is used
     blocks = [pltpu.VMEM((2, *block_shape(pool)), pool.dtype) for pool in pools]
     tokens = (heads.together, padded + lanes.block_size)
     return [
@@ -130,7 +130,7 @@ def _scratch_shapes(lanes: TokenLanes, heads: Heads, pools: list[Array], padded:
         *[pltpu.VMEM((lanes.block_size, w), jnp.float32) for w in lanes.parts],
         *blocks,
         *blocks,
-        # apart, because the wait for a block must not be ended by the arrival of another one
+        # one for each block: the arrival of another block must not end a wait
         pltpu.SemaphoreType.DMA((2, 2)),
         pltpu.SMEM((3,), jnp.int32),
     ]
@@ -141,7 +141,8 @@ def _vmem_limit(lanes: TokenLanes, heads: Heads, padded: int, projection) -> int
     row = heads.together * sum(rounded(width, LANES) for width in lanes.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
     rotation = 0 if projection.rotation is None else 4 * rounded(heads.width, LANES)
-    # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
+    # 1 MiB is for the blocks. This is an estimate, so 2 of the 16 MiB stay free, and a limit that
+    # has to be named is a quarter larger.
     needed = padded * (4 * row + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
 
@@ -151,7 +152,7 @@ def _vmem_limit(lanes: TokenLanes, heads: Heads, padded: int, projection) -> int
 
 def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int, dtype):
     parts = len(lanes.parts)
-    # the pools as operands are left out: they are the same memory as the results
+    # pools as operands are not used: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
     stores = Stores(lanes, pl.program_id(0), table, *state[:-1], *state[-1])
@@ -175,16 +176,16 @@ def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int,
 
 
 def _convert(own: OwnTokens, group, tokens, lanes: TokenLanes, chunk: int, dtype) -> None:
-    """Put the tokens of a group of heads into vector memory, finished, as rows of float32; for an
+    """Put the finished tokens of a group of heads into vector memory as rows of float32: for an
     int8 pool whole numbers and their scales."""
 
     def step(i, _):
         here = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-        # Rows behind T are undefined (NaN perhaps) and converted with the others: no row mixes with
-        # another, and no slot names them.
+        # Rows behind T are undefined (NaN perhaps) and converted all the same. No row mixes with
+        # another, and no slot names these.
         k, v = own.keys(group, here), own.values(group, here)
         for which in range(own.heads.together):
-            # rounded as the reference rounds them, whatever the type of the pool
+            # rounded to the type of the tokens, as in the reference, whatever type the pool has
             kv = own.heads.side_by_side(k, v, which).astype(dtype).astype(jnp.float32)
             if lanes.scaled:
                 kv, tokens[-1][which, here] = _quantized(kv, lanes.block_size)
@@ -198,8 +199,8 @@ def _convert(own: OwnTokens, group, tokens, lanes: TokenLanes, chunk: int, dtype
 def _quantized(
     kv: Float[Array, "rows KV"], block_size: int
 ) -> tuple[Float[Array, "rows KV"], Float[Array, "rows two_block_size"]]:
-    """Tokens as whole numbers, and their scales: of the key in the first half of the lanes, of the
-    value in the second. The same numbers as `reference.quantize`."""
+    """Tokens as whole numbers, and their scales, the key's in the first half of the lanes, the
+    value's in the second. The numbers are those of `reference.quantize`."""
     is_key = _is_first_half(kv.shape)
     size = jnp.abs(kv)
     k_scale, v_scale = (

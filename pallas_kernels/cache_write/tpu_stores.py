@@ -1,5 +1,5 @@
-"""Blocks that receive tokens on TPU, inside the kernel: read, put together and written back, the
-next one and the last one on their way while one is at work."""
+"""Blocks that receive tokens, inside the TPU kernel. A block is read, put together and written
+back; the next one and the last one are on their way meanwhile."""
 
 from dataclasses import dataclass
 
@@ -47,13 +47,15 @@ class TokenLanes:
 
 @dataclass(frozen=True)
 class Stores:
-    """Some heads of one row, whose entries are stored in order.
+    """The entries of some heads of one row, which are stored in order.
 
-    table: their rows (SMEM, `BlockWrites.packed`). pools: whole, in HBM. In vector memory: tokens,
-    with the old block behind them, and the block that is put together, by part; the old and the new
-    block as the pools hold them, two of each.
-    state: (SMEM) entries so far, and for each of the two new blocks where it is being stored: the
-    block's number + 1, or 0.
+    table: `BlockWrites.packed` of these heads, in scalar memory.
+    pools: whole, in HBM.
+    tokens: tokens of the heads at work, with the old block behind them, by part.
+    block: the block that is put together, by part.
+    old, new: two old and two new blocks, as the pools hold them.
+    state: in scalar memory, the number of entries so far, and for each of the two new blocks the
+      number + 1 of the block that it is being stored to, or 0.
     """
 
     lanes: TokenLanes
@@ -73,11 +75,11 @@ class Stores:
         return (self.table.shape[-1] - 2) // (1 + self.lanes.block_size)
 
     def used(self, head) -> Int[Array, ""]:
-        """Entries up to the last one that stores something."""
+        """The number of entries up to the last one that stores something."""
         return self.table[0, head, 0, self.entries + 1]
 
     def source(self, place, slot: int):
-        """The token for a slot of an entry, or -1."""
+        """The token that a slot of an entry receives, or -1. place: (head, entry)."""
         (head, j), size = place, self.lanes.block_size
         return self.table[0, head, 0, self.entries + 2 + j * size + slot]
 
@@ -86,11 +88,12 @@ class Stores:
         for i in range(3):
             self.state[i] = 0
         entry = self.table[0, 0, 0, 0]
+        # only a partly overwritten block has contents that stay
         pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
 
     def store(self, head, which: int) -> None:
-        """Store what the next head stores; `which`: its place among the tokens. Its last blocks may
-        still be on their way."""
+        """Store the tokens of the next head. Its last blocks may still be on their way afterwards.
+        which: the head's place among `tokens`."""
 
         def step(j, _):
             count = self.state[0]
@@ -98,7 +101,7 @@ class Stores:
             self._step(which, (head, j), jax.lax.rem(count, 2))
             return 0
 
-        # one step for an empty head, too, which reads the next one's first block
+        # an empty head makes one step, too, in which the first block of the next head is read
         jax.lax.fori_loop(0, jnp.maximum(self.used(head), 1), step, 0)
 
     def _following(self, head, j):
@@ -120,6 +123,7 @@ class Stores:
         pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(which, place))
         pl.when(kind > EMPTY)(lambda: self._store(entry, new))
 
+        # a block that is shared with the entries before is read once these are stored
         @pl.when(reads & ~free)
         def _():
             for buffer in range(2):
@@ -127,9 +131,10 @@ class Stores:
             self._read(following, 1 - new)
 
     def _is_stored(self, following, entry, new):
-        """Whether the next block can be read while this one is put together: heads share blocks,
-        and it may be this one, or the last one, which is still on its way out."""
+        """Whether the next block can be read while this one is put together. Heads share blocks, so
+        the next block may be this one, or the last one, which is still on its way out."""
         block = following >> KIND_BITS
+        # state[2 - new] belongs to the other new block, the one that was stored last
         return (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
 
     def _read(self, entry, buffer) -> None:
@@ -137,7 +142,7 @@ class Stores:
             copy.start()
 
     def wait_stored(self, buffer) -> None:
-        """Until what a new block held is in the pool, if it is being stored."""
+        """Wait until a new block is in the pool, if it is being stored."""
         block = self.state[1 + buffer] - 1
 
         # a wait for a store that was not started would never end
@@ -148,7 +153,7 @@ class Stores:
             self.state[1 + buffer] = 0
 
     def _copies(self, block, buffer, reads: bool):
-        # A wait has to name the same copies as their start: both come from here.
+        # a wait has to name the same copies as their start, so both come from here
         semaphore = self.semaphores.at[0 if reads else 1, buffer]
         for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
             ends = (block_of(pool, self.row, block), here.at[buffer])
@@ -158,7 +163,7 @@ class Stores:
         for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
             copy.wait()
         size = self.lanes.block_size
-        # one place for all old blocks: the rows that the step before kept are picked already
+        # one place is enough for all old blocks: the step before has picked its rows already
         behind = pl.ds(self.tokens[0].shape[1] - size, size)
         values = self.lanes.cut(self.old[0][buffer].astype(jnp.float32))
         for part, new in zip(self.tokens, values, strict=False):
@@ -169,6 +174,7 @@ class Stores:
 
     def _pick_run(self, which: int, place) -> None:
         first = self.source(place, 0)
+        # one load per part, where rows one by one would be block_size loads
         for block, tokens in zip(self.block, self.tokens, strict=True):
             block[...] = tokens[which, pl.ds(first, self.lanes.block_size)]
 
@@ -177,18 +183,19 @@ class Stores:
         behind = self.tokens[0].shape[1] - size
         for i in range(size):
             source = self.source(place, i)
-            row = jnp.where(source < 0, behind + i, source)
+            row = jnp.where(source < 0, behind + i, source)  # a slot without a token keeps its row
             for block, tokens in zip(self.block, self.tokens, strict=True):
                 block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
 
     def _store(self, entry, buffer) -> None:
         size = self.lanes.block_size
         # float32 holds old contents exactly (int8: whole numbers), so storing them again changes
-        # nothing; only new tokens of a wider type than the pool's are rounded.
+        # nothing. Only new tokens of a wider type than the pool's are rounded.
         values = [part[...] for part in self.block[: self.lanes.values]]
         self.new[0][buffer] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
         if self.lanes.scaled:
-            # slot i's scales are lanes i and block_size + i of row i; an old row holds all of them
+            # Lanes i and block_size + i of row i are slot i's scales. An old row holds the scales
+            # of all slots, a new row repeats its own.
             scales = self.block[-1][...]
             lane = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)
             slot = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 0)

@@ -1,17 +1,17 @@
 """Storing tokens in the pool on NVIDIA GPUs with Pallas-Triton. See `api.write`.
 
-Tiling. One program serves `SLOTS` consecutive slots of one head's list of one row, joined from as
-many blocks as that takes: it reads which token goes into each slot, gathers the tokens' keys and
+Tiling. One program serves `SLOTS` consecutive slots of one head's list in one row, joined from as
+many blocks as that takes. It reads which token goes into each slot, gathers the tokens' keys and
 values from the projection, finishes them (norm, rotation, bias; float32, rounded to the type that
 attention sees), quantises them for an int8 pool, and stores them where they belong. Loads and
-stores are masked with "a token goes here", so slots that stay as they are, and empty entries, cost
-only the reading of their 4 bytes of source. The pool and its scales are aliased: nothing else is
-written.
+stores are masked with "a token goes here". So slots that stay as they are, and empty entries, cost
+only the reading of 4 bytes that name their token. The pool and its scales are aliased: nothing else
+is written.
 
-Traffic: every stored token once in its own type and once in the pool's; for T tokens of H elements
-that are stored in R rows and N heads 2 R N T H (b + b_pool) bytes, int8: + 8 R N T of scales;
-angles 8 T H bytes, from the cache for all heads but one; tables of 4 (J block_size + J) bytes per
-head and row.
+Traffic. Every stored token moves once in its own type and once in the pool's: 2 R N T H (b +
+b_pool) bytes for T tokens of H elements that are stored in R rows and N heads. An int8 pool adds 8
+R N T of scales. Angles are 8 T H bytes, from the cache for all heads but one. Tables are 4 (J
+block_size + J) bytes per head and row.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.triton_operands import HeadTables, Tokens, check, row_spec
 
-SLOTS = 64  # per program: 128 threads hold 64 bytes each of a bfloat16 tile of heads of 64
+SLOTS = 64  # per program: of a bfloat16 tile with heads of 64, each of 128 threads holds 64 bytes
 WARPS = 4
 IDS, SOURCE = range(2)  # of a head's tables
 
@@ -45,7 +45,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     if kv_scale is not None:
         stores.append(kv_scale.reshape(rows, -1))
     given = tables, Tokens.keys(projection), Tokens.values(projection)
-    row_specs = [*map(row_spec, stores)]  # stores name the slots, which no two programs share
+    row_specs = list(map(row_spec, stores))  # stores name the slots, which no two programs share
     unread = [] if after is None else [after]
     before = len(jax.tree.leaves(given)) + len(unread)
     found = pl.pallas_call(
@@ -54,8 +54,8 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
         in_specs=[tuple(a.specs for a in given), *[pl.BlockSpec()] * len(unread), *row_specs],
         out_specs=row_specs,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
-        # Without aliases the results would be new arrays, in which nothing fills the slots that
-        # receive no token.
+        # Without aliases the results would be new arrays, in which slots without a new token would
+        # hold anything.
         input_output_aliases={before + i: i for i in range(len(stores))},
         # one stage: without a loop there is nothing to load ahead
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -76,13 +76,13 @@ def _kernel(block_size: int, places: int, unread: int, given, *refs):
     token = tables.load(SOURCE, place, inside, other=-1)
     block = tables.load(IDS, place // block_size, inside)
     stored = token >= 0
-    # Entries without tokens may name any block. A masked lane stores nothing on a GPU; in interpret
-    # mode it puts the old value back, and only a slot that does not exist keeps it from undoing the
-    # store of another lane.
+    # Entries without tokens may name any block. A masked lane stores nothing on a GPU. In interpret
+    # mode it writes the old value back, which could undo the store of another lane, so it is sent
+    # to a slot that does not exist.
     block = jnp.where(stored, block, pool_ref.shape[0] // block_size)
     slot = block * block_size + place % block_size
     for half, some in enumerate(tokens):
-        # rounded to the type that attention sees, whatever the pool's
+        # rounded to the type that attention sees, whatever type the pool has
         x = some.finished(token, stored).astype(some.dtype)
         if scale_ref:  # scales of a block: those of all its keys, then those of its values
             x, scale = _quantize(x)
@@ -94,7 +94,7 @@ def _kernel(block_size: int, places: int, unread: int, given, *refs):
 
 
 def _quantize(x):
-    """`reference.quantize` in operations that a kernel has; the same bits."""
+    """`reference.quantize` in operations that a kernel has, with the same bits."""
     x = x.astype(jnp.float32)
     # XLA turns the reference's division by a constant into this product
     scale = jnp.max(jnp.abs(x), axis=1) * np.float32(1 / LARGEST_INT8)

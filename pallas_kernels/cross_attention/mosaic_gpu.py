@@ -1,5 +1,5 @@
-"""Attention over a text on Hopper and Blackwell: that of the cache, where every query sees stored
-slots only (`ragged_attention.mosaic_gpu`)."""
+"""Attention over a text on Hopper and Blackwell. The kernel is that of the cache
+(`ragged_attention.mosaic_gpu`), in a call where every query sees stored slots only."""
 
 import jax.numpy as jnp
 
@@ -13,15 +13,16 @@ def attend_text(q, text, layer, *, interpret):
     heads, size = q.shape[2:]
     projection = Projection(q[:, :, None], scale=size**-0.5)
     table = text_table(text, layer, heads)
+    # length 0: there are no own keys
     return mosaic_gpu.attend(
         projection, 0, text.kv_pool, table, None, return_lse=False, interpret=interpret
     )
 
 
 def text_table(text, layer, heads: int) -> BlockTable:
-    """A layer's blocks of every head, filled as far as each row's text goes: [R, N, M]."""
+    """The table [R, N, M] of a layer's blocks, valid as far as each row's text goes."""
     rows, blocks, block, _ = text.kv_pool.shape
-    each = blocks // (text.layers * heads)
+    each = blocks // (text.layers * heads)  # blocks lie layer by layer, head by head
     first = jnp.arange(each, dtype=jnp.int32)
     ids = first + each * (jnp.arange(heads, dtype=jnp.int32)[:, None] + layer * heads)
     stop = jnp.clip(text.length[:, None, None] - block * first, 0, block).astype(jnp.int32)

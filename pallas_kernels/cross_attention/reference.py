@@ -3,16 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-SCORE_BYTES = 2**28  # of scores that may exist at once
+SCORE_BYTES = 2**28  # scores that may exist at once, of all rows that are computed together
 
 
 def attend_text(q, text, layer):
-    """See `api.attend_text`. A few rows at a time where scores are large."""
+    """See `api.attend_text`. Rows take turns where the scores of all rows are large."""
     rows, tokens, heads, size = q.shape
     stored = text.kv_pool.reshape(rows, text.layers, heads, -1, 2 * size)
     both = jax.lax.dynamic_index_in_dim(stored, jnp.asarray(layer), 1, keepdims=False)
     visible = jnp.arange(both.shape[2]) < text.length[:, None]
     arguments = (q.transpose(0, 2, 1, 3), both[..., :size], both[..., size:], visible)
+    # scores and weights, float32 both
     at_once = SCORE_BYTES // (2 * 4 * heads * tokens * both.shape[2])
     if at_once >= rows:
         return attend_visible(*arguments).transpose(0, 2, 1, 3)

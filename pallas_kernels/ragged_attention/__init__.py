@@ -1,5 +1,5 @@
-"""Attention of one scale's queries over a pool of cache blocks, with a different set of blocks for
-every head."""
+"""Attention of one scale's queries over a pool of cache blocks; every head has blocks of its
+own."""
 
 from pallas_kernels.ragged_attention.api import (
     QuerySums,

@@ -1,8 +1,8 @@
 """Ragged attention: signatures, documentation and dispatch.
 
-The op serves one layer of one scale: every query sees all keys of its own scale (passed in, not yet
-stored) and the stored slots that its head owns. One flat pool holds all layers and heads, so the
-layer is data, and raggedness is in the table, never in a shape.
+A call serves one layer of one scale. Every query sees all keys of its own scale, which are passed
+in and not stored yet, and the stored slots that its head owns. One flat pool holds all layers and
+heads, so the layer is data, and raggedness is in the table, never in a shape.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
 MODULES = implementations.modules_of(__package__)
+ArrayOrShape = Array | jax.ShapeDtypeStruct  # programs are compiled ahead of time from shapes
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +29,8 @@ class QuerySums:
     squares: static, whether squared attention weights are summed, too.
     """
 
-    weights: Float[Array, " T"]
-    lse: Float[Array, "R N T"]
+    weights: Float[ArrayOrShape, " T"]
+    lse: Float[ArrayOrShape, "R N T"]
     squares: bool = field(default=False, metadata=dict(static=True))
 
 
@@ -46,14 +47,15 @@ def attend(
     """Attention of a scale's queries over its own keys and the stored slots of `table`.
 
     Args:
-      projection: queries, keys and values of the scale. Queries past `new_length` are padding:
-        their result is unspecified, but finite if they are; keys and values past it are masked.
+      projection: queries, keys and values of the scale. Tokens past `new_length` are padding. The
+        result of padded queries is unspecified, but finite if the queries are; padded keys and
+        values are masked.
       new_length: number of real tokens of the scale (traced), at least 1.
       kv_pool: finished K in the first half of the last axis, V in the second (KV = 2 H). Unlisted
         slots may hold anything, NaN included.
       table: slots per head, shared by all rows or per row.
-      kv_scale: for an int8 pool, what its numbers are multiplied by: block_size scales of the keys
-        of a block's slots, then as many of the values.
+      kv_scale: factors of the numbers of an int8 pool: for each block, block_size scales of keys,
+        then as many of values.
       return_lse: also return the logarithm of the sum of the exponentials of each query's scores.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
@@ -64,6 +66,7 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
+    # in the order of the implementations, which take no defaults
     arguments = (projection, new_length, kv_pool, table, kv_scale)
     return implementations.run(implementation, MODULES, "attend", *arguments, return_lse=return_lse)
 
@@ -79,10 +82,10 @@ def attention_scores(
 ) -> Float[Array, "R N Q PT"]:
     """Scores of a few queries before the softmax, float32, -inf where there is no key.
 
-    The Q queries are any of the scale's, finished, as are its keys. Columns are the P = M *
-    block_size slots of the table in table order, then the T own tokens. Computed by the reference
-    on every platform: it is for policies that look through a window of queries, where the scores
-    themselves are the output.
+    The Q queries may be any of the scale's. Queries and own keys are finished. Columns are the P =
+    M * block_size slots of the table in table order, then the T own tokens. The reference computes
+    them on every platform: policies that look through a window of queries need the scores
+    themselves, so there is no memory for a kernel to save.
     """
     return reference.attention_scores(q, k_new, new_length, kv_pool, table, kv_scale)
 

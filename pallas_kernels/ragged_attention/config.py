@@ -1,8 +1,8 @@
 """Tile sizes of the attention kernels: a heuristic, and values that the benchmark has tuned.
 
 Tuned values lie in `tuned/<device kind>/<operation>.json` beside this file. Only `python -m
-experiments.bench --tune` writes them, on the device they are for. They are read when a program is
-traced for such a device; a file that cannot be used is named in a warning and left out.
+experiments.bench --tune` writes them, on the device that they are for. They are read when a program
+is traced for such a device. A file that cannot be used is named in a warning and left out.
 """
 
 import json
@@ -24,11 +24,12 @@ OPERATIONS = ("attend", "attention_moments")
 
 @dataclass(frozen=True, kw_only=True)
 class TritonConfig:
-    """Tiles of the GPU kernels.
+    """Tiles of the Triton kernels. All but `num_stages` are powers of two.
 
-    block_q: queries of a tile. block_k: keys of a step (any number of cache blocks is joined to
-    it). num_warps: groups of 32 threads per tile. These are powers of two. num_stages: steps whose
-    keys are under way or in use.
+    block_q: queries of a tile.
+    block_k: keys of a step, which joins as many cache blocks as that takes.
+    num_warps: groups of 32 threads per tile.
+    num_stages: steps whose keys are under way or in use.
     """
 
     block_q: int
@@ -46,9 +47,10 @@ class TritonConfig:
 class TPUConfig:
     """Tiles of the TPU kernels.
 
-    block_q: queries of a tile. copy_keys: stored keys per copy step (blocks are joined to about
-    this many). own_keys: own keys of a step. vmem_limit: bytes of vector memory the kernel may
-    use; None is what `tpu_vmem_limit` says.
+    block_q: queries of a tile.
+    copy_keys: stored keys that are copied together; blocks are joined to about this many.
+    own_keys: own keys of a step.
+    vmem_limit: bytes of vector memory that the kernel may use; None: as `tpu_vmem_limit` says.
     """
 
     block_q: int
@@ -66,8 +68,9 @@ class TPUConfig:
 class MosaicConfig:
     """Tiles of the kernels for Hopper and Blackwell.
 
-    warpgroups: that compute, with 64 queries each, one or two. block_k: keys of a step, 64 or 128
-    and no fewer than a block has. buffers: steps whose keys are under way or in use.
+    warpgroups: one or two that compute, with 64 queries each.
+    block_k: keys of a step, 64 or 128 and no fewer than a block has.
+    buffers: steps whose keys are under way or in use.
     """
 
     warpgroups: int
@@ -86,10 +89,12 @@ KINDS = {"triton": TritonConfig, "tpu": TPUConfig, "mosaic": MosaicConfig}
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the tiles of a call depend on.
+    """The properties of a call that its tiles depend on.
 
-    operation: one of `OPERATIONS`. queries: T, padded. slots: P = M * block_size, of a head's
-    table. dtype, kv_dtype: names, of the keys passed in and of the pool.
+    operation: one of `OPERATIONS`.
+    queries: T, padded.
+    slots: P = M * block_size, the slots of a head's table.
+    dtype, kv_dtype: names of the types of own keys and of the pool.
     """
 
     operation: str
@@ -142,16 +147,16 @@ def heuristic(call: Call, implementation: str) -> Config:
 
 
 def _mosaic_heuristic(call: Call) -> MosaicConfig:
-    """Two warpgroups share what is fetched where there are queries for both; registers leave room
-    for one such program on a multiprocessor, shared memory for four steps (int8: two, which lie
-    there a second time in bfloat16)."""
+    """Two warpgroups share what is fetched, where there are queries for both. Registers leave room
+    for one such program on a multiprocessor. Its shared memory holds four steps, or two of an int8
+    pool, which lie there a second time in bfloat16."""
     groups, buffers = 1 if call.queries <= 64 else 2, 2 if call.kv_dtype == "int8" else 4
     return MosaicConfig(warpgroups=groups, block_k=64, buffers=buffers)
 
 
 def _triton_heuristic(call: Call) -> TritonConfig:
-    """Tiles whose numbers fit the registers of an A100 and an H200: ahead-of-time compilation found
-    no spills (tests/pallas_kernels/test_triton_compile.py)."""
+    """Tiles whose numbers fit the registers of an A100 and an H200. Compiled ahead of time they
+    spill no registers (tests/pallas_kernels/test_triton_compile.py)."""
     # A tensor core multiplies at least 16 rows. Compiled for an H200 with 4 warps and heads of 64,
     # tiles of 128 queries took 243 of 255 registers, tiles of 64 took 133.
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
@@ -168,8 +173,9 @@ def _triton_heuristic(call: Call) -> TritonConfig:
 
 
 def _tpu_heuristic(call: Call) -> TPUConfig:
-    """512 queries do 512 operations per byte of bfloat16 keys, about what the chips need to be kept
-    busy. Short tables are read 128 keys at a time, so that little of the last group is padding."""
+    """A tile of 512 queries does 512 operations per byte of bfloat16 keys, about what the chips
+    need to be kept busy. Short tables are read 128 keys at a time, so that little of the last group
+    is padding."""
     return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
 
 
@@ -188,19 +194,20 @@ def tpu_vector_memory(
     call: Call, tiles: TPUConfig, *, heads: int = 1, rotated: bool = False
 ) -> int:
     """About how many bytes of vector memory a call takes: arrays of the heads at work and of the
-    next ones, stored blocks on their way (four groups), scores of a step and what comes of them.
+    next heads, four groups of stored blocks on their way, scores of a step and what follows from
+    them.
 
-    heads: of a grid step. rotated: whether queries and keys are.
+    heads: heads of a grid step. rotated: whether queries and keys are rotated.
     """
     size = {"float32": 4, "bfloat16": 2, "int8": 1}
     each, stored = size[call.dtype], size[call.kv_dtype]
     together = 1 if call.head_dim > 64 else 2  # heads that share 128 lanes, one after the other
     groups = -(-heads // together)
-    # rows of q, k, v, out (of such heads) and of K beside V
+    # lanes of a row of q, k, v and out (heads that share lanes), and of K beside V
     one, both = (-(-width // 128) * 128 for width in (call.head_dim, 2 * call.head_dim))
     block_q = min(tiles.block_q, -(-call.queries // 128) * 128)
     queries = -(-call.queries // block_q) * block_q
-    # What Pallas fetches or writes back is there twice, for this grid step and for the next.
+    # Pallas keeps what it fetches or writes back twice, for this grid step and for the next.
     if call.operation == "attend":  # own K and V; tiles of q and of the output
         arrays, finished = 4 * (queries + block_q) * one * each * groups, block_q
     else:  # queries and own keys; two results of 4 bytes per key
@@ -210,7 +217,7 @@ def tpu_vector_memory(
     arrays += 4 * queries * one if rotated else 0  # cosines and sines, once
     step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
     copies = tiles.copy_keys * both * (4 * stored + 4)  # four buffers, one group in float32
-    # the running output; maximum and sum, rows that take 8 sublanes each
+    # the running output; and maximum and sum, which are single rows and take 8 sublanes each
     return arrays + block_q * (one + 16 * together) * 4 + step + copies
 
 
@@ -218,12 +225,12 @@ def tpu_vector_memory(
 
 
 def folder_name(kind: str) -> str:
-    """A device kind as a folder name: "NVIDIA H200" is "nvidia-h200"."""
+    """The folder name of a device kind: "nvidia-h200" for "NVIDIA H200"."""
     return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
 
 
 def tuned_path(kind: str, operation: str) -> Path:
-    """Where the tuned values of an operation on a kind of device lie."""
+    """The file with the tuned values of an operation on a kind of device."""
     return TUNED / folder_name(kind) / f"{operation}.json"
 
 

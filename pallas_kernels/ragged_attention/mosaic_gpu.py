@@ -2,24 +2,24 @@
 
 See `api` for what it computes; `mosaic_projection` for queries, `mosaic_keys` for keys and values.
 
-Tiling. A program serves 64 queries per computing warpgroup of one head of one row. Keys and values
+Tiling. A program serves 64 queries per computing warpgroup, of one head of one row. Keys and values
 come in steps of `block_k`: own tokens first, then the blocks of the head's table, as many as make a
-step. One warpgroup copies a step's pieces into one of `buffers` places in shared memory while the
-others compute on those that have arrived; barriers say which places are full and which are free
-again. A head's steps end with the last entry that it uses. Where one program holds all queries of a
-head and there are many, a program serves several heads one after another: the next one's keys and
-queries are fetched while the last one's are in use.
+step. One warpgroup copies the blocks of a step into one of `buffers` places in shared memory while
+the others compute on steps that have arrived. Barriers say which places are full and which are free
+again. A head's steps end with the last entry that it uses. Where one tile holds all queries of a
+head and there are many heads, a program serves several heads one after another: the next head's
+keys and queries are fetched while the last head's are in use.
 
-Scores are products in the type of the projection with float32 sums; exponentials are powers of two,
-float32; weights are rounded and go through shared memory into the second product. Keys outside the
-valid ranges have the weight 0; their values are set to zero in shared memory (0 times NaN is NaN),
-which only steps with a partly valid block need.
+Scores are products in the type of the projection with float32 sums. Exponentials are float32 powers
+of two. Weights are rounded and go through shared memory into the second product. Keys outside the
+valid ranges have the weight 0. Their values are set to zero in shared memory, because 0 times NaN
+is NaN; only steps with a partly valid block need that.
 
-Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use: the tiles of a
-head run side by side, so that its keys come from the L2 cache after the first: from memory
-R N H b (T + 2 t + 2 P') in and R N H b T out, and what `finished` moves. Shared memory:
-`shared_memory`. A single query takes a tile of 64: 64 operations per byte of bfloat16 keys, a third
-of what tensor cores do while memory delivers it, so that the padding costs no time.
+Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
+head run side by side, so all but the first find its keys in the L2 cache. From memory come R N H b
+(T + 2 t + 2 P') bytes, R N H b T go out, and `finished` moves what it says. `shared_memory` counts
+shared memory. A single query takes a tile of 64. That is 64 operations per byte of bfloat16 keys, a
+third of what tensor cores do while memory delivers the byte, so the padding costs no time.
 """
 
 import math
@@ -62,19 +62,21 @@ from pallas_kernels.refs import Ref, Scalar
 __all__ = ["attend", "attention_moments", "shared_memory"]
 
 LOG2_E = math.log2(math.e)
-PROGRAMS = 512  # at least, before one serves several heads: about four for every multiprocessor
+# One program serves several heads only if this many programs are left: about four for each
+# multiprocessor.
+PROGRAMS = 512
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
-    """See `api.attend`. config: tiles; None takes those of `config.choose`. Queries alone, with
-    the length 0, see stored slots only, of which every row then needs one."""
+    """See `api.attend`. config: tiles; None takes those of `config.choose`. A projection of queries
+    alone, with the length 0, sees stored slots only; every row then needs at least one."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), groups, chip = projection.shape, config.warpgroups, products()
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     count = pl.cdiv(tokens, groups * ROWS)
     several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
-    lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
+    lines = count * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
         partial(_attend_tile, config, chip, several),
         [
@@ -100,7 +102,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
 
 
 def _own_keys(projection, kv_pool, interpret):
-    """Finished keys and values of the scale; where there are none, an array that nobody reads."""
+    """Finished keys and values of the scale; for queries alone, an array that nobody reads."""
     if projection.qkv.shape[2] == 1:
         return kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
     return finished(projection, (K, V), interpret)
@@ -115,10 +117,10 @@ def _scratch(projection, config, chip: Products, several: int, stored: StoredBlo
     full = plgpu.Barrier(num_arrivals=stored.copies, num_barriers=buffers)
     free = plgpu.Barrier(num_arrivals=groups, num_barriers=buffers)
     return [
-        # queries as they come and finished; a barrier: they are there; what turns them
+        # queries as they come, queries finished, a barrier that says that they are there
         [landing, tile((groups, ROWS, head_dim)), plgpu.Barrier(num_barriers=groups)],
         turn_scratch(projection, chip),
-        # the result, in the place of the queries where no others follow; statistics
+        # The result lies in the place of the queries where no other queries follow. Statistics.
         [landing] if several > 1 else [],
         plgpu.SMEM((groups, ROWS), jnp.float32),
         tile((groups, ROWS, size)),  # weights
@@ -129,17 +131,17 @@ def _scratch(projection, config, chip: Products, several: int, stored: StoredBlo
 
 
 def heads_of_a_program(rows: int, heads: int) -> int:
-    """How many heads of a row a program serves, if a tile holds all queries of one."""
+    """How many heads of a row a program serves, where one tile holds all queries of a head."""
     fits = (n for n in range(1, heads + 1) if heads % n == 0 and rows * heads // n >= PROGRAMS)
     return max(fits, default=1)
 
 
 def shared_memory(config: tiles.MosaicConfig, head_dim: int, scaled: bool) -> int:
-    """The most bytes of shared memory that a program of `attend` in 16 bits takes, barriers left
-    out. scaled: with an int8 pool."""
+    """The most bytes of shared memory that a program of `attend` takes for 16-bit numbers, without
+    barriers. scaled: whether the pool is int8."""
     groups, size = config.warpgroups, config.block_k
     steps = 2 * config.buffers * size
-    # queries twice; the result has a place of its own only where one warpgroup will do
+    # queries twice; the result may have a place of its own only where there is one warpgroup
     queries = groups * ROWS * head_dim * 2 + (groups == 1) * ROWS * head_dim
     numbers = queries + groups * ROWS * size + TURNED * TURNED + steps * head_dim
     return 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
@@ -159,18 +161,19 @@ def _attend_tile(
 
     @pl.when(group == config.warpgroups)
     def _():
-        if config.warpgroups > 1:  # one that computes has all that it can use
+        if config.warpgroups > 1:  # a single computing warpgroup has all registers that it can use
             plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
         fetch_all(keys_of, several, parts, config.buffers)
 
     @pl.when(group < config.warpgroups)
     def _():
-        if config.warpgroups > 1:
+        if config.warpgroups > 1:  # takes over what the fetching warpgroup has given back
             plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
+        # raw queries are not needed once they are finished: the result may take their place
         result, line = (results or [raw])[0].at[group], statistics.at[group]
         pl.when(group == 0)(lambda: given.start_turn(turn))
         given.start(Q, row, begin, first, work)
@@ -182,8 +185,8 @@ def _attend_tile(
 def _see_heads(
     several: int, given: Unfinished, keys_of, parts, work: TileMemory, tile, results
 ) -> None:
-    """What a computing warpgroup does for its heads, one after another; the queries of the first
-    one are on their way. keys_of: `Keys` of the program's i-th head."""
+    """The work of a computing warpgroup for its heads, one after another. The queries of the first
+    head are on their way. keys_of: function from i to the `Keys` of the program's i-th head."""
     row, first = results.row, results.first
 
     def head(i, before):
@@ -201,8 +204,11 @@ def _see_heads(
 
 @dataclass(frozen=True)
 class _Results:
-    """Of 64 queries of a warpgroup, from number `first` on: where they lie in shared memory, and
-    the arrays that they are copied to."""
+    """The results of a warpgroup's 64 queries, which begin with query `first`.
+
+    out, line: their places in shared memory.
+    out_ref, lse_ref: the arrays that they are copied to.
+    """
 
     out: Ref
     line: Ref
@@ -213,7 +219,7 @@ class _Results:
 
     def put(self, head, out, lse) -> None:
         """Start copying a head's mean of the values [64, H] and log-sum-exp [64]."""
-        plgpu.wait_smem_to_gmem(0)  # of the head before
+        plgpu.wait_smem_to_gmem(0)  # the copies of the head before still read these places
         self.out[...] = out.astype(self.out.dtype)
         self.line[...] = lse
         plgpu.commit_smem()
@@ -224,13 +230,13 @@ class _Results:
 
 
 def _masked(keys: Keys, step, scores):
-    """-inf where a key is not valid."""
+    """Scores with -inf where a key is not valid."""
     return jnp.where(keys.valid(step, scores.shape, 1), scores, -jnp.inf)
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """64 queries of a warpgroup, in shared memory, with room for their weights."""
+    """The 64 queries of a warpgroup in shared memory, with room for their weights."""
 
     queries: Ref
     weights: Ref
@@ -240,9 +246,10 @@ class _Tile:
     config: tiles.MosaicConfig
 
     def see(self, keys: Keys, parts, before) -> tuple:
-        """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys. before: steps of
-        the heads that the program has served already."""
+        """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys. before: how many
+        steps the program has made for heads before this one."""
         head_dim = self.queries.shape[-1]
+        # a loop keeps the layouts of what it carries, so they are named before it
         carry = (
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
@@ -254,7 +261,7 @@ class _Tile:
         return out / across(total, out.shape), maximum / LOG2_E + jnp.log(total)
 
     def _step(self, keys: Keys, k: Part, v: Part, before, i, carry):
-        """Online softmax; the maximum is in units of log2."""
+        """One step of the online softmax. The maximum is in units of log2."""
         maximum, total, out = carry
         place = jax.lax.rem(before + i, self.config.buffers)
         partly = keys.is_partial(i)
@@ -264,11 +271,11 @@ class _Tile:
         scores = self.multiply(self.queries, turned(k.places.at[place]), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
-        k.release(place)
+        k.release(place)  # the next keys may come while the softmax is at work
         # after the product, so that keys that are not valid may hold anything
         scores = jax.lax.cond(partly, partial(_masked, keys, i), lambda s: s, scores)
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
-        rescale = jnp.exp2(maximum - highest)
+        rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
         total = total * rescale + weights.sum(axis=1)
         plgpu.barrier_wait(v.full.at[place])
@@ -278,7 +285,7 @@ class _Tile:
         self.weights[...] = weights.astype(self.weights.dtype)
         plgpu.commit_smem()
         self._convert(keys, i, v, place)
-        # what an int8 pool holds is finite, whatever it is
+        # int8 numbers are finite, so only own values of an int8 pool's call may be NaN
         unclean = partly if v.raw is None else partly & (i < keys.own_steps)
         pl.when(unclean)(lambda: self._clear(keys, i, v.places.at[place]))
         new = self.multiply(self.weights, v.places.at[place], out.shape)
@@ -286,12 +293,13 @@ class _Tile:
         return highest, total, out * across(rescale, out.shape) + new
 
     def _convert(self, keys: Keys, i, part: Part, place) -> None:
-        """A stored step of an int8 pool, without its scales, in the type of the own keys."""
+        """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""
         if part.raw is None:
             return
 
         @pl.when(i >= keys.own_steps)
         def _():
+            # one warpgroup converts for all: they share the step
             @pl.when(self.group == 0)
             def _():
                 whole = mosaic.load(part.raw.at[place], LAYOUT)
@@ -301,7 +309,7 @@ class _Tile:
             self._wait_for_change()
 
     def _clear(self, keys: Keys, i, values) -> None:
-        """Zeros in place of values that are not valid."""
+        """Write zeros in place of values that are not valid."""
 
         @pl.when(self.group == 0)
         def _():
@@ -313,6 +321,7 @@ class _Tile:
         self._wait_for_change()
 
     def _wait_for_change(self) -> None:
+        # a single warpgroup sees its own stores after `commit_smem`
         if self.config.warpgroups > 1:
             plgpu.barrier_arrive(self.changed)
             plgpu.barrier_wait(self.changed)

@@ -1,5 +1,5 @@
-"""Keys and values in the Mosaic GPU attention kernels: which ones a head sees, step by step, and
-how they come into shared memory. One warpgroup fetches, others compute on what has arrived.
+"""Keys and values in the Mosaic GPU attention kernels: the steps in which a head sees them, and
+their way into shared memory. One warpgroup fetches, others compute on what has arrived.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,21 @@ from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.refs import Operand, Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS, BlockTable
 
-# slots of a block from which on a copy of its scales is as long as copies must be
+# Blocks with at least this many slots have scales that a copy can take: copies have a least length.
 SCALES_COPIED = 32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredBlocks:
-    """The pool and the table of a call as operands of a kernel, and in it as references.
+    """The pool and the table of a call as operands of a kernel, and inside it as references.
 
-    table: `BlockTable.packed` with one more axis in front, of layers or rows. layer: int32 [1],
-    place in that axis unless per_row. scales: of an int8 pool, as they are, or those of the table's
-    slots side by side [R, N, 2, P]. size: keys of a step. entries: M.
+    table: `BlockTable.packed` with one more axis in front, of layers or rows.
+    layer: int32 [1], place in that axis unless `per_row`.
+    scales: scales of an int8 pool, as they are or, for small blocks, those of the table's slots
+      side by side [R, N, 2, P].
+    size: keys of a step.
+    entries: M.
     """
 
     table: Operand
@@ -70,7 +73,7 @@ class StoredBlocks:
 
     @property
     def copies(self) -> int:
-        """That fill a place; own keys, which have no scales, take as many."""
+        """Copies that fill a place. Own keys take as many, although they have no scales."""
         return self.pieces + self.scaled * (self.pieces if self.scales_by_block else 1)
 
     def scratch(self, buffers: int, head_dim: int) -> list:
@@ -83,6 +86,7 @@ class StoredBlocks:
 
 def _scale_lines(kv_scale, table: BlockTable, size: int):
     """float32 [R, N, 2, P]: scales of keys and of values in table order, whole steps."""
+    # XLA gathers them: copies inside the kernel would be too short
     ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
     both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
     lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
@@ -93,9 +97,11 @@ def _scale_lines(kv_scale, table: BlockTable, size: int):
 class Part:
     """Keys or values.
 
-    half: which of a token they are. places: where steps lie in shared memory; full, free: barriers
-    that say which of these are. raw, scales: where steps of an int8 pool lie before they are
-    converted, and what they are multiplied by.
+    half: 0 for keys, 1 for values.
+    places: room for steps in shared memory.
+    full, free: barriers that say which places are.
+    raw: room for steps of an int8 pool before they are converted.
+    scales: room for the scales of these steps.
     """
 
     half: int
@@ -106,7 +112,7 @@ class Part:
     scales: Ref | None = None
 
     def release(self, place) -> None:
-        """The place may be filled again."""
+        """Say that the place may be filled again."""
         if self.raw is not None:
             plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
         plgpu.barrier_arrive(self.free.at[place])
@@ -114,9 +120,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Keys:
-    """What one head of one row sees, step by step: its own keys, then the stored ones.
+    """The keys and values that one head of one row sees, step by step: own ones, then stored ones.
 
-    own: [R, T', 2 N H], finished. heads: N.
+    own: finished keys and values of the scale, [R, T', 2 N H].
+    length: real tokens of the scale.
+    heads: N.
     """
 
     stored: StoredBlocks
@@ -127,7 +135,7 @@ class Keys:
     heads: int
 
     def _packed(self, place):
-        """A number of the head's row of the table."""
+        """The number at a place in the head's row of the table."""
         lead = self.row if self.stored.per_row else self.stored.layer[0]
         return self.stored.table[lead, self.head, 0, place]
 
@@ -137,7 +145,7 @@ class Keys:
 
     @property
     def used(self):
-        """Entries up to the last one that is not empty."""
+        """The number of entries up to the last one that is not empty."""
         return self._packed(2 * self.stored.entries)
 
     @property
@@ -145,8 +153,8 @@ class Keys:
         return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
 
     def _entry(self, step, piece: int):
-        """Of the table, and where to look it up: own keys have none, nor has the end of the last
-        step, and any stands in."""
+        """(number of a table entry, the same number within the table). Own keys have no entry, and
+        the end of the last step may have none; then some other entry is looked up."""
         entry = (step - self.own_steps) * self.stored.pieces + piece
         return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
 
@@ -159,6 +167,7 @@ class Keys:
             rows = pl.ds(i * size, size)
             block = self._packed(self._entry(step, i)[1])
 
+            # a step holds own keys or stored ones, so one of the two copies runs
             @pl.when(step < self.own_steps)
             def _(i=i, rows=rows):
                 here = pl.ds(step * stored.size + i * size, size)
@@ -171,7 +180,7 @@ class Keys:
                 source = stored.pool.at[self.row, block, :, pl.ds(part.half * head_dim, head_dim)]
                 copy(source, (part.raw if stored.scaled else part.places).at[place, rows])
 
-            # any for own keys: a place takes the same number of copies
+            # Own keys copy some scales, too: a barrier counts as many copies for every step.
             if stored.scales_by_block:
                 line = stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
                 copy(line, part.scales.at[place, rows])
@@ -181,10 +190,11 @@ class Keys:
             copy(stored.scales.at[self.row, self.head, part.half, columns], part.scales.at[place])
 
     def _ranges(self, step) -> list[tuple]:
-        """(first, last + 1) valid key of every piece of a step, counted within the piece."""
+        """(first valid key, last valid key + 1) of every piece of a step, counted in the piece."""
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
             entry, place = self._entry(step, i)
+            # 0 is an empty range: nothing is valid behind the last entry in use
             packed = jnp.where(entry < self.used, self._packed(self.stored.entries + place), 0)
             start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
             left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
@@ -193,12 +203,14 @@ class Keys:
 
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
+        # most steps are whole, and skip the mask and the clearing of values
         size, ranges = self.stored.block_size, self._ranges(step)
         return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
 
     def valid(self, step, shape: tuple[int, ...], axis: int, layout=LAYOUT):
         """Mask of an array whose `axis` runs over the keys of a step."""
-        # read again where it is needed, which few steps do: registers are full in between
+        # The ranges are read again wherever a mask is needed, which is in few steps. Registers are
+        # too full to keep them.
         key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         inside = None
         for i, (start, stop) in enumerate(self._ranges(step)):
@@ -208,8 +220,8 @@ class Keys:
         return inside
 
     def scales(self, part: Part, step, place, layout):
-        """What the scores or weights of a step's keys are multiplied by; where a key is not valid,
-        anything, NaN included."""
+        """The factors of the scores or weights of a step's keys. Where a key is not valid the
+        factor may be anything, NaN included."""
         found = mosaic.load(part.scales.at[place], layout)
         return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
 
@@ -219,8 +231,9 @@ def _copy(barrier, source, target) -> None:
 
 
 def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
-    """What the fetching warpgroup does for `heads` heads, one after another: steps go to places in
-    turn, as soon as they are free. keys_of: `Keys` of the program's i-th head."""
+    """The work of the fetching warpgroup for `heads` heads, one after another. Steps go to places
+    in turn, as soon as these are free. keys_of: function from i to the `Keys` of the program's i-th
+    head."""
 
     def wait(number) -> None:
         for part in parts:
@@ -240,7 +253,7 @@ def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
         return before + keys.steps
 
     def last(number, _):
-        # no barrier may be left with an arrival that nobody has seen
+        # a program may not end while a barrier has an arrival that nobody waited for
         wait(number)
         return 0
 

@@ -1,9 +1,9 @@
 """Sums of attention weights over queries on Hopper and Blackwell GPUs with Pallas' Mosaic GPU
 backend. See `api.attention_moments` for what it computes.
 
-Tiling. A program serves 64 columns (keys) of one head of one row: the keys are fetched once,
-queries in steps of 64; weights are computed again from scores and log-sum-exp and summed per key in
-float32. Queries meet every tile of keys: they are finished beforehand, as keys are.
+Tiling. A program serves 64 columns (keys) of one head of one row. It fetches the keys once and the
+queries in steps of 64, computes weights again from scores and log-sum-exp, and sums them per key in
+float32. Queries meet every tile of keys, so they are finished beforehand, as keys are.
 """
 
 import math
@@ -46,12 +46,13 @@ def attention_moments(
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     buffers, chip = (config or tiles.choose(call, "mosaic")).buffers, products()
     rows, heads, queries, _ = projection.shape
-    # 64 keys are the rows of a product, and each program sums its columns over all queries by
-    # itself: no two programs add to one number
+    # 64 keys are the rows of a product. Each program sums its columns over all queries by itself,
+    # so no two programs add to one number.
     stored, weights = (
         StoredBlocks.of(kv_pool, kv_scale, table, ROWS),
         sums.weights.astype(jnp.float32),
     )
+    # queries behind the last weight (padding) are not fetched
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(queries, ROWS)
@@ -59,7 +60,7 @@ def attention_moments(
         partial(_sum_columns, heads, buffers, chip, old),
         [
             jnp.stack([jnp.asarray(new_length, jnp.int32), last]),
-            # keys and values as attention has them: two equal calls are one
+            # keys and values, of which only keys are used: XLA computes attention's equal call once
             finished(projection, (K, V), interpret),
             stored,
             finished(projection, (Q,), interpret),
@@ -78,7 +79,7 @@ def attention_moments(
 
 
 def _columns(sums, slots: int, queries: int):
-    """Whole tiles of both kinds of columns cut to the slots of the table and the own tokens."""
+    """Cut whole tiles of both kinds of columns to the slots of the table and the own tokens."""
     own = pl.cdiv(slots, ROWS) * ROWS
     return jnp.concatenate([sums[:, :, :slots], sums[:, :, own : own + queries]], axis=-1)
 
@@ -103,17 +104,15 @@ def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, pow
 
 
 def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
-    """One step of keys; steps of own keys come after the `old` ones of the table.
-
-    No number of registers is asked for: as many as are needed leave room for three programs on a
-    multiprocessor.
-    """
+    """The kernel: one step of keys. Steps of own keys come after the `old` steps of the table."""
+    # No number of registers is asked for: what the compiler takes leaves room for three programs on
+    # a multiprocessor.
     *given, results, sums, k_tile, arrived, raw, product_sums, queries = refs
     part = Part(0, k_tile, arrived, None, *raw)
     row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     keys = Keys(stored, own, numbers[0], row, head, heads)
     step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
-    # no key is in a step behind the last one of its kind: nothing is fetched, the sums are 0
+    # a step behind the last key of its kind fetches nothing, and its sums are 0
     there = jnp.where(tile < old, step < keys.steps, step < keys.own_steps)
     seen = Queries(*given, *queries, jnp.where(there, pl.cdiv(numbers[1], ROWS), 0), buffers)
 
@@ -124,6 +123,7 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
+        # a program without queries fetches no keys, and must not wait for them
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
         factor = None
         if stored.scaled:
@@ -141,7 +141,7 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
 
 
 def _store(totals, sums, results, place) -> None:
-    """Sums of a program's columns, through shared memory. place: row, head, tile."""
+    """Store the sums of a program's columns, through shared memory. place: row, head, tile."""
     for i, total in enumerate(totals):
         sums[i] = total
     plgpu.commit_smem()
@@ -154,10 +154,13 @@ def _store(totals, sums, results, place) -> None:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of a head [Q, H], their weights [Q] and log-sum-exp [Q], fetched 64 at a time.
+    """The queries of a head [Q, H], their weights [Q] and log-sum-exp [Q], fetched 64 at a time.
 
-    q_ref: of all heads, [R, Q, N H]. tile, lines: places in shared memory. count: steps up to the
-    last query that has a weight.
+    q_ref: queries of all heads, [R, Q, N H].
+    tile: room for queries in shared memory.
+    lines: room for their weights and log-sum-exp.
+    full, free: barriers that say which places are.
+    count: steps up to the last query that has a weight.
     """
 
     q_ref: Ref
@@ -193,8 +196,8 @@ class Queries:
         jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
 
     def sums(self, multiply: Multiply, keys, factor, inside, powers: int) -> tuple:
-        """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2;
-        zero where a key is not `inside`. factor: [64], of the scores, or None."""
+        """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2.
+        Sums are zero where a key is not `inside`. factor: factors of the scores [64], or None."""
 
         def line(place, which: int):
             return mosaic.load(self.lines.at[place, which], PER_COLUMN)

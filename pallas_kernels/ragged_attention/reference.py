@@ -1,9 +1,9 @@
 """Plain JAX ragged attention: the definition of correct, runs on every platform.
 
-Memory: gathers the blocks of every head into a dense [R, N, P, 2 H] copy, which is what the kernels
-avoid. Slots outside the valid ranges may hold anything, NaN included: they are masked before they
-meet arithmetic. Rows take turns where the scores of all would leave a processor's cache
-(`SCORES_BYTES`), sums over queries run in chunks of `CHUNK`.
+Memory: the blocks of every head are gathered into a dense copy [R, N, P, 2 H], which is what the
+kernels avoid. Slots outside the valid ranges may hold anything, NaN included; they are masked
+before they meet arithmetic. Rows take turns where the scores of all rows would not fit a
+processor's cache (`SCORES_BYTES`). Sums over queries run in chunks of `CHUNK`.
 """
 
 from functools import partial
@@ -42,8 +42,8 @@ def gather_slots(kv_pool, table: BlockTable, kv_scale):
 def _scores(
     q, k_old, mask, k_new, new_length
 ) -> tuple[Float[Array, "... Q P"], Float[Array, "... Q T"]]:
-    """Masked float32 scores of stored and of own keys; leading axes of any number."""
-    # Like the kernels: products in the type of the keys, sums, scores and softmax in float32.
+    """Masked float32 scores of stored keys and of own keys, with any number of leading axes."""
+    # As in the kernels: factors in the type of the keys; sums, scores and softmax in float32.
     q = q.astype(k_new.dtype)
     old = jnp.einsum(
         "...th,...ph->...tp", q, k_old.astype(q.dtype), preferred_element_type=jnp.float32
@@ -87,8 +87,8 @@ def rows_at_once(heads: int, queries: int, keys: int) -> int:
 def _attend_row(new_length, q, k_old, v_old, mask, k_new, v_new):
     """Results [T, N, H] in the type of V and log-sum-exp [N, T] of one row."""
     scores = _scores(q, k_old, mask, k_new, new_length)
-    # Stored and own keys stay apart: to put them side by side is a pass over all scores. Few
-    # results are divided by the sum of the weights, not all weights.
+    # Stored and own keys stay apart, because putting them side by side is a pass over all scores.
+    # The few results are divided by the sum of the weights, not the many weights.
     highest = jnp.maximum(*(part.max(-1, initial=-jnp.inf) for part in scores))
     weights = [jnp.exp(part - highest[..., None]) for part in scores]
     total = weights[0].sum(-1) + weights[1].sum(-1)
@@ -131,7 +131,7 @@ def attention_moments(projection, new_length, kv_pool, table, sums, kv_scale):
 
 
 def _chunks(array: Array, axis: int, size: int) -> Array:
-    """Cut an axis into pieces of `size`, zeros behind the last one; pieces come first."""
+    """Cut an axis into pieces of `size`, zeros behind the end. The pieces are a new first axis."""
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, -array.shape[axis] % size)
     padded = jnp.pad(array, padding)

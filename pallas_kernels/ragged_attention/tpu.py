@@ -1,28 +1,29 @@
 """Ragged attention on TPU (Mosaic). Sums of weights: `tpu_moments`.
 
-One grid step is a tile of queries of some heads of one row: as many heads as lie in 128 lanes of
-the projection, and more where the scale is small (`tpu_projection`). For every head it reads the
-scale's own keys first (at least one is valid, so that the running maximum is finite from then on)
-while stored blocks are copied, then the stored ones (`tpu_blocks`).
+A grid step is a tile of queries of some heads of one row: as many heads as lie in 128 lanes of the
+projection, and more where the scale is small (`tpu_projection`). For every head it reads the
+scale's own keys first, while stored blocks are copied, then the stored keys (`tpu_blocks`). At
+least one own key is valid, so the running maximum is finite from the first step on.
 
-Keys are rows and queries are lanes: scores are [keys, queries]. So the softmax statistics are
-single rows, whose maximum and sum need no work across lanes, what masks keys is a column shared by
-all queries, and the log-sum-exp leaves as the row it is stored as. The output is accumulated
-transposed, [H, queries], that of a pair of heads one above the other, and turned once at the end.
+Keys are rows and queries are lanes, so scores are [keys, queries]. The softmax statistics are then
+single rows, whose maximum and sum need no work across lanes; the mask of keys is a column that all
+queries share; and the log-sum-exp is already the row that is stored. The output is accumulated
+transposed, [H, queries], for a pair of heads one above the other, and turned once at the end.
 
-Two heads of 64 share 128 lanes, which a TPU multiplies in any case: queries of a head stand in the
-first lanes with zeros behind them, as keys do in the pool, where values meet the zeros; own keys
-are turned so that those of the head come first.
+Two heads of 64 share 128 lanes, which a TPU multiplies in any case. The queries of one head stand
+in the first lanes with zeros behind them. The pool has a head's keys in the first lanes, too, and
+its values behind them, where they meet the zeros. Own keys are turned so that those of the head
+come first.
 
 HBM traffic in bytes, e and b bytes per element of projection and pool, P_n slots of the blocks that
 head n has in use, tiles = ceil(T / block_q):
 
     4 R N T H e (q, k, v, out) + R tiles sum_n 2 P_n H b
 
-int8: + the scales, 8 bytes per slot but at least 512 per block. Vector memory: own K and V twice
-(the next heads' are fetched meanwhile), tiles of q and out twice, cosines and sines of all tokens
-where keys are rotated, scores of one step. A tile of 512 queries does 512 operations per byte of
-bfloat16 keys; the peaks of a v5e are 240 apart, those of a v6e 560.
+An int8 pool adds its scales, 8 bytes per slot but at least 512 per block. Vector memory holds own K
+and V twice (the next heads' are fetched meanwhile), tiles of q and out twice, cosines and sines of
+all tokens where keys are rotated, and scores of one step. A tile of 512 queries does 512 operations
+per byte of bfloat16 keys. At its peaks a v5e does 240 operations per byte of memory, a v6e 560.
 """
 
 from functools import partial
@@ -54,8 +55,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
     own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
-    # Steps are whole, so the last one may read beyond T, where all is undefined: `own_step` masks
-    # keys and values.
+    # Steps are whole, so the last one may read beyond T, where memory is undefined. `own_step`
+    # masks what it reads there.
     whole = (rounded(tokens, own_keys), lambda *_: 0)
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
@@ -78,7 +79,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
 
 
 def _results(projection, heads: Heads, block_q: int) -> list[tuple]:
-    """The output and the log-sum-exp, and their part in a grid step."""
+    """Shapes of the output and the log-sum-exp, each with its part in a grid step."""
     (rows, _, tokens, head_dim), dtype = projection.shape, projection.dtype
     width = heads.count * head_dim
     out = jax.ShapeDtypeStruct((rows, tokens, width), dtype)
@@ -91,7 +92,7 @@ def _results(projection, heads: Heads, block_q: int) -> list[tuple]:
 
 
 def _scratch(projection, heads: Heads, block_q: int) -> list:
-    """Queries, their running maximum and sum, the output transposed."""
+    """Scratch memory: queries, their running maximum and sum, the transposed output."""
     statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
     return [
         pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),
@@ -116,7 +117,7 @@ def _attend_tile(
 
     @pl.when(first < length)
     def _():
-        blocks.start()  # on their way while the own keys are at work
+        blocks.start()  # stored blocks are on their way while the own keys are at work
 
         def group(i):
             _see_all_keys(own, i, first, blocks, scratch, own_keys, length)
@@ -128,13 +129,13 @@ def _attend_tile(
 def _see_all_keys(
     own: OwnTokens, group, first, blocks: Blocks, scratch, own_keys: int, length
 ) -> None:
-    """All keys that a tile of queries of a group of heads sees, own ones first."""
+    """Show a tile of queries of a group of heads all of its keys, own keys first."""
     heads, dtype = own.heads, own.dtype
     _see_none(own, group, first, scratch)
 
     def own_step(i, _):
         here, valid = tokens_of_step(i, own_keys, length)
-        # V has to be zeroed, too, because a weight of 0 times NaN is NaN
+        # values are zeroed as well, because a weight of 0 times NaN is NaN
         k = jnp.where(valid, own.keys(group, here), 0.0)
         v = jnp.where(valid, own.values(group, here), 0.0).T.astype(dtype)
         for which in range(heads.together):
@@ -155,7 +156,7 @@ def _see_all_keys(
 
 
 def _see_none(own: OwnTokens, group, first, scratch) -> None:
-    """Finished queries of a tile, which have seen no key yet."""
+    """Start a tile: its finished queries have seen no key yet."""
     queries, maximum, total, out = scratch
     place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
     # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
@@ -171,8 +172,9 @@ def _see_none(own: OwnTokens, group, first, scratch) -> None:
 
 
 def _accumulate(scratch, which: int, k, v, valid) -> None:
-    """Online softmax of one head: k [keys, W], v [H, keys], valid [keys, 1] into the running
-    maximum and sum [1, queries] and the output [H, queries], which are relative to the maximum."""
+    """One step of the online softmax of one head. k [keys, W], v [H, keys] and valid [keys, 1]
+    change the running maximum [1, queries], and the sum [1, queries] and the output [H, queries],
+    which are relative to it."""
     queries, maximum_ref, total_ref, out_ref = scratch
     mine = pl.ds(which * len(v), len(v))
     # invalid keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly
@@ -186,7 +188,7 @@ def _accumulate(scratch, which: int, k, v, valid) -> None:
 
 
 def _finish(heads: Heads, group, results, scratch) -> None:
-    """Write the output and, if it is asked for, the log-sum-exp."""
+    """Write the output of a group of heads and, if it is asked for, the log-sum-exp."""
     _, maximum, total, out = scratch
     finished = []
     for which in range(heads.together):

@@ -1,13 +1,13 @@
-"""Stored keys and values on TPU: blocks are copied through the table while the kernel computes on
-those copied before.
+"""Stored keys and values on TPU. Blocks are copied through the table while the kernel computes on
+blocks that were copied before.
 
-The table of a head is one row of int32 in scalar memory (`BlockTable.packed`), that of other heads
-in the next grid step, so that tables of any number of rows or layers cost no more scalar memory
-than one. Tables of all layers are one operand, of which a call finds its layer's rows by number.
+A head's table is one row of int32 (`BlockTable.packed`). A grid step has only its own heads' rows
+in scalar memory, so tables of any number of rows or layers cost no more of it than one. Tables of
+all layers are one operand, in which a call finds its layer's rows by number.
 
-A group's blocks are copied behind one another into one of `BUFFERS` buffers. Only entries in use
-are copied (trailing empty ones cost nothing). Rows outside the valid range are zeroed as they are
-loaded, whatever the buffer holds there: also what nothing was copied to.
+A group is some blocks of one head, which are copied behind one another into one of `BUFFERS`
+buffers. Trailing empty entries are not copied. Rows outside the valid range are zeroed as they are
+loaded, because the buffer may hold anything there: old contents, or nothing that was ever written.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from pallas_kernels.tpu_projection import Heads
 
 HEAD_DIMS = (64, 128, 256)
 POOL_DTYPES = ("bfloat16", "float32", "int8")
-# Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
-# computed on it may take less time than HBM takes to answer.
+# Groups in flight or in use. There are more than two, because a group of 128 keys is only 32 KiB:
+# computing on it may take less time than HBM takes to answer.
 BUFFERS = 4
-# Blocks per group: the loads of a group are unrolled. 16 of the smallest blocks (8 slots) are still
-# the 128 keys that the sums over queries need.
+# Blocks per group, whose loads are unrolled. 16 of the smallest blocks (8 slots) are still the 128
+# keys that the sums over queries need.
 MAX_GROUP = 16
 
 
 def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interpret: bool):
-    """(the call, its tiles), those of `config.choose` if none are given.
+    """(the call, its tiles); tiles are those of `config.choose` if none are given.
 
     Raises:
       NotImplementedError: the arrays do not compile or were never compiled.
@@ -58,7 +58,7 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a table is read. entries: M. blocks: per group."""
+    """How a table is read. entries: M. blocks: blocks of a group."""
 
     entries: int
     blocks: int
@@ -77,7 +77,7 @@ class Grouping:
 
     @property
     def slots(self) -> int:
-        """Slots of all groups; the last one may reach behind the table."""
+        """Slots of all groups, of which the last may reach behind the table."""
         return self.groups * self.blocks * self.block_size
 
 
@@ -85,8 +85,10 @@ class Grouping:
 class StoredBlocks:
     """The pool and the table of a call as operands of a kernel.
 
-    numbers: int32 [1] each, known before a grid step is: the scale's length and the table's layer.
-    entries: rows of the table. spec: of those in a grid step.
+    numbers: the scale's length and the table's layer, int32 [1] each, known before the grid.
+    entries: rows of the table.
+    spec: the rows in a grid step.
+    pools: the pool and, for int8, its scales.
     """
 
     numbers: tuple[Array, Array]
@@ -99,7 +101,7 @@ class StoredBlocks:
 
     @classmethod
     def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "StoredBlocks":
-        """table: packed."""
+        """The operands of a call. table: packed."""
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
             kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
@@ -119,7 +121,7 @@ class StoredBlocks:
 
     @property
     def scratch(self) -> list:
-        """Buffers for groups of blocks (and scales), and the state of `Blocks`."""
+        """Scratch memory: buffers for groups of blocks (and scales), and the state of `Blocks`."""
         shape = (BUFFERS, self.grouping.blocks)
         buffers = [pltpu.VMEM((*shape, *block_shape(pool)), pool.dtype) for pool in self.pools]
         return [
@@ -176,11 +178,15 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The stored slots of some heads of one row, inside a kernel, which takes them in order: all
-    groups of the first head, then those of the next.
+    """The stored slots of some heads of one row, inside a kernel. The kernel takes them in order:
+    all groups of the first head, then those of the next.
 
-    table: packed rows of the heads (SMEM). pools: whole, in HBM. buffers: of blocks (and scales).
-    cursor: (SMEM) head and group that are copied next, how many groups were started, and taken.
+    table: packed rows of the heads, in scalar memory.
+    pools: whole, in HBM.
+    buffers: for blocks (and scales), in vector memory.
+    semaphores: one per buffer.
+    cursor: the head and the group that are copied next, the number of groups started, and the
+      number of groups taken, in scalar memory.
     """
 
     grouping: Grouping
@@ -192,11 +198,11 @@ class Blocks:
     cursor: Ref
 
     def used(self, head):
-        """Entries up to the last one that is not empty."""
+        """The number of entries up to the last one that is not empty."""
         return self.table[0, head, 0, 2 * self.grouping.entries]
 
     def start(self) -> None:
-        """Start the first copies; before anything that can be computed meanwhile."""
+        """Start the first copies. Call it before anything that can be computed meanwhile."""
         for i in range(4):
             self.cursor[i] = 0
         # one buffer stays free for the group that `for_each_group` starts in its first step
@@ -204,16 +210,16 @@ class Blocks:
             self._start_next()
 
     def for_each_group(self, head, do) -> None:
-        """Call `do(group, buffer)` for every group of the next head, when it has arrived."""
+        """Call `do(group, buffer)` for every group of the next head as it arrives."""
 
         def step(group, _):
             taken = self.cursor[3]
             buffer = jax.lax.rem(taken, BUFFERS)
             self._for_copies(head, group, buffer, lambda copy: copy.wait())
             self.cursor[3] = taken + 1
-            # This copy goes to the buffer of the group before, which `do` has left one step ago.
-            # Every group that is started is waited for here: after the last head no copy is under
-            # way.
+            # The next copy goes to the buffer of the group before, which `do` left one step ago.
+            # Every group that is started is waited for above, so no copy is under way after the
+            # last head.
             self._start_next()
             pl.when(group * self.grouping.blocks < self.used(head))(lambda: do(group, buffer))
             return 0
@@ -221,11 +227,13 @@ class Blocks:
         jax.lax.fori_loop(0, self._groups(head), step, 0)
 
     def _groups(self, head):
-        """At least one, so that finding the next head takes no search."""
+        """Groups of a head. An empty head counts one, so that no search for the next head is
+        needed."""
         return jnp.maximum(pl.cdiv(self.used(head), self.grouping.blocks), 1)
 
     def _start_next(self) -> None:
-        """Start copying the next group, if there is one; an empty head's has no blocks."""
+        """Start copying the next group, if there is one. The group of an empty head has no
+        blocks."""
         head, group, started = (self.cursor[i] for i in range(3))
 
         @pl.when(head < self.table.shape[1])
@@ -243,19 +251,19 @@ class Blocks:
         size = self.grouping.blocks
 
         def step(i, _):
-            # Empty entries among those in use are copied, too: their ids have to be valid.
+            # Empty entries before the last one in use are copied, so their ids have to be valid.
             block = self.table[0, head, 0, group * size + i]
             for pool, target in zip(self.pools, self.buffers, strict=True):
                 source, target = block_of(pool, self.row, block), target.at[buffer, i]
                 do(pltpu.make_async_copy(source, target, self.semaphores.at[buffer]))
             return 0
 
-        # Starts and waits of a group count alike, or else a wait would never end.
+        # Starts and waits of a group take the same number of copies, or a wait would never end.
         jax.lax.fori_loop(0, jnp.minimum(size, self.used(head) - group * size), step, 0)
 
     def load(self, head, group, buffer):
-        """(K and V float32 [keys, 2 H] with invalid rows zeroed, valid bool [keys, 1]) of a group
-        that has arrived."""
+        """(K and V float32 [keys, 2 H], valid bool [keys, 1]) of a group that has arrived. Rows
+        that are not valid are zero."""
         size, count = self.grouping.block_size, self.grouping.blocks
         slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         rows, valid, entries = [], [], self.grouping.entries
@@ -266,7 +274,7 @@ class Blocks:
             packed = jnp.where(group * count + i < entries, packed, 0)
             start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
             inside = (slot >= start) & (slot < stop)
-            # Chosen, not multiplied: rows outside (stale, never copied to, unowned) may be NaN.
+            # Chosen, not multiplied: rows outside (old, never written, not owned) may be NaN.
             rows.append(jnp.where(inside, self._block(buffer, i), 0.0))
             valid.append(inside.astype(jnp.int32))
         return jnp.concatenate(rows, axis=0), jnp.concatenate(valid, axis=0) > 0
@@ -283,9 +291,9 @@ class Blocks:
 
 
 def _column(row, first: int, size: int):
-    """Elements first, first + 1, ... of a row [1, W] as a column [size, 1]; exact, and an element
-    that is NaN stays alone."""
-    # The diagonal of the row repeated: a choice and a sum, where a product would spread NaN.
+    """Elements first, first + 1, ... of a row [1, W] as a column [size, 1]. The copy is exact, and
+    NaN does not spread to other elements."""
+    # The diagonal of the repeated row is chosen and summed; a product would spread NaN.
     shape = (size, row.shape[1])
     here = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
     chosen = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == here
@@ -293,8 +301,8 @@ def _column(row, first: int, size: int):
 
 
 def split(kv, head_dim: int):
-    """Rows whose first lanes are K (padded ones: then V, which has to meet zeros), and the
-    transpose of V [H, keys], of rows [keys, 2 H]."""
+    """(rows whose first lanes are K, the transpose of V [H, keys]) of rows [keys, 2 H]. Where H is
+    no multiple of 128 the rows still hold V behind K, so queries need zeros there."""
     if head_dim % LANES == 0:
         return kv[:, :head_dim], kv[:, head_dim:].T
     return kv, kv.T[head_dim:]  # rows are cut where lanes would have to be moved
@@ -304,11 +312,9 @@ def split(kv, head_dim: int):
 
 
 def dot(a, b, contract: tuple[int, int]):
-    """Product in float32 over axis contract[0] of a and contract[1] of b.
-
-    The precision is always named: one that the user set for all products (`None` takes it) does
-    not compile for bfloat16, whose products are exact anyway.
-    """
+    """Product in float32 over axis contract[0] of a and contract[1] of b."""
+    # The precision is always named, because None means the one that the user set for all products.
+    # Another than the default does not compile for bfloat16, whose products are exact anyway.
     wanted = jax.config.jax_default_matmul_precision
     exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
     return jax.lax.dot_general(

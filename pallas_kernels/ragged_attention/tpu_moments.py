@@ -1,13 +1,14 @@
 """Sums of attention weights over queries on TPU (Mosaic). See `api.attention_moments` for what it
 computes.
 
-One grid step is some heads of one row, whose queries and own keys lie in vector memory. For every
-group of keys a loop over the queries recomputes exp(score - lse), keys in rows and queries in lanes
-as in `tpu`, and adds the weighted columns into 128 lanes, which are summed across once per group.
-No [queries, keys] array exists.
+A grid step is some heads of one row, whose queries and own keys lie in vector memory. For every
+group of keys a loop over the queries computes exp(score - lse) again, keys in rows and queries in
+lanes as in `tpu`. It adds the weighted columns into 128 lanes, which are summed across once per
+group. No array of queries by keys exists.
 
-HBM traffic in bytes, with the letters of `tpu`: 2 R N T H e, R sum_n (2 P_n H b) for whole blocks,
-though their values are not used, and results of 4 R N (P + T), twice with `squares`.
+HBM traffic in bytes, with the letters of `tpu`: 2 R N T H e for queries and keys, R sum_n (2 P_n H
+b) for whole blocks, whose values are copied but not used, and 4 R N (P + T) for results, twice that
+with squares.
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def attention_moments(
     )
     tokens, table = projection.shape[2], table.with_packed()
     heads = Heads.of(projection, table)
-    # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
-    # rows of results are stored at places that are multiples of their size.
+    # Groups and steps of own keys are multiples of 128: a key is a lane of the result, and rows of
+    # results are stored at places that are multiples of their size.
     grouping = Grouping.of(call, rounded(config.copy_keys, LANES))
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(tokens, config.block_q, LANES)
@@ -68,10 +69,9 @@ def attention_moments(
 
 
 def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
-    """Operands: weights and log-sum-exp of all queries, with padding."""
+    """The operands with one number per query, padded: weights and log-sum-exp."""
     tail = all_queries - lse.shape[2]
-    # padded with the weight 0, which `_Queries` takes for "no query"; what q holds there is
-    # undefined
+    # `_Queries` takes the weight 0 for "no query"; q is undefined behind its end
     weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
     return {
@@ -81,13 +81,14 @@ def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
 
 
 def _sums(rows: int, heads: Heads, widths: list[int]) -> list[tuple]:
-    """Results: whole groups and pieces."""
+    """Shapes of the results, which hold whole groups and whole steps, with their parts in a grid
+    step."""
     shapes = (jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32) for width in widths)
     return [(shape, _row_spec(heads, shape.shape[-1])) for shape in shapes]
 
 
 def _columns(found: list, count: int, slots: int, tokens: int) -> list:
-    """Results cut to the columns of M blocks and T tokens, beside each other."""
+    """The results cut to the columns of the table and of the own tokens, side by side."""
     return [
         jnp.concatenate([old[:, :count, 0, :slots], own[:, :count, 0, :tokens]], axis=-1)
         for old, own in zip(found[::2], found[1::2], strict=True)
@@ -95,7 +96,7 @@ def _columns(found: list, count: int, slots: int, tokens: int) -> list:
 
 
 def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
-    """Rows of an array [R, N, 1, width]."""
+    """The part of an array [R, N, 1, width] in a grid step: rows of its heads."""
     return pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
 
 
@@ -107,9 +108,8 @@ def _sum_columns(
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
     own, length = own_of(given), length_ref[0]
     heads, seen = own.heads, _Queries(queries, weights, lse, block_q, powers=len(results) // 2)
-    blocks.start()  # on their way while the own keys are at work
-    # Pieces behind `length` and groups not in use are never visited, and columns without a key have
-    # to be 0.
+    blocks.start()  # stored blocks are on their way while the own keys are at work
+    # Columns without a key have to be 0, and no loop visits what lies behind the keys in use.
     fill_with_zeros(results)
 
     def group(i):
@@ -119,7 +119,7 @@ def _sum_columns(
             here, valid = tokens_of_step(step, own_keys, length)
             k = own.keys(i, here)
             for which in range(heads.together):
-                # lanes of the other head meet zeros, so what is undefined has to go
+                # lanes of the other head meet zeros of the queries, and NaN times 0 is NaN
                 mine = jnp.where(valid, heads.first(k, which), 0.0)
                 head = i * heads.together + which
                 _put(results[1::2], head, step, seen.sums(which, head, mine, valid))
@@ -186,7 +186,7 @@ class _Queries:
 
 
 def _in_lanes(x):
-    """Sum over pieces of 128 lanes."""
+    """Sum pieces of 128 lanes."""
     return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
 
 

@@ -1,46 +1,48 @@
 """Ragged attention on NVIDIA GPUs with Pallas-Triton. See `api` for what it computes.
 
-Tiling of the attention. One program serves `block_q` queries of one head of one row: it holds the
+Tiling of the attention. One program serves `block_q` queries of one head of one row. It holds the
 query tile, the float32 accumulator and the running maximum and sum, and walks over keys in steps of
-`block_k`: own keys first, then the head's table. Own keys are at least one, so the maximum is
-finite from the first step on, and empty heads need no case of their own. (Full steps of own keys
-without a mask, and a last one with it, cost more shared memory than they save.)
+`block_k`: own keys first, then the head's table. There is at least one own key, so the maximum is
+finite from the first step on, and empty heads need no case of their own. (A special case for full
+steps of own keys, which need no mask, costs more shared memory than it saves.)
 
 Stored keys are numbered through the table, so a step joins as many blocks as it needs, for any
 block size, and a program stops after the last entry that its head uses. Loads are masked with the
 entry's range: invalid slots cost no traffic, and what they hold (NaN) never meets arithmetic. Tiles
 of padded queries only write zeros. Tables hold all layers: a number says which one is read.
 
-Operands lie as the product left them, [R, T, 3, N, H], the result is [R, T, N, H]: rows of a head
+Operands lie as the product left them, [R, T, 3, N, H]; the result is [R, T, N, H]. Rows of a head
 are H numbers each, 3 N H or N H apart. A program finishes its queries (bias, norm, rotation;
-float32, rounded once); the bias of values is added to their weighted sum. Own keys XLA finishes
-once, 2 H numbers moved per key. In the kernel each of the ceil(T / block_q) programs would do it
-again: a norm 2 H operations per key beside the 10 or so per query and key of the softmax (on an
-A100 8 H, because all four warps hold a step's keys), a rotation 8 H bytes of angles beside the 4 H
-of the bfloat16 key and value, and with heads of 128 more registers than there are. Only where one
-small step holds all own keys (tokens of a decoding step, small scales) is it done in place, which
-saves that kernel.
+float32, rounded once). The bias of values is added to their weighted sum. XLA finishes own keys
+once and moves 2 H numbers per key for it. In the kernel each of the ceil(T / block_q) programs
+would do it again: a norm is 2 H operations per key (on an A100 8 H, because all four warps hold a
+step's keys) beside the 10 or so per query and key of the softmax; a rotation reads 8 H bytes of
+angles beside the 4 H of the bfloat16 key and value; and heads of 128 would need more registers than
+there are. The kernel finishes own keys only where one small step holds all of them (tokens of a
+decoding step, small scales), which saves XLA's kernel.
 
-Its traffic, with b bytes per element, t real tokens and P' valid slots of a head: the tiles of a
-head run side by side, so that its keys come from the L2 cache after the first. From memory then R N
-H b (3 t + 2 P') in and R N H b T out, and keys that XLA finishes: R N H b T in and out; from the
-cache R N H b 2 (t + P') ceil(t / block_q). Tables: 8 M bytes per program, and 12 per key of a step,
-from the cache.
+Traffic, with b bytes per element, t real tokens and P' valid slots of a head. The tiles of a head
+run side by side, so all but the first find its keys in the L2 cache. From memory come R N H b (3 t
++ 2 P') bytes, and R N H b T go out. Keys that XLA finishes add R N H b T in and out. From the cache
+come R N H b 2 (t + P') ceil(t / block_q). Tables are 8 M bytes per program, and 12 per key of a
+step, from the cache.
 
-Arithmetic. Scores are products in the type of the projection with float32 sums; exponentials are
-powers of two of scores times log2(e), float32; weights are rounded to that type before the second
-product. int8 keys and values are exact in bfloat16; their scales multiply scores and weights.
+Arithmetic. Scores are products in the type of the projection with float32 sums. Exponentials are
+float32 powers of two of scores times log2(e). Weights are rounded to the type of the projection
+before the second product. int8 keys and values are exact in bfloat16; their scales multiply scores
+and weights.
 
-Tiling of the moments. One program serves `block_k` columns (keys) of one head of one row: it loads
+Tiling of the moments. One program serves `block_k` columns (keys) of one head of one row. It loads
 and finishes their keys once, walks over the queries in steps of `block_q`, computes weights again
 from scores and log-sum-exp, and adds them up per key in float32. No matrix of queries by keys
 leaves the registers, and programs whose columns hold no key only write zeros. The walk ends with
-the last query of non-zero weight; what queries of weight zero hold (padding) never meets
-arithmetic. Queries are walked over (P + T) / block_k times, 11 times in the last scale of VAR-d30,
-164 times in that of Infinity-2B, and XLA finishes them once.
+the last query of non-zero weight; queries of weight zero (padding) never meet arithmetic. Queries
+are walked over (P + T) / block_k times (11 in the last scale of VAR-d30, 164 in that of
+Infinity-2B), so XLA finishes them once.
 
-Traffic of the moments: from memory R N H b (2 Q + T + P') in, R N H b Q and R N (P + T) 4 bytes per
-moment out; queries come from the L2 cache, R N H b Q once per program, so (P + T) / block_k times.
+Traffic of the moments. From memory come R N H b (2 Q + T + P') bytes; R N H b Q and R N (P + T) 4
+bytes per moment go out. From the L2 cache every program reads the queries, R N H b Q, so (P + T) /
+block_k times.
 """
 
 from functools import partial
@@ -63,7 +65,7 @@ from pallas_kernels.triton_operands import (
     one_number,
 )
 
-# Numbers of own keys that a program finishes by itself: 32 for each thread of four warps.
+# A program finishes own keys of up to this many numbers by itself: 32 per thread of four warps.
 ONE_STEP = 4096
 
 
@@ -122,7 +124,7 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
         # total is never 0: the largest score has added exp2(0) to it
         write(sums / total[:, None], maximum / LOG2_E + jnp.log(total))
 
-    # Written all the same: fresh memory may hold NaN, and the result has to be finite everywhere.
+    # Tiles of padding are written, too: fresh memory may hold NaN, and results have to be finite.
     @pl.when(first >= length)
     def _():
         write(jnp.zeros(out_refs[0].shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
@@ -136,7 +138,7 @@ def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored
         key = i * own_step + jnp.arange(own_step, dtype=jnp.int32)
         real = key < length
         k = keys.raw(key, real) if keys.done else keys.finished(key, real).astype(keys.dtype)
-        # the mask is needed for V, too: padding may be NaN, and a weight of 0 times NaN is NaN
+        # values are masked as well: padding may be NaN, and a weight of 0 times NaN is NaN
         return _step(q, (k, None), (values.raw(key, real), None), real, carry)
 
     def old(i, carry):
@@ -165,7 +167,7 @@ def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored
 
 
 def _step(q, k, v, mask, carry):
-    """One step of the softmax; the maximum is in units of log2."""
+    """One step of the online softmax. The maximum is in units of log2."""
     (k, k_scale), (v, v_scale), (maximum, total, sums) = k, v, carry
     scores = dot(q, k, transposed=True)
     if k_scale is not None:
@@ -223,7 +225,8 @@ def attention_moments(
 
 
 def _sum_columns(config, old: int, given, out_refs):
-    """One tile of columns; tiles of own keys come after those of the `old` slots of the table."""
+    """Sum one tile of columns. Tiles of own keys come after those of the table, which has `old`
+    slots."""
     length_ref, queries, keys, weight_ref, lse_ref, stored = given
     size, own = config.block_k, weight_ref.shape[0]
     key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
@@ -251,7 +254,7 @@ def _sum_columns(config, old: int, given, out_refs):
 
 
 def _add(size: int, k, factor, queries: Tokens, weight_ref, lse_ref, i, sums):
-    """Sums over queries with those of step i."""
+    """Add the weights of the queries of step i to the sums."""
     query = i * size + jnp.arange(size, dtype=jnp.int32)
     inside = query < weight_ref.shape[0]
     weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))

@@ -1,4 +1,4 @@
-"""How the GPU kernels read what is stored, multiply, and are called."""
+"""Reading what is stored, products, and calls of the Triton attention kernels."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -31,8 +31,8 @@ IDS, START, STOP = range(3)  # of a head's tables
 class StoredSlots:
     """The pool and table of a call as kernel operands.
 
-    The pool is seen as slots [R, P', 2 H] and the scales as a line [R, 2 P'], both without a copy;
-    inside a kernel those of one row. Key g of a head is slot g % block_size of entry g //
+    The pool is seen as slots [R, P', 2 H] and the scales as lines [R, 2 P'], both without a copy.
+    Inside a kernel they are those of one row. Key g of a head is slot g % block_size of entry g //
     block_size of its table.
     """
 
@@ -43,8 +43,8 @@ class StoredSlots:
 
     @classmethod
     def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "StoredSlots":
-        """The operands of a call; an empty table or pool becomes one empty entry or block, because
-        a kernel cannot have an array without elements."""
+        """The operands of a call. An empty table becomes one empty entry, an empty pool one block,
+        because a kernel cannot have an array without elements."""
         entries = table.ids, table.start, table.stop
         if not table.ids.shape[-1]:
             # start == stop: the entry is empty
@@ -62,7 +62,7 @@ class StoredSlots:
 
     @property
     def specs(self) -> "StoredSlots":
-        """One head's table and one row's pool, for a grid (tiles, heads, rows)."""
+        """The table of one head and the pool of one row, for a grid (tiles, heads, rows)."""
         scale = None if self.kv_scale is None else row_spec(self.kv_scale)
         return replace(
             self, tables=self.tables.specs, kv_pool=row_spec(self.kv_pool), kv_scale=scale
@@ -89,9 +89,9 @@ class StoredSlots:
         return last_true(holds, tables.length) * self.block_size
 
     def slots(self, key: Int[Array, " K"]):
-        """Slot numbers, whether the head owns them, and where their blocks' scales start."""
+        """(slot numbers, whether the head owns them, the places of their keys' scales)."""
         entry, offset = key // self.block_size, key % self.block_size
-        # A step may reach beyond the table. What is loaded there, start = stop = 0, owns no slot.
+        # A step may reach beyond the table, where start = stop = 0 is loaded: no slot is owned.
         inside = entry < self.tables.length
         ids, start, stop = (self.tables.load(i, entry, inside) for i in (IDS, START, STOP))
         owned = (offset >= start) & (offset < stop)
@@ -117,7 +117,7 @@ class StoredSlots:
 def last_true(where, length: int) -> Int[Array, ""]:
     """One more than the last index below `length` for which `where(index, inside)` is true, or 0.
 
-    where: called in a kernel with a piece of the indices and whether they are below `length`.
+    where: called inside a kernel with some of the indices and whether they are below `length`.
     """
     size = min(AT_ONCE, tiles.power_of_two(length))
 
@@ -130,9 +130,10 @@ def last_true(where, length: int) -> Int[Array, ""]:
 
 
 def dot(a: Array, b: Array, transposed: bool = False) -> Array:
-    """a @ b, or a @ b.T; float32 sums. float32 factors: full precision only where JAX's default for
-    matrix products asks for it when the program is traced, else TF32."""
-    # read while tracing: the setting is part of the compiled program, like that of XLA's products
+    """a @ b, or a @ b.T, with float32 sums. float32 factors are multiplied in full precision only
+    where JAX's default for matrix products asks for it when the program is traced, else in TF32."""
+    # The setting is read while tracing, so it is part of the compiled program, as for XLA's
+    # products.
     full = jax.config.jax_default_matmul_precision in FULL_PRECISION
     exact = full and a.dtype == jnp.float32
     return jax.lax.dot_general(

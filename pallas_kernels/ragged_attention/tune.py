@@ -30,7 +30,7 @@ CHOICES = {
 
 
 def tiles(call: config.Call, implementation: str) -> list[config.Config]:
-    """The heuristic's tiles, then all others that make sense for the call."""
+    """The heuristic's tiles, then all other tiles that make sense for the call."""
     choices, kind = CHOICES[implementation], config.KINDS[implementation]
     grid = itertools.product(*choices.values())
     every = [kind(**dict(zip(choices, sizes, strict=True))) for sizes in grid]
@@ -50,9 +50,10 @@ def call_of(operation: str, spec: ArgSpec) -> config.Call:
 def trials(
     operation: str, spec: ArgSpec, implementation: str, repeats: int
 ) -> Iterator[tuple[config.Config, float, str]]:
-    """(tiles, seconds, why they failed) one after another; seconds are infinite for tiles that the
-    compiler refuses or that give wrong results (other ones than the reference or, where that does
-    not fit, than the first tiles)."""
+    """(tiles, seconds, why they failed) one after another. Seconds are infinite for tiles that the
+    compiler refuses or that give wrong results. Results are compared with the reference or, where
+    that does not fit, with those of the first tiles."""
+    # full tables: what tiles cost shows where there is most to do
     args = bench.compressed(spec, 1.0).arguments(poison=False)
     kernel, expected = getattr(api.MODULES[implementation](), operation), None
     if bench.fits(spec):
@@ -73,8 +74,8 @@ def trials(
 
 
 def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
-    """What a run gives, outside the timed loop: attention's output for the real queries, or the
-    sums of the moments over all keys."""
+    """The result of one run outside the timed loop: the output of attention for the real queries,
+    or the moments of all keys."""
     if candidate.result is not None:
         return np.asarray(jax.jit(candidate.result)(candidate.carry, *candidate.arguments))
     result = jax.jit(candidate.step)(candidate.carry, *candidate.arguments)
@@ -88,8 +89,7 @@ def _run(kernel, operation: str, tile, *args, kv_scale):
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:
-    """Put the best tiles of calls into the tuned file of a device kind, beside what is there.
-    Returns its path."""
+    """Add the best tiles of calls to the tuned file of a device kind. Returns its path."""
     found = {call.bucket(): tile for call, tile in found.items()}
     found = config.tuned(kind, operation, implementation) | found
     return str(config.write_tuned(kind, operation, implementation, found))

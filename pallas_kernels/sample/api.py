@@ -17,20 +17,21 @@ def sample(
     top_p: float = 0.0,
     implementation: str | None = None,
 ) -> Int[Array, "B T"]:
-    """The vocabulary entry of every token: the largest of filtered logits + noise, of equal ones
-    the first.
+    """The vocabulary entry of every token: the largest of filtered logits + noise, the first of
+    equal ones.
 
-    Kernels compute what the reference does, in the same steps. What can differ by a rounding is
-    the division by `tau` and the guidance, where a compiler joins a product and a sum into one
-    operation, and the sums of probabilities of top-p, whose order is the compiler's: there one more
-    or one fewer logit (and those equal to it) may survive where what is rejected is within about
-    1e-6 of 1 - p. Given guided logits, top-k and the choice are the same bit for bit.
+    Kernels compute the same steps as the reference. Results can differ by a rounding in two places.
+    In the division by `tau` and in the guidance a compiler may join a product and a sum into one
+    operation. In top-p the order of sums of probabilities is the compiler's: one more or one fewer
+    logit (with the logits equal to it) may survive where the rejected probabilities add up to
+    within about 1e-6 of 1 - p. Given guided logits, top-k and the choice are the same bit for bit.
 
     Args:
-      logits: float32, as the head gives them; with `strength` R = 2 B, the conditional rows first.
+      logits: float32, as the head gives them. With `strength` R = 2 B and the conditional rows come
+        first, without it R = B.
       noise: float32; Gumbel noise makes the choice a draw.
-      tau: temperature, which logits are divided by; None: they are not.
-      strength: t in (1 + t) cond - t uncond; None: there is no guidance, R = B.
+      tau: temperature, by which logits are divided; None: 1.
+      strength: t of the guidance (1 + t) cond - t uncond; None: no guidance.
       top_k, top_p: see `reference.filter_logits`; 0 is off.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 

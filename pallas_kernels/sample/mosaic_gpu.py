@@ -1,9 +1,9 @@
 """Choosing tokens on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.sample`.
 
-Tiling. As the Triton kernel (`triton`), with one warpgroup per token, which holds rows of up to
-`MOST` numbers in its registers. Numbers come straight from global memory: every one is read by one
-thread, 16 bytes at a time where rows begin at multiples of that, so shared memory would only be a
-detour.
+Tiling. It is that of the Triton kernel (`triton`), with one warpgroup per token, which holds rows
+of up to `MOST` numbers in its registers. Numbers come straight from global memory. Every number is
+read by one thread, 16 bytes at a time where rows begin at multiples of 16 bytes, so shared memory
+would only be a detour.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.sample import reference, row
 from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
-MOST = 4096  # 32 numbers per thread, of each of two arrays
+MOST = 4096  # numbers: 32 per thread from each of two arrays
 THREADS = 128
 
 
@@ -32,7 +32,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
             f"implementation='reference' (--attention=reference)"
         )
     mosaic.check_simulator(interpret)
-    if not parts.held:
+    if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
@@ -48,6 +48,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
 
 def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
     token, image = jax.lax.axis_index("token"), jax.lax.axis_index("image")
+    # 4 numbers are 16 bytes, the longest load of a thread
     width = 4 if parts.length % 4 == 0 and parts.size % (4 * THREADS) == 0 else 1
     layout = plgpu.Layout.WG_STRIDED((parts.size,), vec_size=width)
 

@@ -1,5 +1,4 @@
-"""What the kernels that choose tokens have in common: numbers as operands, and what a call costs,
-for compilers and for models of compiled programs."""
+"""Operands that the kernels that choose tokens share, and the estimate of a call's cost."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +6,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.estimates import PER_VECTOR_OPERATION
 
-BITS = 32  # of a threshold, each found in a pass over the row
-PER_PASS = 3  # compare, select, add
-ONCE = 8  # temperature, guidance, order, noise, largest
+BITS = 32  # of a threshold; each bit takes a pass over the row
+PER_PASS = 3  # operations per number and pass: compare, select, add
+ONCE = 8  # operations per number in all: temperature, guidance, order, noise, largest
 
 
 def numbers(tau, strength) -> tuple:
-    """As operands, float32 [1] each; None stays None."""
+    """Tau and strength as operands, float32 [1] each; None stays None."""
     return jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))
 
 
@@ -23,7 +22,7 @@ def scalars(refs) -> tuple:
 
 
 def estimate(logits, noise, top_k: int, top_p: float) -> pl.CostEstimate:
-    """Of a call for these arrays; see `api.sample`."""
+    """The cost of a call for these arrays; see `api.sample`."""
     likely = 0 < top_p < 1
     searches = (0 < top_k < noise.shape[-1]) + likely
     operations = noise.size * (searches * BITS * PER_PASS + ONCE)

@@ -1,5 +1,5 @@
-"""Plain JAX choice of tokens: the definition of correct. `filter_logits` is also what the kernels
-run on the rows that they hold."""
+"""Plain JAX choice of tokens: the definition of correct. The TPU kernel runs `filter_logits`, too,
+on the rows that it holds."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def guided(
     tau: Float[Array, ""] | None = None,
     strength: Float[Array, ""] | None = None,
 ) -> Float[Array, "B ..."]:
-    """Logits with temperature and guidance, each where it is given; with guidance the first half
-    are conditional rows."""
-    # divided before it is split: a compiler that fuses both rounds as it always did
+    """Logits with temperature and guidance, each where it is given. With guidance the first half of
+    the rows are conditional, the second half unconditional."""
+    # Divided before it is split, so that a compiler that fuses both always rounds in the same way.
     rows = jnp.split(tempered(logits, tau), 1 if strength is None else 2)
     return combined(rows, strength)
 
@@ -33,7 +33,7 @@ def tempered(logits: Float[Array, "..."], tau: Float[Array, ""] | None) -> Float
 def combined(
     rows: Sequence[Float[Array, "..."]], strength: Float[Array, ""] | None
 ) -> Float[Array, "..."]:
-    """Conditional and unconditional rows; of one, that without guidance, itself."""
+    """The guidance of conditional and unconditional rows; without guidance the one item itself."""
     if strength is None:
         return rows[0]
     cond, uncond = rows
@@ -41,14 +41,15 @@ def combined(
 
 
 def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
-    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and of equal
-    logits all or none. Static `top_k`, `top_p`; 0 is off.
+    """Set logits that top-k, then top-p, rejects to -inf. The largest logit always survives. Equal
+    logits survive or go together. `top_k` and `top_p` are static; 0 is off.
 
     Top-k keeps the k largest. Top-p rejects the smallest logits whose probabilities add up to at
-    most 1 - p. Both look for a threshold, bit by bit, instead of sorting: sorting takes several
-    arrays of the size of the logits, and TPU compilers long for every shape.
+    most 1 - p. Both look for a threshold, bit by bit, instead of sorting. Sorting takes several
+    arrays of the size of the logits, and TPU compilers take long to compile it for every shape.
     """
     if 0 < top_k < logits.shape[-1]:
+        # integers in the order of the numbers: every threshold between two numbers can be tried
         order = ordered(logits)
         shape = (*order.shape[:-1], 1)
         threshold = largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, shape)
@@ -60,17 +61,18 @@ def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Fl
 
 
 def first_largest(x: Float[Array, "... V"]) -> Int[Array, "... 1"]:
-    """The first of the largest numbers, as `argmax` finds it, in operations that say so on every
-    chip; always one of them, whatever a number that is none compares to."""
+    """The place of the largest number, the first of equal ones, as `argmax` finds it. Comparisons
+    define it on every chip. If numbers are NaN the result is still a place in the row."""
     number = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    # asked for "smaller", not "equal", which may hold for no number if there is NaN
     smaller = x < x.max(-1, keepdims=True)
     return jnp.where(smaller, x.shape[-1] - 1, number).min(-1, keepdims=True)
 
 
 def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: float) -> Array:
-    """Whether top-p rejects a logit: the smallest ones, of probabilities that add up to `most`."""
-    below = logits < logits.max(-1, keepdims=True)
-    if logits.shape[-1] == 2:  # a bit: the smaller one goes or stays, and nothing is added up
+    """Whether top-p rejects a logit: the smallest ones go whose probabilities add up to `most`."""
+    below = logits < logits.max(-1, keepdims=True)  # the largest logit is never rejected
+    if logits.shape[-1] == 2:  # the smaller one of two goes or stays, and nothing is added up
         return below & (p <= most)
     order = ordered(logits)
 
@@ -81,14 +83,15 @@ def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: flo
 
 
 def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """int32 that compare as the float32 numbers do; zeros of both signs are equal."""
+    """int32 numbers that compare as the float32 numbers do; zeros of both signs become equal."""
+    # negative floats are ordered by magnitude: all bits but the sign are flipped
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def largest(holds, shape: tuple[int, ...]) -> Int[Array, "..."]:
-    """The largest int32 of each row for which `holds` is true; `holds` is true up to some number
-    and false beyond it."""
+    """The largest int32 of each row for which `holds` is true. `holds` is true up to some number
+    and false beyond it; 32 steps find the number bit by bit."""
 
     def step(i, found):
         raised = found + (jnp.int32(1) << (31 - i))  # the first one wraps from the lowest to 0

@@ -1,8 +1,10 @@
-"""A row of logits in a program of a GPU: in parts of one size, and the reference's filter on it.
+"""A row of logits in a program of a GPU, cut into parts of one size, and the reference's filter on
+it.
 
-Parts have a power of two of numbers, and the last one ends with the row: it overlaps the one before
-where they do not fill it evenly, and numbers that it has again are -inf there, which changes
-nothing. So every part is whole, and nothing is read beyond the end of a row.
+The size of a part is a power of two. The last part ends with the row, so it overlaps the part
+before where parts do not fill the row evenly. Numbers that both parts contain are set to -inf in
+the last one, which changes no result. So every part is whole, and nothing is read beyond the end of
+a row.
 """
 
 from collections.abc import Callable
@@ -20,8 +22,11 @@ from pallas_kernels.sample.reference import combined, largest, ordered, tempered
 
 @dataclass(frozen=True)
 class Parts:
-    """How a row of `length` numbers is cut. held: a program keeps what it has computed of all
-    parts in its registers; else it reads and computes a part whenever it needs it."""
+    """How a row of `length` numbers is cut into parts of `size`.
+
+    held: whether a program keeps all parts in its registers. If not, it reads and computes a part
+      whenever it needs it.
+    """
 
     length: int
     size: int
@@ -29,10 +34,11 @@ class Parts:
 
     @classmethod
     def of(cls, length: int, most: int) -> "Parts":
-        """most: numbers that a program can hold."""
+        """The parts of a row. most: numbers that a program can hold."""
+        # the largest power of two that a row contains: then no part reaches beyond its end
         size = min(most, pl.next_power_of_2(length + 1) // 2)
         held = pl.cdiv(length, size) * size <= most
-        # not held: half of the registers, for what is computed of a part every time
+        # where parts are not held, half of the registers are for computing a part
         return cls(length, size if held else min(size, most // 2), held)
 
     @property
@@ -40,50 +46,58 @@ class Parts:
         return pl.cdiv(self.length, self.size)
 
     def start(self, i):
-        """Of part i."""
+        """The place in the row where part i begins."""
         last = self.length - self.size
         return min(i * self.size, last) if isinstance(i, int) else jnp.minimum(i * self.size, last)
 
 
 @dataclass(frozen=True)
 class Row:
-    """part: gives part i, an array or several."""
+    """A row in parts. part: function from i to part i, an array or several."""
 
     parts: Parts
     part: Callable[[Scalar], Array | tuple[Array, ...]]
 
-    def map(self, of: Callable) -> "Row":
-        """`of` every part; computed now if they are held."""
+    def map(self, function: Callable) -> "Row":
+        """The row with a function of every part; computed now if parts are held."""
         if not self.parts.held:
-            return Row(self.parts, lambda i: of(self.part(i)))
-        return Row(self.parts, [of(self.part(i)) for i in range(self.parts.count)].__getitem__)
+            return Row(self.parts, lambda i: function(self.part(i)))
+        found = [function(self.part(i)) for i in range(self.parts.count)]
+        return Row(self.parts, found.__getitem__)
 
-    def reduced(self, of: Callable, join: Callable) -> Array:
-        """`of` every part, a scalar, joined."""
-        if self.parts.held:
-            return reduce(join, (of(self.part(i)) for i in range(self.parts.count)))
+    def reduced(self, function: Callable, join: Callable) -> Array:
+        """The values of `function`, one scalar per part, joined into one."""
+        if self.parts.held:  # a static number of parts: no loop, all stay in registers
+            return reduce(join, (function(self.part(i)) for i in range(self.parts.count)))
 
         def step(i, found):
-            return join(found, of(self.part(i)))
+            return join(found, function(self.part(i)))
 
-        return jax.lax.fori_loop(1, self.parts.count, step, of(self.part(0)))
+        return jax.lax.fori_loop(1, self.parts.count, step, function(self.part(0)))
 
-    def sum(self, of: Callable) -> Array:
-        return self.reduced(lambda x: of(x).sum(), jnp.add)
+    def sum(self, function: Callable) -> Array:
+        """The sum of the numbers that `function` makes of every part."""
+        return self.reduced(lambda x: function(x).sum(), jnp.add)
 
     def max(self) -> Array:
         return self.reduced(jnp.max, jnp.maximum)
 
 
 def guided(parts: Parts, load: Callable, rows: int, number: Callable, tau, strength) -> Row:
-    """Logits with temperature and guidance. load: (row, start of a part) to its numbers. number:
-    start of a part to the places of its numbers in the row."""
+    """Logits with temperature and guidance.
+
+    Args:
+      load: function from (row, start of a part) to its numbers.
+      rows: 2 with guidance, else 1.
+      number: function from the start of a part to the places of its numbers in the row.
+    """
 
     def part(i):
         start = parts.start(i)
         found = combined([tempered(load(row, start), tau) for row in range(rows)], strength)
         if parts.length % parts.size == 0:
             return found
+        # the part before has the numbers left of i * size
         return jnp.where(number(start) < i * parts.size, -jnp.inf, found)
 
     return Row(parts, part).map(lambda x: x)
@@ -92,14 +106,17 @@ def guided(parts: Parts, load: Callable, rows: int, number: Callable, tau, stren
 def choose(
     logits: Row, noise: Callable, number: Callable, top_k: int, top_p: float
 ) -> Int[Array, ""]:
-    """What `reference.sample` finds in a row of guided logits, in the same steps. noise, number:
-    start of a part to its noise, and to the places of its numbers in the row."""
+    """The choice of `reference.sample` from a row of guided logits, in the same steps. noise,
+    number: functions from the start of a part to its noise, and to the places of its numbers in the
+    row."""
     parts = logits.parts
+    # thresholds are searched among integers in the order of the numbers, which makes them exact
     if 0 < top_k < parts.length:
         order = logits.map(ordered)
         kth = largest(lambda t: order.sum(lambda o: jnp.where(o >= t, 1, 0)) >= top_k, ())
         logits = logits.map(lambda x: jnp.where(ordered(x) < kth, -jnp.inf, x))
     if 0 < top_p < 1:
+        # the softmax of the reference: the maximum is subtracted before the exponential
         top = logits.max()
         whole = logits.sum(lambda x: jnp.exp(x - top))
         likely = logits.map(lambda x: (ordered(x), jnp.exp(x - top) / whole))
@@ -110,6 +127,7 @@ def choose(
     noisy = starts.map(lambda a: (a[0] + noise(a[1]), number(a[1])))
     top = noisy.reduced(lambda a: a[0].max(), jnp.maximum)
 
+    # numbers that are not the largest stand for the last place, so the minimum is the first largest
     def first(a):
         return jnp.where(a[0] < top, parts.length - 1, a[1]).min()
 

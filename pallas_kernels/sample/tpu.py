@@ -1,12 +1,12 @@
 """Choosing tokens on TPU (Mosaic). See `api.sample`.
 
-Tiling. A program holds the rows of some tokens in vector memory, as many as are about `ELEMENTS`
-numbers together, and runs the reference's filter on them there: the two searches pass over them 64
-times. Sizes of arrays stay as they are: a vocabulary that does not fill its last lanes and tokens
-that do not fill the last program are masked by the compiler or dropped.
+Tiling. A program holds the rows of some tokens in vector memory, about `ELEMENTS` numbers together,
+and runs the reference's filter on them there, whose two searches pass over them 64 times. Arrays
+are not padded: the compiler masks the lanes that a vocabulary does not fill, and what the last
+program has beyond the tokens is dropped.
 
-HBM traffic: every logit and every number of noise once, 4 (R + B) T V bytes; a token is stored in
-128 lanes.
+HBM traffic. Every logit and every number of noise moves once, 4 (R + B) T V bytes. A token takes
+128 lanes when it is stored.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from pallas_kernels.sample.reference import combined, filter_logits, first_large
 from pallas_kernels.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
-ELEMENTS = 2**17  # per program and array: 128 registers
-LARGEST = 2**16  # vocabulary: 8 rows of it take 12 of the 16 MiB of vector memory
+ELEMENTS = 2**17  # numbers per program and array, which fill 128 registers
+LARGEST = 2**16  # vocabulary, 8 rows of which take 12 of the 16 MiB of vector memory
 
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
@@ -34,14 +34,14 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
             f"implementation='reference' (--attention=reference)"
         )
     shape = images, tokens
-    if tokens == 1:  # rows of registers would hold one row each
+    if tokens == 1:  # else each group of 8 rows in a register would hold one
         images, tokens = 1, images
         noise = noise.reshape(images, tokens, vocabulary)
     given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
     block = _block(images, tokens, vocabulary)
     rows = (*block, vocabulary)
-    # rows that are too large to be fetched while others are at work: 16 MiB are all there is
+    # large rows are not fetched while others are at work: vector memory has no room for both
     ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
     found = pl.pallas_call(
         partial(_kernel, top_k, top_p),
@@ -62,7 +62,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
 
 
 def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
-    """(images, tokens) of a program: tokens of one image, or some images with all of theirs."""
+    """(images, tokens) of a program: tokens of one image, or several images with all tokens."""
     rows = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
     if tokens >= rows:
         return 1, rows
@@ -71,6 +71,7 @@ def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
 
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):
     tau, strength = scalars(given)
+    # conditional rows, and unconditional ones where there is guidance
     rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
     filtered = filter_logits(combined(rows, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

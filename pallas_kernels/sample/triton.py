@@ -1,11 +1,11 @@
 """Choosing tokens on NVIDIA GPUs with Pallas-Triton. See `api.sample`.
 
-Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. Of
-longer ones it reads a part whenever it needs it, which its multiprocessor's cache or the chip's
-holds: guidance, which would double that, is XLA's then.
+Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. From
+longer rows it reads a part whenever it needs it, out of the multiprocessor's or the chip's cache.
+There XLA does the guidance, which would double the reads.
 
-Traffic: every logit and every number of noise once, 4 (R + B) T V bytes; of rows that are not held
-8 B T V more, and from the caches 64 times 4 B T V.
+Traffic. Every logit and every number of noise moves once, 4 (R + B) T V bytes. Rows that are not
+held take 8 B T V more, and 64 times 4 B T V from the caches.
 """
 
 from functools import partial
@@ -20,14 +20,14 @@ from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
 MOST = 16384
-PER_WARP = 1024  # numbers: 32 per thread, of each of two arrays
+PER_WARP = 1024  # numbers: 32 per thread from each of two arrays
 
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
     parts = Parts.of(vocabulary, MOST)
-    if not parts.held:
+    if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
@@ -42,6 +42,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         ],
         out_specs=pl.BlockSpec((None, 1), lambda t, b: (b, t)),
         out_shape=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+        # one stage: what a part is computed from comes from caches, nothing is loaded ahead
         compiler_params=plgpu.CompilerParams(num_warps=pl.next_power_of_2(warps), num_stages=1),
         cost_estimate=estimate(logits, noise, top_k, top_p),
         interpret=interpret,

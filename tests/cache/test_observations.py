@@ -47,7 +47,7 @@ class Spy(Policy):
         query_variance=True,
         key_similarity=True,
     )
-    noted = ("window_mass", "window_logits", "scale_mass", "total_mass", "window")
+    recorded = ("window_mass", "window_logits", "scale_mass", "total_mass", "window")
 
     def visible(self, geometry):
         schedule = geometry.schedule
@@ -68,7 +68,7 @@ class Spy(Policy):
     def init_state(self, geometry, rows):
         schedule = geometry.schedule
         shape = (rows, geometry.num_heads, schedule.num_scales)
-        notes = {n: jnp.zeros((*shape, schedule.total_tokens)) for n in self.noted}
+        notes = {n: jnp.zeros((*shape, schedule.total_tokens)) for n in self.recorded}
         similarity = jnp.zeros((rows, schedule.num_scales))
         return notes | {"query_variance": jnp.zeros(shape), "key_similarity": similarity}
 
@@ -77,7 +77,7 @@ class Spy(Policy):
         rows, heads, _ = obs.live.shape
         where = jnp.where(obs.live, obs.position, memory["window"].shape[-1])
         index = (jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], s, where)
-        for name in self.noted:
+        for name in self.recorded:
             value = getattr(obs, name).astype(jnp.float32)
             memory[name] = memory[name].at[index].set(value, mode="drop")
         memory["query_variance"] = memory["query_variance"].at[:, :, s].set(obs.query_variance)

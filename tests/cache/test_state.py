@@ -12,10 +12,10 @@ from pallas_kernels.cache_write import block_writes
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from varjax.cache import state as module
-from varjax.cache.state import Entries, KVState, arrange
+from varjax.cache.state import EncodedTokens, KVState, arrange
 
-store, store_entries = jax.jit(module.store), jax.jit(module.store_entries)
-read_entries, encode = jax.jit(Entries.read), jax.jit(Entries.encode, static_argnums=2)
+store, store_encoded = jax.jit(module.store), jax.jit(module.store_encoded)
+read_encoded, encode = jax.jit(EncodedTokens.read), jax.jit(EncodedTokens.encode, static_argnums=2)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -54,35 +54,35 @@ def test_store_writes_only_listed_slots():
     assert (result != 0).any(-1).sum() == 4
 
 
-def test_int8_entries():
+def test_int8_tokens():
     """Keys and values come back within half a step of their own largest magnitude; moving them
     does not round again."""
     state = KVState(jnp.zeros((2, 3, 4, 6), jnp.int8), jnp.zeros((2, 3, 8)))
     kv = np.random.default_rng(0).standard_normal((2, 1, 3, 6)).astype(np.float32)
     kv[0, 0, 0, :3] = 0
     slots = jnp.array([[[5, 12, 0]], [[11, 2, 99]]])
-    entries = encode(jnp.asarray(kv[..., :3]), jnp.asarray(kv[..., 3:]), jnp.int8)
-    state = store_entries(state, slots, entries)
-    read = read_entries(state, jnp.array([[[5, 0]], [[11, 2]]]))
+    tokens = encode(jnp.asarray(kv[..., :3]), jnp.asarray(kv[..., 3:]), jnp.int8)
+    state = store_encoded(state, slots, tokens)
+    read = read_encoded(state, jnp.array([[[5, 0]], [[11, 2]]]))
     found = read.values.reshape(2, 1, 2, 2, 3) * read.scales[..., None]
     wanted = np.stack([kv[0][:, [0, 2]], kv[1][:, :2]]).reshape(2, 1, 2, 2, 3)
     step = np.abs(wanted).max(-1, keepdims=True) / 127
     assert (np.abs(found - wanted) <= 0.5001 * step).all()
     assert (np.asarray(state.kv_pool) != 0).any(-1).sum() == 4
-    moved = store_entries(state, jnp.array([[[7, 8]], [[7, 8]]]), read)
-    again = read_entries(moved, jnp.array([[[7, 8]], [[7, 8]]]))
+    moved = store_encoded(state, jnp.array([[[7, 8]], [[7, 8]]]), read)
+    again = read_encoded(moved, jnp.array([[[7, 8]], [[7, 8]]]))
     np.testing.assert_array_equal(again.values, read.values)
     np.testing.assert_array_equal(again.scales, read.scales)
 
 
 def test_both_ways_of_storing_encode_alike():
-    """Tokens through `store` and entries through `store_entries` leave the same int8 pool."""
+    """Tokens through `store` and encoded ones through `store_encoded` leave the same int8 pool."""
     state = KVState(jnp.zeros((2, 3, 4, 8), jnp.int8), jnp.zeros((2, 3, 8)))
     k, v = (jax.random.normal(jax.random.key(i), (2, 1, 5, 4)) for i in range(2))
     slots = np.array([[[5, 0, 7, 2, 11]], [[1, 2, 3, 8, 4]]])
     writes = jax.tree.map(jnp.asarray, block_writes(slots, 4))
-    entries = store_entries(state, jnp.asarray(slots), encode(k, v, jnp.int8))
-    chex.assert_trees_all_equal(store(state, Projection.of(k, k, v), writes), entries)
+    tokens = store_encoded(state, jnp.asarray(slots), encode(k, v, jnp.int8))
+    chex.assert_trees_all_equal(store(state, Projection.of(k, k, v), writes), tokens)
 
 
 def test_after_keeps_values():
@@ -100,9 +100,10 @@ def test_pool_is_updated_in_place():
         flat = state.kv_pool.reshape(rows, -1, width)
         old = flat[jnp.arange(rows)[:, None], slots[None]]
         read = jnp.tanh(old @ jnp.ones((width, width)))
-        entries = Entries.encode(*jnp.split(read[:, None], 2, axis=-1), jnp.float32)
+        k, v = jnp.split(read[:, None], 2, axis=-1)
+        tokens = EncodedTokens.encode(k, v, jnp.float32)
         where = jnp.broadcast_to(order_after(slots[None, None], read), (rows, 1, len(slots)))
-        return store_entries(state, where, entries), read.sum()
+        return store_encoded(state, where, tokens), read.sum()
 
     slots = jnp.arange(layers * 32).reshape(layers, 32)
     pool = jnp.zeros((rows, blocks, size, width))

@@ -37,7 +37,7 @@ def failing(message: str):
 
 @pytest.mark.parametrize("message", MEMORY)
 def test_too_little_memory(message, generator, monkeypatch):
-    monkeypatch.setattr(generator, "_compile", failing(message))
+    monkeypatch.setattr(generator, "_traced_arguments", failing(message))
     with pytest.raises(UserError) as refusal:
         generator([0, 1])
     said = str(refusal.value)
@@ -53,7 +53,7 @@ def test_too_little_memory_while_drawing(generator, monkeypatch):
 
 @pytest.mark.parametrize("message", OTHER)
 def test_other_failures_keep_their_kind(message, generator, monkeypatch):
-    monkeypatch.setattr(generator, "_compile", failing(message))
+    monkeypatch.setattr(generator, "_traced_arguments", failing(message))
     with pytest.raises(jax.errors.JaxRuntimeError) as failure:
         generator([0, 1])
     assert not getattr(failure.value, "__notes__", [])  # there are no kernels on a CPU

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.engine import program, scales
+from varjax.engine import program
 from varjax.engine.inputs import program_inputs
+from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
 from varjax.models.var.transformer import VAR, VARConfig
 from varjax.nn import parameters
@@ -68,10 +68,10 @@ def test_pool_is_never_copied(policy, dtype, layers):
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    spec = scales.ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
+    spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     compiled = (
-        jax.jit(partial(scales.generate_codes, spec=spec), donate_argnums=1)
+        jax.jit(spec.generate, donate_argnums=1)
         .lower(
             networks,
             state,

@@ -219,7 +219,7 @@ def test_a_file_whose_name_leads_elsewhere(tmp_path):
 
 
 def test_every_kind_is_a_value_of_the_flag_and_documented():
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "text.md").read_text("utf-8")
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "howto" / "text.md").read_text("utf-8")
     table = re.findall(r"^\| `([\w-]+)` \| .*\| (\d) \|$", page, re.MULTILINE)
     assert ("auto", *(kind for kind, _ in table)) == sets.KINDS
     for kind, each in table:

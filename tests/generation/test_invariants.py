@@ -10,7 +10,7 @@ import pytest
 import varjax
 from tests import models_under_test as models
 from varjax import policies
-from varjax.engine import scales
+from varjax.engine.scales import ScaleSpec
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.sampling import Sampling
@@ -98,8 +98,8 @@ def test_called_again_nothing_is_traced_again(monkeypatch):
     """Other labels, seeds and numbers of images: the program of the first call, and for the same
     ones the same images to the last bit."""
     chex.clear_trace_counter()
-    once = chex.assert_max_traces(scales.generate_codes, n=1)
-    monkeypatch.setattr(scales, "generate_codes", once)
+    once = chex.assert_max_traces(ScaleSpec.generate, n=1)
+    monkeypatch.setattr(ScaleSpec, "generate", once)
     generator = Generator(models.fixture_model("c_k5_nol2norm"), batch_size=2, segments=1)
     first, again = generator([3, 4, 1], seed=0), generator([3, 4], seed=0)
     chex.assert_trees_all_equal(first[:2], again)

@@ -138,7 +138,7 @@ def _layer(pool, args):
 
 
 def finished_bytes(spec) -> int:
-    """Of a scale's keys and values, which attention and store copy."""
+    """Bytes of a scale's finished keys and values, which attention and storing copy."""
     rows, heads, tokens, head_dim = spec.abstract().projection.shape
     return 2 * 2 * rows * heads * -(-tokens // 8) * 8 * head_dim
 

@@ -80,7 +80,7 @@ def program(operation: str, spec, sharding):
 
 
 def choice(shape, sharding):
-    """Likewise, for tokens chosen from rows."""
+    """The call that chooses tokens from rows, and its arguments."""
     import jax
 
     from pallas_kernels.sample import sample

@@ -1,4 +1,4 @@
-"""What NVIDIA's chips ask of an asynchronous copy (`cp.async.bulk.tensor`), checked for every copy
+"""Rules of NVIDIA's chips for asynchronous copies (`cp.async.bulk.tensor`), checked for every copy
 that a kernel makes in JAX's simulator, which asks for none of it.
 
 Found on an H200: a copy that began at no multiple of 16 bytes, because of its coordinate along the

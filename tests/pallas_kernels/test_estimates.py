@@ -82,7 +82,7 @@ def test_shares_that_heads_own():
 
 
 def test_shares_that_are_written():
-    """Of 2 entries one stores something, 4 tokens of 5; other tables are full."""
+    """One of 2 entries stores something, 4 tokens of 5; other tables are full."""
     a = SPEC.abstract()
     entries = a.writes.ids.shape[-1]
     few = Occupancy(written={(5, entries): (0.5, 4 / (16 * entries))})
@@ -96,7 +96,7 @@ def test_shares_that_are_written():
 
 
 def test_compilers_are_told_the_upper_bound():
-    """What a compiled program contains does not depend on occupancy, what is counted of it does."""
+    """Occupancy changes what is counted, not what a compiled program contains."""
     a = SPEC.abstract()
     traced = jax.jit(partial(ragged_attention.attend, implementation="tpu")).trace(*a.attend)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -160,8 +160,8 @@ def kernels(operation, *arguments) -> dict:
 @pytest.mark.parametrize("kernel", implementations.PLATFORMS)
 @pytest.mark.parametrize("name", ["var-d30-t256", "infinity-2b-t64", "llamagen-xl-t1"])
 def test_every_kernel_has_an_estimate(kernel, name):
-    """As it is traced, by the same names on every platform; those who share the arithmetic agree on
-    the FLOPs."""
+    """Traced kernels have the same names on every platform. Kernels with the same arithmetic agree
+    on the FLOPs."""
     a = SPECS[name].abstract()
     lse = jax.ShapeDtypeStruct(a.projection.shape[:3], jnp.float32)
     weights = jax.ShapeDtypeStruct(a.projection.shape[2:3], jnp.float32)

@@ -139,7 +139,7 @@ def test_the_best_one_runs_without_a_warning(machine, recwarn):
     "changed", [{"head_dim": 32}, {"block_size": 4}, {"dtype": "float32", "kv_dtype": None}]
 )
 def test_shapes_that_mosaic_does_not_take_run_in_triton(machine, changed):
-    """As the real kernels refuse them."""
+    """The real kernels refuse these shapes."""
     args = replace(SPECS["var-d30-t256"].reduced(heads=2), **changed).abstract()
     machine("gpu", "9.0")
     with pytest.warns(UserWarning, match="the kernel triton runs instead: Mosaic attention takes"):
@@ -148,7 +148,7 @@ def test_shapes_that_mosaic_does_not_take_run_in_triton(machine, changed):
 
 @pytest.mark.parametrize("capability", ["8.0", "12.0"])
 def test_mosaic_refuses_other_chips(machine, capability):
-    """As a program that is traced for them finds out."""
+    """A program that is traced for them finds out."""
     args = SPECS["var-d30-t256"].reduced(heads=2).abstract()
     machine("gpu", capability)
     with pytest.raises(NotImplementedError, match=f"9.0 and 10.0, not {capability}"):

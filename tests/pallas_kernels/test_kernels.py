@@ -99,7 +99,7 @@ def tables(spec: ArgSpec):
 def written(spec: ArgSpec):
     """One shape with the kinds of tables that matter to storing: heads have blocks of their own, or
     share them."""
-    return [replace(spec, table=table) for table in ("random", "shared")]
+    return [replace(spec, filling=filling) for filling in ("random", "shared")]
 
 
 def heads_that_store(writes) -> np.ndarray:

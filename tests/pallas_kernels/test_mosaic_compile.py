@@ -112,14 +112,15 @@ def test_token_attention_compiles(target, shapes):
 
 @pytest.mark.parametrize("shape", FEW_TOKENS)
 def test_token_attention_lowers(shape, monkeypatch):
-    """In every version of JAX, without the chip's compiler."""
+    """Every version of JAX lowers them, without the chip's compiler."""
     monkeypatch.setattr(mosaic_products.target, "capability", lambda: "9.0")
     run, given = compile_mosaic.token(shape)
     assert "mosaic_gpu" in run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def tensor_columns(kernel: str, shape: str) -> int:
-    """Of attention with two warpgroups, or with one for a single query; of one tile else."""
+    """Columns of tensor memory that a kernel takes. Attention has two warpgroups, or one for up to
+    64 queries; other kernels have one tile."""
     spec, products = compile_mosaic.SHAPES[shape], mosaic_products.Tcgen05()
     if kernel == "ragged_attention":
         return products.tensor_memory(1 if spec.tokens <= 64 else 2, 64, spec.head_dim)
@@ -140,7 +141,7 @@ LOWERED = [("9.0", "wide"), ("10.0", "wide-int8"), ("10.0", "decode")]
     ],
 )
 def test_kernels_lower(capability, product, shape, monkeypatch):
-    """In every version of JAX, without the chip's compiler."""
+    """Every version of JAX lowers them, without the chip's compiler."""
     monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)
     spec = compile_mosaic.SHAPES[shape]
     for operation, (run, given) in compile_mosaic.programs(spec).items():
@@ -160,7 +161,7 @@ def test_kernels_lower(capability, product, shape, monkeypatch):
     ],
 )
 def test_memory_on_the_chip(head_dim, kv_dtype, kib, columns):
-    """As docs/kernels.md says: shared memory in KiB (a multiprocessor has 227), and columns of
+    """As docs/lab/kernels.md says: shared memory in KiB (a multiprocessor has 227), and columns of
     Blackwell's tensor memory (512)."""
     sizes = dict(queries=4096, slots=6400, head_dim=head_dim, block_size=64)
     call = config.Call(operation="attend", **sizes, dtype="bfloat16", kv_dtype=kv_dtype)

@@ -167,7 +167,7 @@ def layers_of_tables(kind) -> tuple[tuple[np.ndarray, ...], object]:
 @pytest.mark.parametrize("kind", [BlockTable, BlockWrites])
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_one_layer_is_a_slice(kind, layer):
-    """Of NumPy's arrays, too, which a traced number cannot index."""
+    """Tables may hold NumPy's arrays, which a traced number cannot index."""
     arrays, table = layers_of_tables(kind)
     found = jax.jit(lambda number: table.of_layer(number).sliced())(layer)
     chex.assert_trees_all_equal(found, kind(*(a[layer] for a in arrays)))

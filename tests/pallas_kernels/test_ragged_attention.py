@@ -74,7 +74,7 @@ def oracle(q, k, v, pool, table):
 
 
 class ReferenceTest(chex.TestCase):
-    """As the engine runs it, compiled, and step by step."""
+    """Compiled, as the engine runs it, and step by step."""
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_attend(self):

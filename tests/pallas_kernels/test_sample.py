@@ -105,7 +105,8 @@ filter_logits = jax.jit(reference.filter_logits, static_argnums=(1, 2))
 
 
 def check_kept(run, rows=None) -> None:
-    """Of adversarial rows: exactly what the reference keeps; top-k anywhere, equal ones and all."""
+    """Adversarial rows: kernels keep exactly what the reference keeps, for every k, with equal
+    logits and with all."""
     for name, row in (rows or adversarial()).items():
         for top_k, top_p in [(37, 0.0), (1, 0.0), (0, 0.7), (60, 0.9)]:
             kept = revealed(run, row, top_k, top_p)
@@ -179,7 +180,7 @@ def test_parts_cover_a_row(length, most):
 
 
 def test_what_kernels_refuse():
-    """With the reason; `auto` then takes the next one."""
+    """A refusal has a reason; `auto` then takes the next kernel."""
     logits = jnp.zeros((1, 1, 100))
     with pytest.raises(NotImplementedError, match="Mosaic chooses from 128 tokens on"):
         sample(logits, logits, implementation="mosaic")
@@ -199,7 +200,7 @@ def test_here_the_reference_runs(recwarn):
 
 @pytest.mark.parametrize("shape", [(2, 3, 1000), (1, 2, 4096), (1, 2, 50000)])
 def test_mosaic_lowers(shape):
-    """In every version of JAX, without the chip's compiler."""
+    """Every version of JAX lowers them, without the chip's compiler."""
     run = partial(mosaic_gpu.sample, top_k=900, top_p=0.9, interpret=False)
     lowered = jax.jit(run).trace(**abstract(shape)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import implementations
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import (
     HeadSlots,
@@ -154,3 +155,12 @@ def test_kernels_leave_groups_to_the_reference(kernel):
     query, slots = problem(2, slots=41)
     with pytest.raises(NotImplementedError, match="not groups of 4: .*--attention=reference"):
         kernel(query, slots, interpret=False)
+
+
+def test_dispatch_falls_back(monkeypatch):
+    """On a TPU nobody has to name the reference, but is told that it runs."""
+    monkeypatch.setattr(implementations.target, "platform", lambda: "tpu")
+    query, slots = problem(2, slots=41)
+    with pytest.warns(UserWarning, match="reference runs instead: TPU token attention serves one"):
+        jaxpr = str(jax.make_jaxpr(lambda *given: attend(*given))(query, slots))  # traced anew
+    assert "pallas_call" not in jaxpr

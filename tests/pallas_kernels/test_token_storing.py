@@ -75,7 +75,8 @@ def token_of(query, slot: int) -> NewToken:
 def check(spec, options, slots, store_and_attend) -> None:
     """One program for all slots."""
     query, before = token_arguments(spec, **options)
-    run = jax.jit(store_and_attend)
+    # a function of its own, so that every check traces anew, with what is patched
+    run = jax.jit(lambda *given: store_and_attend(*given))
     exact = jax.jit(lambda query, held: reference.attend(*in_float32(query, held)))
     for slot in slots:
         (_, held), token = awaiting_token(query, before, slot), token_of(query, slot)

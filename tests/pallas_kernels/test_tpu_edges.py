@@ -76,7 +76,7 @@ def test_several_tiles_of_every_kind(length, kv_dtype):
 
 
 def test_a_pool_without_blocks():
-    """Before anything is stored, or when nothing ever is."""
+    """Nothing is stored yet, or nothing ever will be."""
     args = SMALL.arguments(poison=False)
     table = jax.tree.map(lambda a: a[..., :0], args.table.sliced())
     args = replace(args, table=table, kv_pool=args.kv_pool[:, :0])
@@ -97,7 +97,7 @@ def test_more_entries_than_a_group_may_unroll():
 
 
 def test_moments_of_some_queries():
-    """Those of no weight may hold anything."""
+    """Queries without weight may hold anything."""
     args = replace(SMALL, tokens=150, length=131, entries=20).arguments()
     rng = np.random.default_rng(3)
     lse = jnp.asarray(rng.uniform(3, 5, (2, 2, 150)), jnp.float32)
@@ -163,7 +163,7 @@ def sharing(spec: ArgSpec):
     ],
 )
 def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
-    """In one grid step and in several."""
+    """Heads share one grid step or take several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
     both_writes(sharing(replace(SMALL, heads=5, block_size=8, kv_dtype=kv_dtype)))
 

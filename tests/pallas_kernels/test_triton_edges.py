@@ -1,4 +1,4 @@
-"""What the GPU kernels must survive that shapes of published models do not have, interpreted."""
+"""Interpreted GPU kernels on shapes that published models do not have."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ def compare(args, length: int):
     [
         pytest.param({"block_size": 1, "tokens": 1, "length": 1}, marks=pytest.mark.slow),
         {"block_size": 3, "head_dim": 24},  # no powers of two
-        {"tokens": 129, "length": 1, "table": "empty"},  # query tiles of nothing but padding
+        {"tokens": 129, "length": 1, "filling": "empty"},  # query tiles of nothing but padding
         pytest.param({"rows": 1, "per_row": True, "kv_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param({"normalised": True, "per_row": True}, marks=pytest.mark.slow),
@@ -157,7 +157,7 @@ def test_writing_nothing():
     ],
 )
 def test_refused_on_a_gpu(changes, message):
-    """With the reason and a way out, when the program is traced."""
+    """Tracing raises the reason and a way out."""
     spec = replace(SPEC, **{n: v for n, v in changes.items() if n != "kv_dtype"})
     args = spec.abstract()
     if "kv_dtype" in changes:

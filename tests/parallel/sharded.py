@@ -95,7 +95,7 @@ def main(cases, images: int) -> None:
                 check_weights(generator)
             spec = generator.mesh
             assert len(found["images"].sharding.device_set) == spec.num_devices
-            pool, *_ = generator.plan.stored(generator.empty_state())
+            pool, *_ = generator.plan.kv_arrays(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
             print(f"{name} {policy} {mesh}: same images")
 

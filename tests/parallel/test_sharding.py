@@ -89,9 +89,7 @@ def test_what_a_device_is_predicted_to_hold(name):
     """Of two: half of the layers' matrices, all other weights, half of the pool."""
     model, names = fixture_model(name), ("qkv", "proj", "gate_up", "down", "fc1", "fc2")
     plan = varjax.plan(model, "full")
-    one, two = (
-        memory.predict(model, plan.divide(n)[0], 2, "float32", "float32", parts=n) for n in (1, 2)
-    )
+    one, two = (memory.predict(model, plan.divide(n)[0], 2, "float32", "float32") for n in (1, 2))
     # by name: another test may have left the layers of this model as separate arrays
     sizes = parameters.named(model.transformer.blocks)
     divided = sum(math.prod(sizes[f"{n}/kernel"].shape) for n in names if f"{n}/kernel" in sizes)

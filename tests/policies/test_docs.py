@@ -1,4 +1,4 @@
-"""docs/policies.md: its example is a working policy, its table names every policy and argument."""
+"""What docs/ says of policies: programs run, every policy and argument is named."""
 
 import dataclasses
 import pathlib
@@ -19,14 +19,23 @@ from varjax.policies import POLICIES, get_policy, registry
 from varjax.policies.base import Policy
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
-ABLATIONS, EXAMPLE, TOKEN_EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "reference" / "policies.md").read_text("utf-8")
+
+
+def programs(page: str) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+EXAMPLE, TOKEN_EXAMPLE = programs("howto/own_policy.md")
+(ABLATIONS,) = programs("howto/reproduce.md")
 
 
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
-    exec(compile(EXAMPLE, "policies.md", "exec", dont_inherit=True), {"__name__": "example"})
+    exec(compile(EXAMPLE, "own_policy.md", "exec", dont_inherit=True), {"__name__": "example"})
     return registry.get_policy("best_attended", 0.3)
 
 
@@ -49,7 +58,8 @@ def test_it_fits_its_budget_and_changes_little(example):
 def test_the_example_for_tokens(monkeypatch):
     """It keeps to its budget, decides on the device and is refused for models of the other kind."""
     monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
-    exec(compile(TOKEN_EXAMPLE, "policies.md", "exec", dont_inherit=True), {"__name__": "example"})
+    program = compile(TOKEN_EXAMPLE, "own_policy.md", "exec", dont_inherit=True)
+    exec(program, {"__name__": "example"})
     policy = registry.get_policy("best_attended_tokens", 0.4)
     plan = stand_in.plan_for(policy)
     model = stand_in.StandIn.random(plan.geometry, 2)
@@ -88,7 +98,7 @@ def test_amskv_ablations(group, seen, tmp_path, monkeypatch):
     """The files of AMS-KV's Table 1 say what `amskv` with an argument `remove` once kept."""
     monkeypatch.chdir(tmp_path)
     written = {}
-    exec(compile(ABLATIONS, "policies.md", "exec", dont_inherit=True), written)
+    exec(compile(ABLATIONS, "reproduce.md", "exec", dont_inherit=True), written)
     geometry = written["geometry"]
     plan = plan_cache(geometry, get_policy("table", None, {"path": f"without_{group}.npz"}))
     for s, scales in enumerate(seen):
@@ -107,17 +117,27 @@ REMOVED_FROM_D30 = {  # tokens per head that every scale sees
 }
 
 
-def table_rows() -> dict[str, str]:
-    section = PAGE[PAGE.index("## All of them") : PAGE.index("## On the embedded demo")]
-    return dict(re.findall(r"^\| `(\w+)` \|(.*)$", section, re.MULTILINE))
+def section(title: str) -> str:
+    """The text of the reference from this heading to the next one."""
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_table_names_every_argument(name):
+def test_every_policy_is_in_the_table(name):
+    row = f"| `{name}` | {POLICIES[name].summary} | what it looks at | contents |"
+    assert f"\n| `{name}` | " in section("All of them"), (
+        f"docs/reference/policies.md, section 'All of them', has no row for it; for example:\n{row}"
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_argument_is_named(name):
     shared = {f.name for f in dataclasses.fields(Policy)}
     fields = [f.name for f in dataclasses.fields(POLICIES[name]) if f.name[0] != "_"]
     own = [n for n in fields if n not in shared and n != "parts"]
-    row = f"| `{name}` | {POLICIES[name].summary} | | | {', '.join(f'`{n}`' for n in own)} | |"
-    found = table_rows().get(name)
-    assert found, f"docs/policies.md, section 'All of them', has no row for it; for example:\n{row}"
-    assert not {n for n in own if f"`{n}`" not in found}
+    entries = dict(re.findall(r"^- `(\w+)`: (.*(?:\n  .*)*)", section("Arguments"), re.MULTILINE))
+    entry = f"- `{name}`: {', '.join(f'`{n}`' for n in own)}"
+    assert name in entries, (
+        f"docs/reference/policies.md, section 'Arguments', lacks it; for example:\n{entry}"
+    )
+    assert not {n for n in own if f"`{n}`" not in entries[name]}

@@ -138,7 +138,7 @@ def test_ranks_in_parts(most, monkeypatch):
     score[0, 0, :4] = -np.inf
     tie = rng.permuted(np.broadcast_to(np.arange(9, dtype=np.int32), shape), axis=-1)
     among, part = rng.random(shape) < 0.7, rng.random(shape) < 0.5
-    heads = np.zeros(shape[:2], np.int32)
+    heads = jnp.zeros(shape[:2], jnp.int32)
     obs = Observation(jnp.int32(0), jnp.asarray(among), jnp.asarray(tie), heads, heads)
     found = jax.jit(lambda *a: stage_blocks.rank(*a[:3], part=a[3]))(obs, score, among, part)
     for r, n, i in zip(*np.nonzero(among), strict=True):

@@ -1,8 +1,8 @@
-"""What a cache has to know of a model (`Geometry`), and what a policy asks of the planner: who may
-hold how much, and, for static policies, exactly which tokens.
+"""What a cache has to know about a model (`Geometry`), and what a policy asks of the planner: who
+may hold how much, and, for static policies, exactly which tokens.
 
 Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored
-right after its layer has run at scale j and is visible from scale j + 1 on; what is dropped never
+right after its layer has run at scale j and is visible from scale j + 1 on. What is dropped never
 returns, so one number per token, its last use, says everything.
 """
 
@@ -22,8 +22,12 @@ LARGEST_HEADS = 2**12  # layers times heads; the largest published model has a t
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """L layers, N key/value heads of size H, what is drawn in which order (a schedule of scales, or
-    a sequence of tokens), and how many cache rows an image needs (two with guidance)."""
+    """The sizes of a model that decide its cache.
+
+    schedule: what is drawn in which order: scales, or single tokens.
+    num_layers, num_heads, head_dim: L layers with N key/value heads of size H.
+    rows_per_image: cache rows that an image needs: two with guidance.
+    """
 
     schedule: Schedule | TokenSequence
     num_layers: int
@@ -36,7 +40,9 @@ class Geometry:
         arguments.instance("schedule", self.schedule, kinds, "a Schedule or a TokenSequence")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
             value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
-            object.__setattr__(self, name, value)  # its text identifies plans
+            # As Python numbers, whatever was given: the text of a geometry is part of the digest
+            # that identifies plans.
+            object.__setattr__(self, name, value)
         self._check_size()
 
     def _check_size(self) -> None:
@@ -88,7 +94,7 @@ class Geometry:
 
 
 def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
-    """Values by name, of a text of name=value; names are those of `known`."""
+    """Read a text of name=value; names are those of `known`."""
     given = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -108,8 +114,9 @@ def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
 
 
 def distinct(of_heads: np.ndarray) -> np.ndarray:
-    """Of an array [L, N, ...] that was broadcast over layers or heads what it was made from, with 1
-    for L or N, so that equal heads are counted once."""
+    """Undo the broadcasting of an array [L, N, ...] over layers or heads, so that equal heads are
+    counted once. The result has 1 in place of an L or N that was broadcast."""
+    # NumPy gives axes that it broadcasts a stride of 0: no number is compared here
     alike = [n > 1 and of_heads.strides[axis] == 0 for axis, n in enumerate(of_heads.shape[:2])]
     return of_heads[tuple(slice(0, 1) if same else slice(None) for same in alike)]
 
@@ -120,7 +127,8 @@ class StaticAllocation:
 
     last_use: int16 [L, N, tokens]: the last scale that sees the token. j for a token of scale j
       that is never stored, K - 1 for one that stays to the end.
-    of_scales: int16 [L, N, K]: the same where all tokens of a scale have one; it is counted faster.
+    of_scales: int16 [L, N, K]: the last use of each scale, if all tokens of a scale share one; it
+      is counted faster.
     """
 
     last_use: np.ndarray
@@ -128,8 +136,8 @@ class StaticAllocation:
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
-        """From bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p] = scale s may see
-        token p.
+        """Make an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
+        says whether scale s may see token p.
 
         Raises:
           UserError: a token is visible before it exists, or comes back after it was dropped.
@@ -139,6 +147,8 @@ class StaticAllocation:
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
         # a token is cached after its own scale
         later = (np.arange(num_scales)[:, None] > scale)[:, None, None]
+        # Visibility may be broadcast over layers and heads: it is compared as it was given, and
+        # expanded only to name the first mistake.
         early, returns = visible & ~later, visible[1:] & ~visible[:-1] & later[:-1]
         if early.any():
             s, layer, head, token = np.argwhere(np.broadcast_to(early, shape))[0]
@@ -159,7 +169,7 @@ class StaticAllocation:
         return cls(np.broadcast_to(last_use.astype(np.int16), shape[1:]))
 
     def visible(self, geometry: Geometry, scale: int) -> np.ndarray:
-        """bool [L, N, tokens]: what scale `scale` may see."""
+        """bool [L, N, tokens]: which tokens scale `scale` may see."""
         return (self.last_use >= scale) & (geometry.schedule.scale_of_token < scale)
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
@@ -175,9 +185,11 @@ class StaticAllocation:
         """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
         are never stored count nowhere."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
+        # heads that share their contents were broadcast from one: it is counted once
         heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):
                 if self.of_scales is None:
                     counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)
@@ -194,9 +206,9 @@ class RegionAllocation:
       Head n uses region n until `regroup_scale`; during that scale the policy assigns heads to
       regions anew, per row.
     ragged: rows may hold fewer tokens than the capacity, so that stored tokens may have to move.
-    protected, recent: tokens that the policy's selection always keeps: the first `protected`, the
-      newest `recent` (for policies that use them; they depend on the budget that the planner
-      settled on).
+    protected, recent: numbers of tokens that the policy's selection always keeps: the first
+      `protected` and the newest `recent`. They belong here because they depend on the budget that
+      the planner settled on.
     """
 
     region_capacity: np.ndarray

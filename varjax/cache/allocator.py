@@ -1,11 +1,11 @@
 """Slots of the pool: which token of which head lies where, and when.
 
-Lifetimes are known on the host: a slot is taken when layer l of scale s stores its tokens and free
-again after the attention of the last scale that reads it. Freed slots pass to any layer or head, so
-the pool is the peak of live tokens over all (scale, layer) events, rounded up to one block.
+Lifetimes are known on the host. A slot is taken when layer l of scale s stores its tokens; it is
+free again after the attention of the last scale that reads it. Freed slots pass to any layer or
+head, so the pool is the peak of live tokens over all (scale, layer) events, rounded up to a block.
 
-Kernels copy whole blocks, of which a table entry means one run of slots: what a head holds should
-lie in few of them (`varjax/cache/free_slots.py` says how they are found).
+Kernels copy whole blocks, and a table entry names one run of slots in a block. What a head holds
+should therefore lie in few blocks; `varjax/cache/free_slots.py` finds such slots.
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,22 @@ from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.cache.free_slots import CommonSlots, OwnRanges
 from varjax.errors import UserError
 
-LARGEST_TABLE = 2**27  # entries: 0.8 GB
-Runs = tuple[np.ndarray, ...]  # head, block, first slot, last slot + 1
+LARGEST_TABLE = 2**27  # entries of 6 bytes (id, start, stop): 0.8 GB
+Runs = tuple[np.ndarray, ...]  # of slots: head, block, first slot, last slot + 1
 
 
 def after_each_store(per_layer: np.ndarray) -> np.ndarray:
-    """int [K, L]: a quantity held by the whole cache right after layer l of scale s has stored.
+    """Return int [K, L]: what the whole cache holds right after layer l of scale s has stored.
 
-    `per_layer` [K, L] is what each layer holds when scale s starts. Layers up to l already hold
-    what scale s + 1 will see. The last scale stores nothing.
+    per_layer: int [K, L], what each layer holds when scale s starts. Layers up to l already hold
+      what scale s + 1 will see. The last scale stores nothing.
     """
     return after_each_layer(np.concatenate([per_layer[1:], per_layer[-1:]]), per_layer)
 
 
 def after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-    """int [..., L]: layers up to l hold `done`, later ones still `waiting`."""
+    """Return int [..., L]: what the whole cache holds when layers up to l hold `done`, later ones
+    still `waiting`."""
     return np.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - np.cumsum(waiting, -1)
 
 
@@ -41,18 +42,26 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
 
 
 def blocks_needed(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
-    """Blocks of the pool, without laying it out."""
+    """Return the number of blocks of the pool, without laying it out."""
+    # Blocks are shared between heads and runs may be cut anywhere, so the peak alone decides.
     return -(-peak_tokens(geometry, allocation) // block_size)
 
 
 class PoolLayout:
-    """What `build_plan` needs: tables int [K, L, N, M] of the slots that a scale reads, block ids,
-    first and last slot + 1; `write_slots` int32 [L, N, tokens], -1: never stored, None where the
-    device decides; `blocks_in_use` int [K, L], right after each store."""
+    """Slots of every scale, layer and head, as `build_plan` needs them.
+
+    ids, start, stop: int [K, L, N, M], runs of slots that a scale reads: block, first slot, last
+      slot + 1.
+    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
+      decides.
+    blocks_in_use: int64 [K, L], right after each store.
+    """
 
     def __init__(self, geometry: Geometry, allocation: Allocation, block_size: int):
         self.geometry, self.allocation, self.block_size = geometry, allocation, block_size
         self.num_blocks = blocks_needed(geometry, allocation, block_size)
+        # Ranges of their own keep each head's slots together and are found fast. They need room for
+        # the most of every head at once, which is more than the peak where sizes rise and fall.
         most = allocation.capacity(geometry).max(0)
         if most.sum(dtype=np.int64) <= self.num_blocks * block_size:
             self.pool = OwnRanges(most, block_size)
@@ -62,14 +71,15 @@ class PoolLayout:
         self.blocks_in_use = np.zeros((scales, layers), np.int64)
         self.write_slots = None
         by_regions = isinstance(allocation, RegionAllocation)
-        tables = self._regions() if by_regions else self._static()
-        self.ids, self.start, self.stop = self._joined(list(tables))
+        runs = self._regions() if by_regions else self._static()
+        self.ids, self.start, self.stop = self._as_table(list(runs))
+        # the last scale stores nothing, so what was in use before it stays in use
         self.blocks_in_use[-1] = self.pool.blocks_in_use
 
     # --- contents that are known ---
 
     def _static(self) -> Iterator[Runs]:
-        """Tables of every scale, contents placed by their last use."""
+        """Yield the runs that each scale reads. Tokens are placed by their last use."""
         g, last_use = self.geometry, self.allocation.last_use
         starts, shape = g.schedule.starts, (g.num_layers, g.num_heads, g.schedule.total_tokens)
         self.write_slots = slots = np.full(shape, -1, np.int32)
@@ -94,7 +104,7 @@ class PoolLayout:
             yield self._live(owner)
 
     def _live(self, owner: np.ndarray) -> Runs:
-        """All slots in use, head after head, each head's in their order."""
+        """Runs of all slots in use, head after head. owner: head of each slot, -1 for none."""
         slot = np.flatnonzero(owner >= 0)
         head = owner[slot]
         if (head[1:] < head[:-1]).any():  # not where heads have ranges of their own
@@ -105,8 +115,8 @@ class PoolLayout:
     # --- contents that the device decides ---
 
     def _regions(self) -> Iterator[Runs]:
-        """A region is a prefix of its slots; it grows and shrinks at its end, so that what stays
-        never changes its slot."""
+        """Yield the runs that each scale reads. A region grows and shrinks at its end, so that a
+        token in its remaining part never has to move."""
         g, capacity = self.geometry, self.allocation.region_capacity.astype(np.int64)
         none = np.zeros(0, np.int64)
         regions = [[none] * g.num_heads for _ in range(g.num_layers)]
@@ -114,6 +124,7 @@ class PoolLayout:
         for s in range(g.schedule.num_scales - 1):
             for layer, slots in enumerate(regions):
                 target = capacity[s + 1, layer]
+                # give first, then take: what some regions leave is free for others that grow
                 self.pool.give(np.concatenate([a[n:] for a, n in zip(slots, target, strict=True)]))
                 slots[:] = (a[:n] for a, n in zip(slots, target, strict=True))
                 more = np.maximum(target - capacity[s, layer], 0)
@@ -128,37 +139,39 @@ class PoolLayout:
     # --- tables ---
 
     def _runs(self, head: np.ndarray, slot: np.ndarray) -> Runs:
-        """Runs of consecutive slots within a block, of slots that are given head after head."""
+        """Join slots to runs of consecutive ones within a block. Slots come head after head."""
         first = np.ones(slot.size, bool)
         first[1:] = (np.diff(head) != 0) | (np.diff(slot) != 1) | (slot[1:] % self.block_size == 0)
         start = np.flatnonzero(first)
         block, offset = np.divmod(slot[start], self.block_size)
         return head[start], block, offset, offset + np.diff(np.append(start, slot.size))
 
-    def _joined(self, tables: list[Runs]) -> list[np.ndarray]:
-        """ids int32, start and stop uint8 [K, L, N, M]; entries that are not used are empty."""
+    def _as_table(self, scales: list[Runs]) -> list[np.ndarray]:
+        """Return ids int32, start and stop uint8 [K, L, N, M]. Unused entries are empty."""
         g = self.geometry
         heads = g.num_layers * g.num_heads
-        counts = [np.bincount(head, minlength=heads) for head, *_ in tables]
+        counts = [np.bincount(head, minlength=heads) for head, *_ in scales]
         most = max(int(count.max(initial=0)) for count in counts)
-        if (entries := len(tables) * heads * most) > LARGEST_TABLE:
+        if (entries := len(scales) * heads * most) > LARGEST_TABLE:
             raise UserError(
                 f"in blocks of {self.block_size} the tables of this plan take {entries} entries, "
                 f"at most {LARGEST_TABLE} can be planned: choose larger blocks (block_size) or a "
                 f"smaller budget"
             )
-        shape = (len(tables), heads, most)
+        shape = (len(scales), heads, most)
         found = [np.zeros(shape, kind) for kind in (np.int32, np.uint8, np.uint8)]
-        for s, ((head, *values), count) in enumerate(zip(tables, counts, strict=True)):
+        for s, ((head, *values), count) in enumerate(zip(scales, counts, strict=True)):
+            # runs come head after head: the place of a run among those of its head
             place = np.arange(head.size) - np.repeat(np.cumsum(count) - count, count)
             for array, value in zip(found, values, strict=True):
                 array[s, head, place] = value
-        return [array.reshape(len(tables), g.num_layers, g.num_heads, most) for array in found]
+        return [array.reshape(len(scales), g.num_layers, g.num_heads, most) for array in found]
 
 
 def _stored(last_use: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
-    """(head, token) of what a layer stores after `scale`, head after head. Tokens that are used
-    longest come first: those that end together lie together, and blocks become free as a whole."""
+    """Return head and token of everything that a layer stores after `scale`, head after head."""
+    # Tokens that are used longest come first. Tokens that end together then lie together, and
+    # blocks become free as a whole.
     head, token = np.nonzero(last_use > scale)
     order = np.lexsort((-last_use[head, token].astype(int), head))
     return head[order], token[order]

@@ -1,9 +1,9 @@
 """Which slots of the pool are free, and which of them a head gets, so that it needs few blocks.
 
-If all heads have room beside each other for the most that they ever hold, each has a range of its
-own, which crosses one block more than it has to at most (`OwnRanges`). If sizes rise here and fall
-there, a head fills blocks that nobody uses; when there are none left, it gets what others have left
-over in theirs (`CommonSlots`).
+OwnRanges      all heads have room beside each other for the most that they ever hold: each has
+               a range of its own, which crosses at most one block more than it has to
+CommonSlots    they have not, because some grow while others shrink: a head fills unused blocks;
+               when there are none left, it gets what others have left over in theirs
 """
 
 import bisect
@@ -13,7 +13,10 @@ import numpy as np
 
 
 class OwnRanges:
-    """most: int [L, N], the most that each head ever holds."""
+    """A range of slots for every head.
+
+    most: int [L, N], the most that each head ever holds.
+    """
 
     def __init__(self, most: np.ndarray, block_size: int):
         # head n of layer l has slots edges[l * N + n] to the next edge
@@ -29,7 +32,9 @@ class OwnRanges:
         return int(np.count_nonzero(self._count))
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The first free slots of each head's range, head after head. See `CommonSlots.take`."""
+        """Take the first free slots of each head's range, head after head (`CommonSlots.take`)."""
+        # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
+        # search is needed then.
         taken = (
             self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
         )
@@ -38,12 +43,14 @@ class OwnRanges:
         return taken
 
     def _behind(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        """The slots behind all that each head has ever used."""
         ends = np.cumsum(counts)
         first = np.repeat(self._next[layer] - (ends - counts), counts)
         self._next[layer] += counts
         return first + np.arange(first.size)
 
     def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        """The free slots with the lowest numbers in each head's range, for all heads at once."""
         edges = self._edges[layer * counts.size :][: counts.size + 1]
         free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
         head = np.searchsorted(edges, free, side="right") - 1
@@ -58,29 +65,35 @@ class OwnRanges:
 
 
 class CommonSlots:
-    """So many blocks. There must be enough of them for what is taken."""
+    """A number of blocks that all heads share. The caller makes sure that they suffice."""
 
     def __init__(self, blocks: int, block_size: int):
         self._size = block_size
         self._used = np.zeros((blocks, block_size), bool)
-        self._whole = list(range(blocks))  # a heap: the lowest number first
+        # A heap, so that the lowest number comes first and plans are always the same.
+        self._whole = list(range(blocks))
         self._runs: dict[int, list[tuple[int, int]]] = {}  # free runs of blocks that are in use
-        self._by_length: list[tuple[int, int, int]] = []  # (length, block, first) of the same
+        # the same runs as (length, block, first), sorted, so that bisection finds one that fits
+        self._by_length: list[tuple[int, int, int]] = []
 
     @property
     def blocks_in_use(self) -> int:
         return len(self._used) - len(self._whole)
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Slots for the heads of a layer, head after head: as many as `counts` says, if possible
-        right behind slot `last` (-1: there is none)."""
+        """Take slots for the heads of a layer, head after head.
+
+        counts: int [N], how many slots each head gets.
+        last: int [N], the slot behind which a head likes to continue (-1: none).
+        """
         each = zip(counts.tolist(), last.tolist(), strict=True)
         found = [slots for count, behind in each for slots in self._take(count, behind)]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def _take(self, count: int, last: int) -> list[np.ndarray]:
-        """Behind `last` as far as there is room, in blocks that nobody uses, in the shortest free
-        run that the rest fits, in the longest ones."""
+        """Take slots for one head. In this order: behind `last` as far as there is room, blocks
+        that nobody uses, the shortest free run that holds the rest, the longest runs."""
+        # Every change of block is another table entry, which kernels copy and look up on their own.
         found: list[np.ndarray] = []
         while count:
             if last >= 0 and (room := self._room_behind(last)):
@@ -97,7 +110,7 @@ class CommonSlots:
         return found
 
     def _room_behind(self, slot: int) -> int:
-        """Free slots right behind one, in its block."""
+        """Count the free slots right behind a slot, within its block."""
         block, offset = divmod(slot, self._size)
         return next((b - a for a, b in self._runs.get(block, ()) if a == offset + 1), 0)
 
@@ -109,7 +122,7 @@ class CommonSlots:
         return block * self._size + np.arange(first, first + count)
 
     def give(self, slots: np.ndarray) -> None:
-        """Free slots."""
+        """Free slots. A block without used slots becomes whole again."""
         self._used.reshape(-1)[slots] = False
         for block in np.unique(slots // self._size).tolist():
             free = ~self._used[block]
@@ -118,7 +131,7 @@ class CommonSlots:
                 heapq.heappush(self._whole, block)
 
     def _list(self, block: int, runs: list[tuple[int, int]]) -> None:
-        """These are the free runs of a block from now on."""
+        """Replace the free runs that are listed for a block."""
         for a, b in self._runs.pop(block, ()):
             del self._by_length[bisect.bisect_left(self._by_length, (b - a, block, a))]
         for a, b in runs:
@@ -128,7 +141,7 @@ class CommonSlots:
 
 
 def _runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    """(first, last + 1) of the runs of true values."""
+    """Find the runs of true values, as (first, last + 1)."""
     edges = np.diff(np.pad(mask, 1).astype(np.int8))
     first, last = (np.flatnonzero(edges == step).tolist() for step in (1, -1))
     return list(zip(first, last, strict=True))

@@ -1,5 +1,6 @@
-"""What a layer's cache step reads at a scale: the tables of the slots that it reads and writes, and
-what its policy knows beforehand. Host arrays, scanned over scales and indexed by layer.
+"""What a layer's cache step is given at a scale: tables of the slots that it reads and writes, and
+what its policy knows beforehand. These are host arrays; the program scans over their scales and
+indexes them by layer.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ class StaticInputs:
     write: BlockWrites
 
     def packed(self) -> "StaticInputs":
-        """Return the inputs with tables as kernels read them: once, before a loop over layers."""
+        """Return the inputs with tables as kernels read them. Call it once, before the loop over
+        layers: packing within it would run for every layer."""
         return StaticInputs(self.read.with_packed(), self.write.with_packed())
 
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
@@ -58,42 +60,47 @@ class RegionInputs:
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
         """Return the inputs of one layer from those of all layers of a scale."""
-        tables = self.read.of_layer(layer), self.following.of_layer(layer)
         capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
-        return RegionInputs(*tables, capacity, policy)
+        return RegionInputs(
+            read=self.read.of_layer(layer),
+            following=self.following.of_layer(layer),
+            capacity=capacity,
+            policy=policy,
+        )
 
 
 LayerInputs = StaticInputs | RegionInputs
 
 
 def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
-    """Host arrays for consecutive scales, each padded to `length` tokens. Tables have as many
-    entries as these scales need."""
+    """Return host arrays for consecutive scales, each padded to `length` tokens. Tables have as
+    many entries as these scales need."""
     number = np.arange(scales.start, scales.stop)
     read = _read_table(plan, number)
     if plan.static_content:
         return StaticInputs(read, write_table(plan, scales, length))
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(number + 1, last_scale)
-    # The last scale has no scale after it: it gets its own table once more, and keeps nothing.
+    # No scale follows the last one: it gets its own table once more, and may keep nothing.
     capacity = np.where((number == last_scale)[:, None, None], 0, plan.capacity[following])
     return RegionInputs(read, _read_table(plan, following), capacity)
 
 
 def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
-    """Where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped tokens,
-    padding and the last scale are not stored."""
+    """Return where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped
+    tokens, padding and the last scale are not stored."""
     starts, ends = plan.geometry.schedule.starts, plan.geometry.schedule.ends
     assert plan.write_slots is not None
     slots = [plan.write_slots[..., starts[s] : ends[s]] for s in scales]
+    # the padding of a scale is never stored, like tokens that are dropped: slot -1
     padding = [((0, 0), (0, 0), (0, length - a.shape[-1])) for a in slots]
     padded = [np.pad(a, p, constant_values=-1) for a, p in zip(slots, padding, strict=True)]
     return block_writes(np.stack(padded), plan.block_size)
 
 
-def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
-    """Inputs of groups of heads as one, for devices that each hold a group. Heads are the third
-    axis; slot numbers stay those of each group's own pool."""
+def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
+    """Join the inputs of groups of heads for devices that each hold one group. Heads are the third
+    axis. Slot numbers stay those of each group's own pool, because a device indexes its own."""
     if len(groups) == 1:
         return groups[0]
 
@@ -116,6 +123,8 @@ def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
 def _read_table(plan: ScalePlan, scales: np.ndarray) -> BlockTable:
     # Early scales have few entries, so their tables need not be as wide as the last scale's.
     most = max(plan.entries(int(s)) for s in scales)
+    # Kernels take int32. The plan stores first and last slots in a byte, because its tables are
+    # those of all scales.
     ids, start, stop = (
         np.ascontiguousarray(a[scales][..., :most], np.int32)
         for a in (plan.ids, plan.start, plan.stop)

@@ -1,12 +1,12 @@
-"""What the cache knows of policies: the interface of their rules (`Rule`), and what a rule may
-observe on the device. It names its wishes in `Needs` and is shown an `Observation`."""
+"""What the cache knows about policies: the interface of their rules (`Rule`), and what a rule may
+observe on the device. A rule names its wishes in `Needs` and is shown an `Observation`."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from varjax.cache.allocation import Allocation, Geometry
 
@@ -24,9 +24,11 @@ class Needs:
     regroup_mass: `scale_mass`, but only for `regroup`.
     key_similarity: costs a copy of one scale's keys of all layers.
     newest_mass: attention of the newest query, for `regroup` of models that draw token by token.
-    window_scores, keys: of models that draw token by token only.
-    The others: the field of `Observation` with that name.
+    window_scores, keys: for models that draw token by token only.
+    Every other field asks for the field of `Observation` with its name.
     """
+
+    # `engine.memory` and `engine.cost` read these, too: what is asked for is predicted.
 
     window: int = 0
     window_mass: bool = False
@@ -48,8 +50,9 @@ class Needs:
 class Observation:
     """What the device knows when layer `layer` of scale `scale` decides what to keep.
 
-    The last axis K lists the stored slots of the head in table order, then the tokens of the
-    current scale (padded). Everything below the blank line is None unless asked for in `Needs`.
+    The last axis K lists the candidates: the stored slots of the head in table order, then the
+    tokens of the current scale (padded). Everything below the blank line is None unless asked for
+    in `Needs`.
 
     live: nothing outside it may be kept.
     own: the token belongs to the current scale (True on its padding too).
@@ -84,15 +87,18 @@ class Observation:
       (`stage_blocks`), one of `pallas_kernels.implementations.NAMES`; None: each takes its best.
     """
 
+    # Plain facts, which cost nothing beyond what the cache step computes anyway.
     scale: Int[Array, ""]
     live: Bool[Array, "R N K"]
     position: Int[Array, "R N K"]
     capacity: Int[Array, "R N"]
     regions: Int[Array, "R N"]
     own: Bool[Array, " K"] | None = None
-    inputs: Any = None
-    state: Any = None
+    inputs: PyTree[Array] = None
+    state: PyTree[Array] = None
 
+    # What policies ask for. A field that nobody asks for stays None, so that a policy which forgot
+    # to ask fails while it is traced.
     window: Bool[Array, "R N K"] | None = None
     window_mass: Float[Array, "R N K"] | None = None
     window_logits: Float[Array, "R N K"] | None = None
@@ -127,10 +133,15 @@ class Rule(Protocol):
     def allocate(
         self, geometry: Geometry, budget: float, calibration: Any = None
     ) -> "Allocation | StageAllocation": ...
-    def inputs(self, geometry: Geometry, allocation: Any, image_index: np.ndarray) -> Any: ...
+    def inputs(
+        self,
+        geometry: Geometry,
+        allocation: "Allocation | StageAllocation",
+        image_index: np.ndarray,
+    ) -> PyTree[np.ndarray]: ...
     def window_tokens(self, height: int, width: int) -> np.ndarray: ...
-    def init_state(self, geometry: Geometry, rows: int) -> Any: ...
-    def update_state(self, obs: Observation) -> Any: ...
+    def init_state(self, geometry: Geometry, rows: int) -> PyTree: ...
+    def update_state(self, obs: Observation) -> PyTree[Array]: ...
     def regroup(self, obs: Observation) -> Int[Array, "R N"]: ...
     def select(self, obs: Observation) -> Bool[Array, "R N K"]: ...
 

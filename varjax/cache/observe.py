@@ -1,13 +1,12 @@
-"""What a policy sees of one layer: built from queries, keys and the pool, and nothing that is not
-asked for."""
+"""What a policy sees of one layer, built from queries, keys and the pool. Nothing is computed that
+the policy does not ask for."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import (
@@ -16,72 +15,97 @@ from pallas_kernels.ragged_attention import (
     attention_moments,
     attention_scores,
 )
-from varjax.cache.observation import Observation
+from varjax.cache.observation import Needs, Observation
 from varjax.cache.state import KVState
+from varjax.models.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention of one layer, to compute parts of it again.
+    """The attention of one layer, for computing parts of it a second time.
 
-    projection: of the scale. lse: log-sum-exp of the attention's scores, where they are summed over
-    queries.
+    projection: queries, keys and values of the scale.
+    lse: log-sum-exp of every query's scores; None where no sum over queries is needed.
+    state: the cache before this layer has stored anything.
+    table: the slots that the attention reads.
+    implementation: which kernels compute it.
     """
 
     projection: Projection
     lse: Float[Array, "R N T"] | None
     state: KVState
     table: BlockTable
-    step: Any
+    step: StepInputs
     implementation: str | None
 
     @property
     def tokens(self) -> int:
-        """T, own tokens with padding."""
+        """T, the scale's own tokens with padding."""
         return self.projection.shape[2]
 
-    @property
-    def _stored(self) -> tuple:
-        return self.step.length, self.state.kv_pool, self.table
-
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
-        keys = self.projection.keys()
-        return attention_scores(queries, keys, *self._stored, kv_scale=self.state.kv_scale)
+        """Scores of some queries before the softmax, -inf where there is no key."""
+        return attention_scores(
+            queries,
+            self.projection.keys(),
+            self.step.length,
+            self.state.kv_pool,
+            self.table,
+            kv_scale=self.state.kv_scale,
+        )
 
-    def moments(self, squares: bool):
-        """Attention mass of every key summed over the scale's queries; its squares on request."""
+    def sums_over_queries(
+        self, squares: bool
+    ) -> tuple[Float[Array, "R N K"], Float[Array, "R N K"] | None]:
+        """Attention that every key receives from all queries of the scale, and the sum of its
+        squares on request."""
+        # padded queries attend like others; only their weight keeps them out of the sums
         weights = (jnp.arange(self.tokens) < self.step.length).astype(jnp.float32)
         return attention_moments(
             self.projection,
-            *self._stored,
+            self.step.length,
+            self.state.kv_pool,
+            self.table,
             QuerySums(weights, self.lse, squares),
             kv_scale=self.state.kv_scale,
             implementation=self.implementation,
         )
 
 
-def observe(obs: Observation, view: AttentionView, stored_mass, layer, cache: Any) -> Observation:
+def observe(
+    obs: Observation,
+    view: AttentionView,
+    held_mass: Float[Array, "R N P"] | None,
+    layer: Int[Array, ""],
+    needs: Needs,
+    *,
+    decides: bool,
+    sums_attention: bool,
+) -> Observation:
     """Add to an observation what the policy needs in this segment.
 
-    stored_mass: float32 [R, N, P], accumulated mass of the stored slots, or None.
+    Args:
+      held_mass: attention that the tokens in the cache have received so far, if it is kept.
+      decides: whether the policy is asked in this segment.
+      sums_attention: whether attention is summed over the scale's queries in this segment.
     """
-    needs = cache.rule.needs
-    if cache.decides and needs.window:
+    if decides and needs.window:
         obs = _observe_window(obs, view, needs)
-    if cache.sums_attention:
-        obs = _sum_over_queries(obs, view, stored_mass, needs)
+    if sums_attention:
+        obs = _sum_over_queries(obs, view, held_mass, needs)
     if needs.key_similarity:
         obs = replace(obs, key_similarity=_key_similarity(view, layer))
     return obs
 
 
-def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation:
+def _observe_window(obs: Observation, view: AttentionView, needs: Needs) -> Observation:
     # A window has few queries, so their scores are computed once more by the reference, on every
     # platform: the attention kernel never has a row of scores in memory.
     chosen = view.step.window
-    stored = obs.live.shape[-1] - view.tokens
+    held = obs.live.shape[-1] - view.tokens
+    # a comparison, not a scatter: windows of early scales name a token more than once
     own = (jnp.arange(view.tokens)[:, None] == chosen).any(-1)
-    obs = replace(obs, window=obs.live & jnp.pad(own, (stored, 0)))
+    obs = replace(obs, window=obs.live & jnp.pad(own, (held, 0)))
     queries = view.projection.queries()[:, :, chosen]
     if needs.window_mass or needs.window_attention:
         attention = jax.nn.softmax(view.scores(queries), axis=-1)
@@ -90,29 +114,36 @@ def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation
         obs = replace(obs, window_mass=attention.mean(2))
     if needs.window_logits:
         if needs.raw_queries:
+            # ScaleKV's authors score with plain projections: no bias, rotation or multiplier
             raw = view.projection.raw_queries()[:, :, chosen]
             queries = raw / math.sqrt(raw.shape[-1])
         obs = replace(obs, window_logits=view.scores(queries).mean(2))
     return obs
 
 
-def _sum_over_queries(obs: Observation, view: AttentionView, stored_mass, needs) -> Observation:
+def _sum_over_queries(
+    obs: Observation, view: AttentionView, held_mass: Float[Array, "R N P"] | None, needs: Needs
+) -> Observation:
     # Sums over all queries come from a second pass that is given the log-sum-exp of the first: it
     # needs no maximum and no division, and no scores are ever stored.
-    total, squares = view.moments(needs.query_variance)
+    total, squares = view.sums_over_queries(needs.query_variance)
     mean = total / view.step.length
     obs = replace(obs, scale_mass=mean)
     if needs.query_variance:
+        # E[a^2] - E[a]^2 over queries, in float32: a second pass over the weights would be needed
+        # for the centred form
         spread = squares / view.step.length - mean * mean
         obs = replace(obs, query_variance=spread.sum(-1))
     if needs.total_mass:
-        # padding of stored slots may hold what an earlier token left there: masked by `live`
-        before = jnp.pad(stored_mass, ((0, 0), (0, 0), (0, view.tokens)))
+        # An empty slot may hold the mass of an earlier token: `live` masks it.
+        before = jnp.pad(held_mass, ((0, 0), (0, 0), (0, view.tokens)))
         obs = replace(obs, total_mass=jnp.where(obs.live, before, 0) + total)
     return obs
 
 
-def _key_similarity(view: AttentionView, layer) -> Float[Array, " R"]:
+def _key_similarity(view: AttentionView, layer: Int[Array, ""]) -> Float[Array, " R"]:
+    """Negative mean distance of the scale's keys from the previous scale's, resized to it."""
+    # the previous map resized bilinearly: every token is a weighted sum of four earlier ones
     previous = view.state.previous_keys[layer].astype(jnp.float32)
     weights = view.step.neighbour_weights
     resized = sum(
@@ -120,6 +151,7 @@ def _key_similarity(view: AttentionView, layer) -> Float[Array, " R"]:
     )
     difference = view.projection.keys().astype(jnp.float32) - resized
     distance = jnp.sqrt(jnp.square(difference).sum(-1))
-    real = jnp.arange(distance.shape[-1]) < view.step.length  # padding is no token
+    real = jnp.arange(distance.shape[-1]) < view.step.length  # padding must not enter the mean
     mean = jnp.where(real, distance, 0).sum((1, 2)) / (view.step.length * distance.shape[1])
+    # scale 0 has nothing before it: what `previous_keys` holds then is zeros
     return jnp.where(view.step.scale == 0, -jnp.inf, -mean)

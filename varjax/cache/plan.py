@@ -1,25 +1,28 @@
 """CachePlan: everything about the cache that is decided on the host, before anything is compiled.
 
-The bytes of the pool are computed here and are what XLA allocates. `accounting="bytes"` (default):
-block rounding is charged to the budget, so pool bytes <= budget * dense bytes.
-`accounting="tokens"`: tokens are counted as the papers do, and the plan says by how much the
-rounded pool exceeds the budget.
+The bytes of the pool are computed here, and XLA allocates exactly these. With `accounting="bytes"`
+(default) rounding to blocks is charged to the budget, so pool bytes <= budget * dense bytes. With
+`accounting="tokens"` tokens are counted as the papers do, and the plan says by how much the rounded
+pool exceeds the budget.
 """
 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from varjax import arguments
-from varjax.cache.allocation import Geometry
+from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan_view import PlanView
 from varjax.errors import UserError
+
+if TYPE_CHECKING:
+    from varjax.cache.stages import StageAllocation
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
@@ -31,12 +34,13 @@ class CachePlan(PlanView):
     Immutable; equal and hashed by content. A model that draws scale by scale has a
     `scale_plan.ScalePlan`, one that draws token by token a `stages.TokenPlan`.
 
+    allocation: who may hold how much. Each kind of plan has its own kinds of allocation.
     capacity: int32 [K, L, N], tokens held when scale (or stage) s starts.
     policy: the policy that was planned for, with what its calibration decides filled in.
     """
 
     geometry: Geometry
-    allocation: Any
+    allocation: "Allocation | StageAllocation"
     block_size: int
     pool_blocks: int
     capacity: np.ndarray
@@ -57,9 +61,12 @@ class CachePlan(PlanView):
         return self.pool_blocks * self.block_size
 
     def num_bytes(self, batch_size: int, dtype) -> int:
-        """Bytes of the pool for a batch of images (all rows). int8 includes the scales, one float32
-        for the key and one for the value of every slot. dtype: of `KV_DTYPES`; `UserError` for
-        others, and for a batch that is none."""
+        """Bytes of the pool for a batch of images (all rows). int8 includes the scales: one float32
+        for the key and one for the value of every slot.
+
+        Raises:
+          UserError: a type that is not in `KV_DTYPES`, or a batch that is no positive number.
+        """
         return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:
@@ -67,9 +74,14 @@ class CachePlan(PlanView):
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def check_rows(self, config, sampling) -> int:
-        """Cache rows of an image under this sampling: two with guidance. config: of the
-        transformer. `UserError` if the model cannot draw that way, or the plan is for another
-        number of rows."""
+        """Return the cache rows of an image under this sampling: two with guidance, else one.
+
+        config: of the transformer.
+
+        Raises:
+          UserError: the model cannot draw that way, or the plan is for another number of rows.
+        """
+        # guidance runs an unconditional row beside the conditional one, with a cache of its own
         rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
         if self.geometry.rows_per_image != rows:
             raise UserError(
@@ -82,8 +94,8 @@ class CachePlan(PlanView):
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
         g, dtype = self.geometry, arguments.dtype("dtype", dtype, KV_DTYPES)
         batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
-        # one scale for the key, one for the value of a slot: per token, so that writing a token
-        # never changes what its neighbours in the block mean
+        # One scale for the key and one for the value of a slot. A scale per block would save bytes,
+        # but writing a token would then change what its neighbours in the block mean.
         scales = 2 * item_size("float32") if dtype == "int8" else 0
         per_row = 2 * g.head_dim * item_size(dtype) + scales
         return batch_size * g.rows_per_image * per_row
@@ -105,7 +117,8 @@ class CachePlan(PlanView):
         raise NotImplementedError
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
-        """What the policy knows beforehand about a batch of images; None if there is nothing."""
+        """Return what the policy knows beforehand about a batch of images, or None."""
+        # tables say everything then: the policy is not asked again
         if self.static_content:
             return None
         return self.rule.inputs(self.geometry, self.allocation, image_index)
@@ -122,15 +135,15 @@ class CachePlan(PlanView):
         """
         raise NotImplementedError
 
-    def stored(self, state) -> list[Array]:
-        """The arrays of a cache that hold K and V, and the scales of an int8 pool."""
+    def kv_arrays(self, state: PyTree[Array]) -> list[Array]:
+        """Return the arrays of a cache that hold K and V, and the scales of an int8 pool."""
         raise NotImplementedError
 
     def divide(self, groups: int) -> tuple["CachePlan", ...]:
         """Return a plan for each of several groups of heads, all with pools of one size."""
         raise NotImplementedError
 
-    def heads_over(self, specs, rows: str, heads: str):
+    def heads_over(self, specs: PyTree, rows: str, heads: str) -> PyTree:
         """Say which arrays of a cache have an axis of heads, so that it is divided over devices.
 
         Args:
@@ -142,11 +155,11 @@ class CachePlan(PlanView):
     # --- for people -------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What `experiments.plan --save` writes beside sizes and capacities."""
+        """Return what `experiments.plan --save` writes beside sizes and capacities."""
         raise NotImplementedError
 
-    def table(self) -> list[str]:
-        """Lines that say what is held when, with a heading."""
+    def timeline(self) -> list[str]:
+        """Return lines of text that say what is held when, with a heading."""
         raise NotImplementedError
 
     @property
@@ -162,13 +175,13 @@ class CachePlan(PlanView):
     # --- identity ---------------------------------------------------------------------------------
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
-        """Arrays that the compiled program reads or depends on."""
+        """Return the arrays that the compiled program reads or depends on."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        # What the compiled program reads, not how it came about: runs and cells of a sweep may go
-        # on with a plan that was made another way but is the same.
+        # Hashed is what the compiled program reads, not how it came about: an interrupted run or
+        # sweep may go on with a plan that was made in another way but is the same.
         h = hashlib.sha256(
             repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
         )
@@ -184,12 +197,13 @@ class CachePlan(PlanView):
 
 
 def item_size(dtype) -> int:
-    """Bytes of one number of a type, bfloat16 included."""
+    """Bytes of one number of a type. NumPy alone does not know bfloat16."""
     return jnp.dtype(dtype).itemsize
 
 
 def check_block_size(block_size: int) -> int:
-    """A power of two from 1 to 128."""
+    """Return a block size that is a power of two from 1 to 128; `UserError` for others."""
+    # GPU kernels take powers of two only, and table entries store slots of a block in uint8
     if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise UserError(
             f"block_size={block_size}: choose a power of two from 1 to 128, or 0 to let the "

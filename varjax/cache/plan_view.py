@@ -30,7 +30,7 @@ class PlanView:
             f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
             for name, value in self.facts().items()
         )
-        table = html.escape("\n".join(self.table()))
+        table = html.escape("\n".join(self.timeline()))
         details = f"<details><summary>held when</summary><pre>{table}</pre></details>"
         return f"<table>{facts}</table>{self.picture()}{details}"
 

@@ -19,10 +19,11 @@ class ScalePlan(CachePlan):
     """Capacities, block tables and pool size.
 
     Letters: K scales, L layers, N heads (regions), M table entries, P slots.
-    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
-      entries; blocks have at most 128 slots).
+    ids, start, stop: int32, uint8, uint8 [K, L, N, M], the slots that scale s reads, as entries of
+      a `BlockTable`. Blocks have at most 128 slots.
     write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
       decides.
+    blocks_after_store: int64 [K, L], blocks in use right after layer l of scale s has stored.
     """
 
     allocation: Allocation
@@ -53,12 +54,13 @@ class ScalePlan(CachePlan):
         whole = replace(self, pool_blocks=blocks)
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
-    def stored(self, state: KVState) -> list[Array]:
+    def kv_arrays(self, state: KVState) -> list[Array]:
         return jax.tree.leaves((state.kv_pool, state.kv_scale))
 
     def divide(self, groups: int) -> tuple["ScalePlan", ...]:
         if groups == 1:
             return (self,)
+        # others are refused by `parallel.plans.check_plan` before this
         assert isinstance(self.allocation, StaticAllocation)
         heads = self.geometry.num_heads // groups
         geometry = replace(self.geometry, num_heads=heads)
@@ -90,7 +92,7 @@ class ScalePlan(CachePlan):
         return isinstance(self.allocation, StaticAllocation)
 
     def entries(self, scale: int) -> int:
-        """Table entries that scale `scale` needs (most over layers and heads)."""
+        """Table entries that the fullest head needs at a scale."""
         return int((self.stop[scale] > self.start[scale]).sum(-1).max(initial=0))
 
     def stores(self, scale: int) -> bool:
@@ -113,13 +115,13 @@ class ScalePlan(CachePlan):
         return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
 
     def moves(self, scale: int) -> bool:
-        """Whether what scale `scale` leaves has to be put into its slots one by one: tokens stored
-        earlier may change theirs, or a region has two runs in one block, which the kernels that
-        write blocks do not take (`BlockWrites`)."""
+        """Whether what scale `scale` leaves has to be put into its slots one by one. Tokens stored
+        earlier may change their slots; or a region has two runs in one block, which the kernels
+        that write blocks do not take (`BlockWrites`)."""
         if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
             return False
         # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
-        # region, whether or not there is room for all, the prefix gets shorter, or a row holds less
+        # region (even where there is room for all), the prefix gets shorter, or a row holds less
         # than the prefix (ragged).
         if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
             return True
@@ -127,9 +129,9 @@ class ScalePlan(CachePlan):
         return bool((self.allocation.ragged or shrinks) and self.selects(scale))
 
     def _two_runs_in_a_block(self, scale: int) -> bool:
-        """Whether a table of a scale lists some block twice."""
+        """Whether some head's table at a scale lists a block twice."""
         used = self.stop[scale] > self.start[scale]
-        # empty entries as numbers that occur once
+        # an empty entry gets a number that occurs nowhere else, so that only real ones can be equal
         ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
         return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
 
@@ -150,7 +152,7 @@ class ScalePlan(CachePlan):
             found |= {"keep_scale": count > 0, "keep_count": count}
         return found
 
-    def table(self) -> list[str]:
+    def timeline(self) -> list[str]:
         dense = max(1, self.geometry.dense_tokens)
         heading = (
             "scale  map      tokens  held per head (min mean max)  live after first, last layer"

@@ -144,7 +144,7 @@ class TokenPlan(CachePlan):
         # Heads have an axis of their own here, so groups of them lie side by side as they are.
         return token_state.empty(self, batch_size, dtype, compute_dtype)
 
-    def stored(self, state: tuple[LayerCache, ...]) -> list[Array]:
+    def kv_arrays(self, state: tuple[LayerCache, ...]) -> list[Array]:
         return jax.tree.leaves([(layer.pool, layer.scale) for layer in state])
 
     def divide(self, groups: int) -> tuple["TokenPlan", ...]:
@@ -172,7 +172,7 @@ class TokenPlan(CachePlan):
         stage = np.arange(len(self.capacity))
         return {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
 
-    def table(self) -> list[str]:
+    def timeline(self) -> list[str]:
         """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
         on, and for the last one."""
         held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period

@@ -2,8 +2,8 @@
 
 Two strategies behind one interface, chosen per segment by `cache_step`:
 
-    StaticStep     contents are known beforehand: read and write by table
-    DecidingStep   sizes are known beforehand, a policy decides on the device what fills them
+    StaticStep     contents are known beforehand: the tables say what to read and where to write
+    DecidingStep   sizes are known beforehand: a policy decides on the device what fills them
 
 A strategy has `attend_and_store`, the traced step that the engine calls between a layer's
 projection and the rest of the layer.
@@ -11,7 +11,7 @@ projection and the rest of the layer.
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from varjax.cache.layer_inputs import LayerInputs, RegionInputs, StaticInputs
 from varjax.cache.observation import Observation, Rule
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.scale_plan import ScalePlan
-from varjax.cache.state import Entries, KVState, arrange, store, store_entries
+from varjax.cache.state import EncodedTokens, KVState, arrange, store, store_encoded
 from varjax.models.step_inputs import StepInputs
 
 
@@ -41,20 +41,24 @@ class CacheStep(Protocol):
         state: KVState,
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "R T N H"], KVState]:
-        """Attention output of one layer, and the cache with this scale's survivors stored.
+        """Return the attention output of one layer, and the cache with the scale's survivors.
 
-        inputs: what the strategy reads, of this layer.
+        projection: queries, keys and values of the scale.
+        inputs: the layer's tables, and what its policy knows beforehand.
         """
         ...
 
 
 def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheStep:
-    """Return the strategy of a plan for scales that share one program. attention: implementation of
-    the kernels; None takes what the platform has."""
+    """Return the strategy of a plan for scales that share one program.
+
+    attention: implementation of the kernels; None takes what the platform has.
+    """
     if plan.static_content:
         return StaticStep(any(map(plan.stores, scales)), attention)
     rule, allocation = plan.rule, plan.allocation
     regroups = allocation.regroup_scale in scales
+    # One compiled body serves the whole segment, so it has to do the most that any scale needs.
     changes = enumerate((plan.stores, plan.selects, plan.moves), 1)
     most = (update for update, needed in changes if any(map(needed, scales)))
     return DecidingStep(
@@ -70,19 +74,27 @@ def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheSt
 
 @dataclass(frozen=True)
 class StaticStep:
-    """Contents known beforehand. stores: whether anything of the segment is stored."""
+    """Contents known beforehand.
+
+    stores: whether anything of the segment is stored.
+    attention: implementation of the kernels.
+    """
 
     stores: bool
     attention: str | None
 
     def attend_and_store(self, projection, *, step, layer, state, inputs: StaticInputs):
         out = attend(
-            *(projection, step.length, state.kv_pool, inputs.read),
+            projection,
+            step.length,
+            state.kv_pool,
+            inputs.read,
             kv_scale=state.kv_scale,
             implementation=self.attention,
         )
         if self.stores:
-            # a slot that this scale frees is taken by one of its tokens: write after the read
+            # A slot that this scale frees is taken by one of its own tokens. `after` makes the
+            # write wait for the read: without it XLA copies the pool in every layer (CPU, GPU).
             state = store(state, projection, inputs.write, self.attention, after=out)
         return out, state
 
@@ -100,9 +112,14 @@ class Update(enum.IntEnum):
 class DecidingStep:
     """Contents decided on the device, per row: a head's tokens are the first slots of its region.
 
-    ragged: rows may hold fewer tokens than the capacity. regroup_scale: when heads choose their
-    regions, if that is in the segment. stateful: the policy carries a state from scale to scale, so
-    it is asked at every scale, the last one included.
+    rule: what the policy does on this kind of model.
+    update: the most that happens to a region in this segment.
+    ragged: whether rows may hold fewer tokens than the capacity.
+    regroup_scale: the scale at which heads choose their regions, if it is in the segment.
+    stateful: whether the policy carries a state from scale to scale. It is then asked at every
+      scale, the last one included.
+    last_scale: index of the last scale, of which nothing is kept.
+    attention: implementation of the kernels.
     """
 
     rule: Rule
@@ -117,6 +134,7 @@ class DecidingStep:
 
     @property
     def stores(self) -> bool:
+        """Whether anything of the segment is stored."""
         return self.update >= Update.APPEND
 
     @property
@@ -126,6 +144,7 @@ class DecidingStep:
 
     @property
     def observes(self) -> bool:
+        """Whether the segment's program builds an observation at all."""
         return self.stores or self.stateful
 
     @property
@@ -139,9 +158,12 @@ class DecidingStep:
     # --- the step ---------------------------------------------------------------------------------
 
     def attend_and_store(self, projection, *, step, layer, state: KVState, inputs: RegionInputs):
-        stored = StoredTokens.read(state, inputs.read, layer, self.ragged)
+        held = HeldTokens.read(state, inputs.read, layer, self.ragged)
         found = attend(
-            *(projection, step.length, state.kv_pool, stored.table),
+            projection,
+            step.length,
+            state.kv_pool,
+            held.table,
             kv_scale=state.kv_scale,
             return_lse=self.sums_attention,
             implementation=self.attention,
@@ -149,18 +171,31 @@ class DecidingStep:
         out, lse = found if self.sums_attention else (found, None)
         if not self.observes:
             return out, state
-        view = AttentionView(projection, lse, state, stored.table, step, self.attention)
-        obs = _candidates(stored, view, layer, inputs)
-        obs = observe(obs, view, stored.mass, layer, self)
+        view = AttentionView(projection, lse, state, held.table, step, self.attention)
+        obs = _candidates(held, view, layer, inputs)
+        obs = observe(
+            obs,
+            view,
+            held.mass,
+            layer,
+            self.rule.needs,
+            decides=self.decides,
+            sums_attention=self.sums_attention,
+        )
+        # before the decision: `select` sees the newest state
         obs = replace(obs, state=self.rule.update_state(obs))
         keep, obs = self._decide(obs, inputs)
         if self.stores:
-            state = self._store(state, keep, stored, obs, (projection, out), layer, inputs)
+            state = self._store(keep, obs, held, view, out, layer, inputs)
         return out, _carry_over(state, obs, projection, layer)
 
-    def _decide(self, obs: Observation, inputs: RegionInputs) -> tuple[Bool[Array, "R N K"], Any]:
-        """Keep mask, and the observation with the regions that heads use from now on."""
+    def _decide(
+        self, obs: Observation, inputs: RegionInputs
+    ) -> tuple[Bool[Array, "R N K"], Observation]:
+        """Return which candidates stay, and the observation with the regions that heads use from
+        now on."""
         if self.regroup_scale is not None:
+            # The segment's other scales run the same program, so the scale is compared as data.
             now = obs.scale == self.regroup_scale
             regions = jnp.where(now, self.rule.regroup(obs), obs.regions)
             obs = replace(obs, regions=regions, capacity=inputs.capacity[regions])
@@ -170,28 +205,38 @@ class DecidingStep:
         return keep & (obs.scale < self.last_scale), obs  # nothing reads the last scale
 
     def _store(
-        self, state: KVState, keep, stored: "StoredTokens", obs, arrays, layer, inputs
+        self,
+        keep: Bool[Array, "R N K"],
+        obs: Observation,
+        held: "HeldTokens",
+        view: AttentionView,
+        out: Float[Array, "R T N H"],
+        layer: Int[Array, ""],
+        inputs: RegionInputs,
     ) -> KVState:
         """Put kept tokens into the slots of their (new) regions and record where they are.
 
-        arrays: projection of the scale, and the attention output, which has to be there first.
+        out: the attention output, which must be computed before its slots are overwritten.
         """
-        projection, out = arrays
-        count, following = stored.slots.shape[-1], inputs.following.for_rows(obs.regions)
+        state, projection = view.state, view.projection
+        count, following = held.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
-        stays = obs.regions == stored.regions
+        stays = obs.regions == held.regions
         places = following.slot_mask(state.block_size)
         contents, fresh = arrange(keep, count, stays, places)
+        # Every write below depends on `contents`, so all of them wait for the read.
         contents = order_after(contents, out)
-        state = _update_positions(state, stored, obs, slots, contents)
+        state = _update_positions(state, held, obs, slots, contents)
         if self.update == Update.MOVE:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
-            new = Entries.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
-            entries = Entries.read(state, stored.slots).before(new).take(contents)
-            entries = jax.lax.optimization_barrier(entries)
-            state = store_entries(state, jnp.where(fresh, slots, state.num_slots), entries)
+            new = EncodedTokens.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
+            tokens = EncodedTokens.read(state, held.slots).followed_by(new).take(contents)
+            tokens = jax.lax.optimization_barrier(tokens)
+            state = store_encoded(state, jnp.where(fresh, slots, state.num_slots), tokens)
         else:
+            # Stored tokens keep their slots, so only the scale's own ones are written. Candidates
+            # count stored tokens first, the kernel counts the scale's own from 0.
             source = jnp.where(fresh, contents - count, -1)
             writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
             state = store(state, projection, writes, self.attention, after=out)
@@ -201,8 +246,16 @@ class DecidingStep:
 
 
 @dataclass(frozen=True)
-class StoredTokens:
-    """What a layer's heads hold when the scale starts, per row: P places of each head's region."""
+class HeldTokens:
+    """What a layer's heads hold when the scale starts, per row: P places of each head's region.
+
+    table: the slots of the regions, per row.
+    slots: the slot of every place.
+    live: whether the place holds a token.
+    position: the token in the place, -1 for none.
+    regions: the region that each head uses.
+    mass: attention that the token has received so far, if it is kept.
+    """
 
     table: BlockTable
     slots: Int[Array, "R N P"]
@@ -214,7 +267,11 @@ class StoredTokens:
     @classmethod
     def read(
         cls, state: KVState, table: BlockTable, layer: Int[Array, ""], ragged: bool
-    ) -> "StoredTokens":
+    ) -> "HeldTokens":
+        """Look up what the cache holds for a layer. table: its regions.
+
+        ragged: whether the table has to be cut to the tokens that each row really holds.
+        """
         rows, heads = state.kv_pool.shape[0], table.ids.shape[-2]
         if state.regions is None:
             regions = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), (rows, heads))
@@ -223,9 +280,11 @@ class StoredTokens:
             regions = state.regions[layer]
             table = table.for_rows(regions)
         slots = table.slots(state.block_size)
-        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
+        # Explicit row numbers: with a slice or vmap over rows XLA changes the layout of the whole
+        # array in every layer on TPU.
         row = jnp.arange(rows)[:, None, None]
         position = state.position[row, slots]
+        # a place may be in the table and empty: rows may hold fewer tokens than the capacity
         live = table.slot_mask(state.block_size) & (position >= 0)
         mass = None if state.total_mass is None else state.total_mass[row, slots]
         if ragged:
@@ -234,38 +293,49 @@ class StoredTokens:
 
 
 def _candidates(
-    stored: StoredTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
+    held: HeldTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
 ) -> Observation:
-    """The plain observation: what is stored, then the scale's own tokens."""
+    """Return the plain observation: the candidates are what is held, then the scale's own
+    tokens."""
     tokens, step = view.tokens, view.step
-    shape = (*stored.live.shape[:2], tokens)
+    shape = (*held.live.shape[:2], tokens)
     own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
-    live = jnp.concatenate([stored.live, own], axis=-1)
+    live = jnp.concatenate([held.live, own], axis=-1)
     position = jnp.broadcast_to(step.token_index, shape)
-    position = jnp.concatenate([stored.position, position], axis=-1)
+    position = jnp.concatenate([held.position, position], axis=-1)
     return Observation(
         scale=step.scale,
         live=live,
-        own=jnp.arange(live.shape[-1]) >= stored.live.shape[-1],
+        own=jnp.arange(live.shape[-1]) >= held.live.shape[-1],
         position=jnp.where(live, position, 0),
-        capacity=inputs.capacity[stored.regions],
-        regions=stored.regions,
+        capacity=inputs.capacity[held.regions],
+        regions=held.regions,
         inputs=inputs.policy,
         state=jax.tree.map(lambda a: a[layer], view.state.policy_state),
     )
 
 
 def _update_positions(
-    state: KVState, stored: StoredTokens, obs: Observation, slots, contents
+    state: KVState,
+    held: HeldTokens,
+    obs: Observation,
+    slots: Int[Array, "R N P"],
+    contents: Int[Array, "R N P"],
 ) -> KVState:
-    """Positions and accumulated attention of what the slots hold from now on. Slots that are left
-    become empty first: another head may have taken them over in the same step."""
-    rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots
+    """Record positions and accumulated attention of what the slots hold from now on.
+
+    slots: the places of the (new) regions.
+    contents: the candidate in every place, -1 for none.
+    """
+    rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots  # "drop" skips slot `none`
     here = jnp.where(contents >= 0, slots, none)
     chosen = jnp.maximum(contents, 0)
-    vacated = jnp.where(stored.live, stored.slots, none)
+    # Slots become empty before others are filled: a head may take over, in this very step, a slot
+    # that another head leaves.
+    vacated = jnp.where(held.live, held.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
-    # read before anything is changed: XLA would fuse the read into the second change, and copy
+    # The barrier makes the read happen before anything changes: XLA would fuse it into the second
+    # scatter, and then copy the array that both use.
     moved = jnp.take_along_axis(jax.lax.optimization_barrier(obs.position), chosen, axis=-1)
     state = replace(state, position=position.at[rows, here].set(moved, mode="drop"))
     if state.total_mass is None:
@@ -277,16 +347,18 @@ def _update_positions(
 def _carry_over(
     state: KVState, obs: Observation, projection: Projection, layer: Int[Array, ""]
 ) -> KVState:
-    """What the layer keeps for the next scale beside its tokens."""
+    """Record what the layer keeps for the next scale beside its tokens."""
     if state.policy_state is not None:
         updated = jax.tree.map(
             lambda layers, new: layers.at[layer].set(new), state.policy_state, obs.state
         )
         state = replace(state, policy_state=updated)
     if state.previous_keys is not None:
+        # The last scale may be longer than what is remembered; its keys are never compared, so the
+        # tail is cut off. `neighbours` names real tokens only, so padding is never looked at.
         k = projection.keys()
         tokens = min(k.shape[2], state.previous_keys.shape[3])
-        # the similarity reads the keys that are overwritten here
+        # The similarity reads the keys that are overwritten here: the write has to wait for it.
         layer = order_after(layer, obs.key_similarity)
         keys = k[:, :, :tokens].astype(state.previous_keys.dtype)
         previous = state.previous_keys.at[layer, :, :, :tokens].set(keys)

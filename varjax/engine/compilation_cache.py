@@ -1,7 +1,7 @@
 """Compiled programs kept on disk, so that a second process starts without compiling.
 
-JAX does the keeping (`jax_compilation_cache_dir`); here are the place that varjax's commands use,
-and a count of what came from there.
+JAX keeps and finds them (`jax_compilation_cache_dir`). This module chooses the folder that varjax's
+commands use, and counts what came from there.
 """
 
 import collections
@@ -18,7 +18,7 @@ from varjax.errors import UserError
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
 SHORTEST_S = 0.5
-# a program was looked for in the cache; it was there
+# events of JAX: a program was looked for in the cache; it was there
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
@@ -34,8 +34,8 @@ def use(place: str | None) -> None:
 
     Args:
       place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
-        (JAX_COMPILATION_CACHE_DIR), else `default_directory()`, and goes on without a cache where
-        that cannot be written.
+        (JAX_COMPILATION_CACHE_DIR), else `default_directory()`. Where that cannot be written there
+        is no cache.
 
     Raises:
       UserError: the folder named cannot be written.
@@ -43,6 +43,7 @@ def use(place: str | None) -> None:
     if place == OFF:
         _set(None)
         return
+    # who set JAX's own variable has chosen, and may share the folder with other programs
     if place is None and jax.config.jax_compilation_cache_dir:
         return
     folder = pathlib.Path(place).expanduser() if place else default_directory()
@@ -79,10 +80,10 @@ def _listen() -> None:
 
 
 class Watch:
-    """Says where programs came from that were compiled while it was entered.
+    """Context manager that says where the programs compiled within it came from.
 
-    verdict: "warm": every program came from the cache; "cold": something was compiled; "off": there
-      is no cache.
+    verdict: "warm" if every program came from the cache, "cold" if something was compiled, "off" if
+      there is no cache.
     """
 
     verdict = "off"

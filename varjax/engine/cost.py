@@ -1,5 +1,5 @@
-"""What a traced program computes and reads, counted from its jaxpr, and what observing attention
-costs, counted from a plan.
+"""What a traced program computes and reads, counted from its jaxpr, and what attention and its
+observation cost, counted from a plan.
 
 The compiler's own count takes a loop body once, however often it runs, so it says nothing about a
 program that scans over scales and layers. Here the body of a scan counts as often as it runs.
@@ -9,10 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxtyping import PyTree
 
 from pallas_kernels.estimates import FULL, CallEstimate, Occupancy
 from varjax.cache.plan import CachePlan
@@ -20,14 +21,19 @@ from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
 from varjax.engine.segments import Segment
 
+AnyJaxpr = ClosedJaxpr | Jaxpr  # jax 0.11 has one class for both
+
+# Equations that call a function once. A scan, a while loop or a branch is none of them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
 _KERNELS = ("pallas_call", "mpmd_map")  # Mosaic GPU kernels are maps over a mesh of programs
 
 
 @dataclass(frozen=True)
 class PallasWork:
-    """One call of a Pallas kernel as its author estimates it. known: whether there is an
-    estimate."""
+    """One call of a Pallas kernel, as its author estimates it.
+
+    known: whether there is an estimate; else the numbers are 0.
+    """
 
     name: str
     flops: float = 0.0
@@ -47,11 +53,14 @@ class PallasWork:
 
 @dataclass(frozen=True)
 class Cost:
-    """flops: of matrix products and convolutions, a multiply-add is two; nothing else is counted.
-    scanned_bytes: inputs that scans cut into slices, one slice per iteration: stacked weights and
-      tables, read once whenever the scan runs.
+    """What a program computes and reads.
+
+    flops: operations of matrix products and convolutions, two for a multiply-add. Nothing else is
+      counted.
+    scanned_bytes: bytes of the slices that scans take from their inputs, one slice per iteration:
+      stacked weights and tables.
     kernels: {PallasWork: how often it is called}; what they compute is not among the flops.
-    loops: while loops whose length is not known; their bodies count once.
+    loops: number of while loops whose length is not known; their bodies count once.
     """
 
     flops: float = 0.0
@@ -76,17 +85,20 @@ class Cost:
         return Cost(self.flops * count, self.scanned_bytes * count, kernels, self.loops)
 
 
-def program_cost(jaxpr: Any, occupancy: Occupancy = FULL) -> Cost:
-    """Cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`), of one device inside `shard_map`.
+def program_cost(jaxpr: AnyJaxpr, occupancy: Occupancy = FULL) -> Cost:
+    """Return the cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`); inside `shard_map` that of one
+    device. A `cond` counts as its branch with the most FLOPs.
 
-    Of the branches of a `cond` the one with the most FLOPs counts. occupancy: how much of what
-    Pallas kernels may read and write is in use; their estimates are upper bounds without it.
+    occupancy: how much of what Pallas kernels may read and write is in use. Without it their
+      estimates are upper bounds.
     """
     return sum((_equation_cost(e, occupancy) for e in _open(jaxpr).eqns), Cost())
 
 
-def used_inputs(jaxpr: Any) -> list[bool]:
+def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
     """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
+    # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
+    # they match none of its inputs.
     inner, read = _open(jaxpr), set()
     for equation in inner.eqns:
         read |= {id(v) for v in _inputs_read(equation)}
@@ -94,9 +106,9 @@ def used_inputs(jaxpr: Any) -> list[bool]:
     return [id(v) in read for v in inner.invars]
 
 
-def times_read(jaxpr: Any) -> list[int]:
-    """How often a program reads each of its inputs: once for every equation that takes it, a scan
-    as often as it runs, and as its own scans do."""
+def times_read(jaxpr: AnyJaxpr) -> list[int]:
+    """How often a program reads each of its inputs: once for every equation that takes it. A scan
+    that takes it reads it as often as it runs, times the runs of the scans within."""
     inner, times = _open(jaxpr), Counter()
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))
@@ -111,21 +123,22 @@ def times_read(jaxpr: Any) -> list[int]:
     return [times[id(v)] for v in inner.invars]
 
 
-def _scans_that_read(jaxpr: Any) -> list[int]:
-    """For each input of a scan's body the length of a scan within that takes it whole, 1 if there
-    is none."""
+def _scans_that_read(jaxpr: AnyJaxpr) -> list[int]:
+    """For each input of a scan's body, how often scans within it read the whole input; 1 if none
+    takes it whole."""
     inner, times = _open(jaxpr), Counter()
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"]
             inside = zip(equation.invars, _open(body).invars, _scans_that_read(body), strict=True)
             for variable, within, below in inside:
+                # an input that the inner scan slices has another shape in its body
                 whole = variable.aval.shape == within.aval.shape
                 times[id(variable)] += whole * equation.params["length"] * below
     return [max(1, times[id(v)]) for v in inner.invars]
 
 
-def _inputs_read(equation) -> list:
+def _inputs_read(equation: JaxprEqn) -> list:
     """Inputs of an equation, without those that a called function (`jit`, `shard_map`) ignores."""
     called = list(_inner(equation.params.values()))
     if equation.primitive.name not in _CALLS or len(called) != 1:
@@ -134,7 +147,8 @@ def _inputs_read(equation) -> list:
     return [v for v, used in found if used]
 
 
-def _equation_cost(equation, occupancy: Occupancy) -> Cost:
+def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
+    # Shapes inside `shard_map` are those of one device, so the numbers are, too.
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return Cost(_dot_flops(equation))
@@ -147,28 +161,31 @@ def _equation_cost(equation, occupancy: Occupancy) -> Cost:
         once += Cost(scanned_bytes=_slice_bytes(equation))
         return once.times(params["length"])
     if name == "while":
+        # nothing in the jaxpr says how often it runs; `loops` tells that something is missing
         parts = (params["body_jaxpr"], params["cond_jaxpr"])
         return sum((program_cost(part, occupancy) for part in parts), Cost(loops=1))
     if name == "cond":
+        # only one branch runs: the most expensive one makes this an upper bound
         branches = (program_cost(branch, occupancy) for branch in params["branches"])
         return max(branches, key=lambda cost: cost.flops)
     return sum((program_cost(inner, occupancy) for inner in _inner(params.values())), Cost())
 
 
-def _dot_flops(equation) -> float:
+def _dot_flops(equation: JaxprEqn) -> float:
+    # every output number sums over the contracted axes
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return 2.0 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
 
 
-def _convolution_flops(equation) -> float:
-    """Every output number sums over the inputs and the window of its own feature."""
+def _convolution_flops(equation: JaxprEqn) -> float:
+    """FLOPs of a convolution. Every output number sums over the weights of its own feature."""
     weights = equation.invars[1].aval
     features = weights.shape[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * equation.outvars[0].aval.size * weights.size / features
 
 
-def _slice_bytes(equation) -> float:
+def _slice_bytes(equation: JaxprEqn) -> float:
     """Bytes of the slices that one iteration of a scan takes from its inputs.
 
     These are the inputs whose shape in the body lacks the leading axis (how a scan's parameters say
@@ -182,13 +199,16 @@ def _slice_bytes(equation) -> float:
 
 
 def num_bytes(leaf, shape: tuple[int, ...] | None = None) -> int:
-    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes. shape: of
-    a part of it."""
+    """Bytes of an array or of anything with a shape and a type. A random key takes 8 bytes.
+
+    shape: of a part of the array, if only that counts.
+    """
+    # the type of random keys is one of JAX's own, without the size of NumPy's types
     size = math.prod(leaf.shape if shape is None else shape)
     return size * (leaf.dtype.itemsize if isinstance(leaf.dtype, np.dtype) else 8)
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of a tree."""
     return sum(map(num_bytes, jax.tree.leaves(tree)))
 
@@ -204,14 +224,15 @@ def _kernel_name(params) -> str:
 
 
 def _inner(values: Iterable) -> Iterable:
-    """Jaxprs among the parameters of an equation (calls, custom derivatives, `shard_map`)."""
+    """Find the jaxprs among the parameters of an equation (calls, custom derivatives,
+    `shard_map`)."""
     for value in values:
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(_open(item), "eqns"):
                 yield item
 
 
-def _open(jaxpr):
+def _open(jaxpr: AnyJaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -221,44 +242,53 @@ def _open(jaxpr):
 def attention_flops(
     plan: CachePlan, segments: tuple[Segment, ...], cache: tuple[CacheStep, ...]
 ) -> dict[str, float]:
-    """FLOPs per image, padding included: products of queries with keys and of weights with values,
-    and the products that the policy's observations repeat (`Needs`).
+    """Return FLOPs per image, padding included: {"attention": ..., "observation": ..., "share":
+    observation / attention}.
 
-    Returns {"attention": ..., "observation": ..., "share": observation / attention}.
+    Attention is the products of queries with keys and of weights with values. Observation is what
+    the policy repeats of them (`Needs`).
     """
     g, attention, observation = plan.geometry, 0.0, 0.0
     for segment, step in zip(segments, cache, strict=True):
         for scale in segment.scales:
+            # Kernels read whole blocks, as many for all heads as the fullest one needs, and the
+            # scale's own tokens with padding.
             keys = plan.entries(scale) * plan.block_size + segment.length
             product = 2.0 * g.rows_per_image * g.num_layers * g.num_heads * g.head_dim * keys
+            # twice: queries with keys, then weights with values
             attention += 2 * product * segment.length
+            # scores only: a policy repeats the product with the keys, not the one with the values
             observation += product * _observed_queries(step, segment.length)
     share = observation / attention if attention else 0.0
     return {"attention": attention, "observation": observation, "share": share}
 
 
 def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
-    """Likewise of a model that draws token by token: the condition's tokens with each other, every
-    image token that is read with all slots of its head, and what policies look at after stages."""
+    """Return `attention_flops` for a model that draws token by token.
+
+    The condition's tokens attend to each other. Every image token attends to all slots of its head,
+    whether they are in use or not. Policies look once per stage.
+    """
     g, sequence, slots = plan.geometry, plan.sequence, sum(plan.layer_slots)
-    of_pair = 2.0 * g.rows_per_image * g.num_heads * g.head_dim  # one query with one key
-    attention = 2 * of_pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
+    pair = 2.0 * g.rows_per_image * g.num_heads * g.head_dim  # one query with one key, all heads
+    attention = 2 * pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
     observation = 0.0
     if plan.allocation.decides:
         needs, (stages, _) = plan.rule.needs, sequence.stages(plan.allocation.period)
         queries = needs.window_logits + needs.window * needs.window_scores
-        observation = of_pair * slots * stages * queries
+        observation = pair * slots * stages * queries
         if needs.newest_mass and plan.allocation.group_stage is not None:
-            observation += 2 * of_pair * slots
+            observation += 2 * pair * slots
     return {"attention": attention, "observation": observation, "share": observation / attention}
 
 
 def _observed_queries(step: CacheStep, length: int) -> int:
-    """Queries whose scores are computed once more in each of a segment's scales."""
+    """Count the queries whose scores are computed once more in each of a segment's scales."""
     if not isinstance(step, DecidingStep) or not step.observes:
         return 0
     needs, queries = step.rule.needs, length if step.sums_attention else 0
     if step.decides:
+        # mass and attention share one softmax; logits may use other queries, so they count anew
         times = (needs.window_mass or needs.window_attention) + needs.window_logits
         queries += needs.window * times
     return queries

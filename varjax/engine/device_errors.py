@@ -7,7 +7,8 @@ import jax
 
 from varjax.errors import UserError
 
-# of a chip's own, which a kernel has used up: no smaller batch helps
+# Memories on the chip. A kernel that has used one up says the same words as a full device, but no
+# smaller batch helps.
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
 
 
@@ -17,14 +18,15 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def explained(doing: str, attention: str) -> Iterator[None]:
-    """Errors of the device while `doing` something, in words.
+    """Explain errors of the device while `doing` something.
 
     attention: the implementation of the kernels that the program has.
 
     Raises:
       OutOfMemory: the memory of the device does not suffice.
-      NotImplementedError: as it comes, a kernel that cannot take the shapes. Others are a mistake
-        of ours or of a compiler: they say in a note how to do without kernels.
+      NotImplementedError: a kernel cannot take the shapes; passed on as it is.
+      Exception: any other one is a mistake of ours or of a compiler. It is passed on with a note
+        that says how to do without kernels.
     """
     try:
         yield
@@ -36,6 +38,7 @@ def explained(doing: str, attention: str) -> Iterator[None]:
                 f"the device ran out of memory {doing}: {_first_line(error)}: take a smaller "
                 f"batch_size, decode_batch or budget, or kv_dtype='int8'"
             ) from error
+        # By the name of its package: what compilers raise has no common base class.
         of_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
         if of_jax and attention != "reference":
             error.add_note(
@@ -47,6 +50,7 @@ def explained(doing: str, attention: str) -> Iterator[None]:
 
 def is_out_of_memory(message: str) -> bool:
     """Whether XLA says that the memory of the device, and not a chip's own, does not suffice."""
+    # XLA has one status for all memories; only the words say which one is full
     words = message.lower()
     return "resource_exhausted" in words and not any(place in words for place in ON_CHIP)
 

@@ -5,10 +5,11 @@ inputs, how weights are arranged. `Generator` and `experiments.aot` know one int
     ScaleDrawing    `engine.scales`: segments of scales, inputs by scale
     TokenDrawing    `engine.tokens`: layers always separate, no inputs but the policy's own
 
-What a plan can answer (an empty cache, its division over devices) is asked of the plan.
+The plan itself answers what concerns the cache alone: an empty one, its division over devices.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Protocol, TypeVar
 
@@ -37,11 +38,29 @@ MODEL = AXES[1]
 Inputs = TypeVar("Inputs", bound=tuple)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How a user wants the program to be built; results do not depend on it.
+
+    segments: how the scale loop is cut (`segments.plan_segments`).
+    layers: how the weights of layers lie (`program.arrange_layers`).
+    attention: implementation of the kernels; None takes what the platform has.
+    keep_logits: also return guided logits.
+    unroll: debug option; unrolls the scans over scales and layers.
+    """
+
+    segments: int | str = AUTO
+    layers: str = program.AUTO
+    attention: str | None = None
+    keep_logits: bool = False
+    unroll: bool = False
+
+
 class Drawing(Protocol[Inputs]):
     """How one kind of model draws a batch.
 
-    spec: the static side, which `program.trace_codes` takes.
-    segments: how the scale loop is cut; nothing where tokens are drawn.
+    spec: the static side of the program, which `program.trace_codes` takes.
+    segments: how the scale loop is cut; empty where tokens are drawn.
     """
 
     spec: ScaleSpec | TokenSpec
@@ -56,11 +75,11 @@ class Drawing(Protocol[Inputs]):
         ...
 
     def for_images(self, shared: Inputs, image_index: np.ndarray) -> Inputs:
-        """Complete `shared_inputs` for a batch of images: the program's inputs."""
+        """Return the program's inputs for a batch of images, from `shared_inputs`."""
         ...
 
     def input_specs(self, inputs: Inputs) -> tuple:
-        """Inputs with a `PartitionSpec` in place of every array."""
+        """Return the inputs with a `PartitionSpec` in place of every array."""
         ...
 
     def attention_flops(self) -> dict[str, float]:
@@ -72,39 +91,49 @@ def drawing(
     networks: Mapping[str, nnx.Module],
     plan: CachePlan,
     sampling: Sampling,
+    options: BuildOptions,
     *,
     batch_size: int,
-    segments: int | str,
-    layers: str,
-    attention: str | None,
     mesh: MeshSpec,
     platform: str,
-    keep_logits: bool = False,
-    unroll: bool = False,
 ) -> Drawing:
-    """Return the strategy for the model of a plan.
+    """Return the strategy for the model of a plan. batch_size: images on the whole mesh.
 
     Raises:
       UserError: segments or sampling that do not fit, or a plan for another number of rows.
     """
     config = networks["transformer"].config
-    check_cut(plan.geometry.schedule, segments, layers, unroll)
+    check_cut(plan.geometry.schedule, options.segments, options.layers, options.unroll)
     if isinstance(plan, TokenPlan):
+        # the plan was made for fewer slots than the condition has tokens: one stands for all
         one_slot = plan.sequence.condition < config.condition_tokens
         spec = TokenSpec.of(
-            plan, sampling, config, attention, one_slot=one_slot, keep_logits=keep_logits
+            plan,
+            sampling,
+            config,
+            options.attention,
+            one_slot=one_slot,
+            keep_logits=options.keep_logits,
         )
         return TokenDrawing(spec, plan, mesh)
+    # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
-    cuts = program.plan_segments(networks, plan.geometry.schedule, segments, rows, platform)
+    schedule = plan.geometry.schedule
+    cuts = program.plan_segments(networks, schedule, options.segments, rows, platform)
     spec = ScaleSpec.of(
-        plan, cuts, sampling, config, attention, keep_logits=keep_logits, unroll=unroll
+        plan,
+        cuts,
+        sampling,
+        config,
+        options.attention,
+        keep_logits=options.keep_logits,
+        unroll=options.unroll,
     )
     return ScaleDrawing(spec, plan, mesh)
 
 
 class ScaleDrawing:
-    """Scale by scale."""
+    """`Drawing` of models that draw scale by scale."""
 
     def __init__(self, spec: ScaleSpec, plan: ScalePlan, mesh: MeshSpec):
         self.spec, self.plan, self.mesh = spec, plan, mesh
@@ -117,14 +146,17 @@ class ScaleDrawing:
         program.arrange_layers(networks, how, platform)
 
     def shared_inputs(self, transformer):
+        # every device along `model` has a pool of its own, and so tables of its own
         groups = self.plan.divide(self.mesh.model)
         return inputs.shared_inputs(groups, self.segments, transformer.resampling)
 
     def for_images(self, shared, image_index):
+        # only what the policy wants to know about images is new for a batch
         return inputs.for_images(shared, self.plan, self.segments, image_index)
 
     def input_specs(self, inputs):
-        # tables of groups of heads lie side by side along the third axis
+        # tables of groups of heads lie side by side along the third axis; all devices need all of
+        # what describes the scale itself
         heads = PartitionSpec(None, None, MODEL) if self.mesh.model > 1 else PartitionSpec()
         return tuple(
             SegmentInputs(
@@ -139,7 +171,7 @@ class ScaleDrawing:
 
 
 class TokenDrawing:
-    """Token by token."""
+    """`Drawing` of models that draw token by token."""
 
     segments = ()
 
@@ -148,19 +180,23 @@ class TokenDrawing:
 
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
-        # weights that are divided over devices are multiplied as they lie
+        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
+        # the left one, which pays for the few rows of a token (docs/benchmarks.md). Weights that
+        # are divided over devices are multiplied as they lie.
         turned = platform == "cpu" and self.mesh.model == 1
         stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer):
+        # no tables: every layer has a cache of its own, and its slots follow from a token's number
         return ()
 
     def for_images(self, shared, image_index):
-        """For each layer, what its policy knows beforehand."""
+        """Return, for each layer, what its policy knows beforehand."""
         found = self.plan.policy_inputs(image_index)
         return () if found is None else tuple(found)
 
     def input_specs(self, inputs):
+        # whole on every device: `parallel.plans.check_plan` refuses inputs that depend on images
         return jax.tree.map(lambda _: PartitionSpec(), inputs)
 
     def attention_flops(self):
@@ -171,12 +207,13 @@ class TokenDrawing:
 def check_cut(
     order: Schedule | TokenSequence, segments: int | str, layers: str, unroll: bool = False
 ) -> None:
-    """Raise `UserError` for what a model that draws in this order lets nobody choose."""
+    """Raise `UserError` for options that make no sense for a model that draws in this order."""
     raise NotImplementedError(type(order))
 
 
 @check_cut.register
 def _(order: Schedule, segments: int | str, layers: str, unroll: bool = False) -> None:
+    # raises for what does not fit; the cut that is used comes later, when the rows are known
     plan_segments(order, segments)
 
 
@@ -187,6 +224,7 @@ def _(order: TokenSequence, segments: int | str, layers: str, unroll: bool = Fal
             f"segments={show(segments)}: models that draw token by token have no scales to cut: "
             f"give {AUTO!r}"
         )
+    # given "auto" or "unroll", layers are separate in any case (`TokenDrawing.arrange`)
     if layers == program.SCAN:
         raise UserError(
             "layers='scan': models that draw token by token run a body per layer, because a scan "

@@ -3,6 +3,7 @@ compiled."""
 
 import bisect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -29,9 +30,13 @@ SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one batch: weights, the cache (KV pool and what else it carries), what layers hold
-    of the condition (keys and values of the text), and an estimate of activations (largest scale
-    and image decoder)."""
+    """Bytes of one batch.
+
+    weights: transformer and codec.
+    kv_pool: the cache: the KV pool and what else it carries.
+    activations: estimate for the widest step, or for the image decoder if that takes more.
+    condition: what layers hold of the condition (keys and values of a text).
+    """
 
     weights: int
     kv_pool: int
@@ -53,40 +58,44 @@ def predict(
     kernels: bool | None = None,
     text_tokens: int | None = None,
     decode_batch: int | None = None,
-    parts: int = 1,
 ) -> Prediction:
-    """Predicted bytes of a batch. The pool is exact; activations are the live tensors of the widest
-    step, counted from shapes. The codec is in float32.
+    """Predict the bytes of a batch. The pool is exact. Activations are the live tensors of the
+    widest step, counted from shapes. The codec is in float32.
 
     On a mesh the prediction is for one device: give its plan (`CachePlan.divide`) and its images.
 
-    dtype, kv_dtype: of the transformer and of the pool.
+    dtype, kv_dtype: types of the transformer and of the pool.
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
     decode_batch: images decoded at once; None: as `program.decode` chooses.
-    parts: that heads and weights are divided into (`MeshSpec.model`).
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
-    step = Step(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
+    step = StepSizes(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
     code_map = model.code_map[:2]
     decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
+    # the shapes of the very arrays that a run makes: exact, and nothing is allocated
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
-    weights = sharding.count({"transformer": model.transformer}, parts) * item_size(dtype)
+    # a divided plan has the heads of one device, which says how many devices share the weights
+    parts = model.config.num_heads // plan.geometry.num_heads
+    held = sharding.count_per_device({"transformer": model.transformer}, parts)
     return Prediction(
-        weights=weights + parameters.count(model.codec) * 4,
+        weights=held * item_size(dtype) + parameters.count(model.codec) * 4,
         kv_pool=cost.tree_bytes(cache),
+        # pixels are decoded after the last step: the two never exist together
         activations=max(step_bytes(plan, step), pixels),
         condition=model.config.condition_bytes(step.rows, item_size(dtype), text_tokens),
     )
 
 
 @dataclass(frozen=True)
-class Step:
-    """The widest step of a program: what its tensors are made of. kernels: whether attention runs
-    in a kernel, which has no scores and no gathered keys in memory."""
+class StepSizes:
+    """What the tensors of a program's widest step are made of.
+
+    kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
+    """
 
     plan: CachePlan
     config: TransformerConfig
@@ -107,55 +116,60 @@ class Step:
         return self.rows * tokens * (products * item + width * (4 - item))
 
     def logits(self, images: int, tokens: int) -> int:
-        """Bytes of logits, and what sampling makes of them."""
+        """Bytes of logits and of what sampling makes of them."""
         return ARRAYS_PER_LOGIT * images * tokens * self.config.logits_per_token * 4
 
 
 @singledispatch
-def step_bytes(plan: CachePlan, step: Step) -> int:
+def step_bytes(plan: CachePlan, step: StepSizes) -> int:
     """Bytes of the tensors that are live in the widest step."""
     raise NotImplementedError(type(plan))
 
 
 @step_bytes.register
-def _(plan: ScalePlan, step: Step) -> int:
-    """The widest step is the scale with most tokens."""
+def _(plan: ScalePlan, step: StepSizes) -> int:
+    """Return the bytes of the scale with most tokens."""
     tokens = max(plan.geometry.schedule.tokens)
     keys = tokens + int(plan.capacity.max(initial=0))
     scores = 0 if step.kernels else _reference_attention(plan, step, tokens, keys)
+    # The policy looks after the attention is done, so the two do not add up.
     attention = max(scores, _window_scores(plan, step, keys))
+    # images whose logits exist at one time: sampling takes a batch in chunks
     chosen = min(step.batch_size, images_at_once(tokens, step.config.logits_per_token))
-    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize  # input of the head
+    # All rows of the head's input stay alive while logits are made for a few images at a time.
+    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize
     return max(step.layer(tokens) + attention, step.logits(chosen, tokens) + last)
 
 
 @step_bytes.register
-def _(plan: TokenPlan, step: Step) -> int:
-    """The widest step is the condition, all its tokens at once; or the attention of one query of
-    every head, and of the policy's window, with the slots of a layer, whose keys the reference
-    converts to float32."""
+def _(plan: TokenPlan, step: StepSizes) -> int:
+    """Return the bytes of the wider of two steps: the condition, all its tokens at once; or a
+    query of every head, and the policy's window, with all slots of a layer."""
     condition = step.config.condition_tokens
     heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
     queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+    # the reference converts keys and values to float32
     whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
+    # one query of the token and the window's queries score all slots of a layer
     token = slots * (SCORE_ARRAYS * queries * 4 + whole)
     attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
     return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
 
 
-def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) -> int:
-    """Bytes of the scores that exist at once, in three stages (XLA's CPU compiler keeps as many),
-    and of keys and values gathered from the pool."""
+def _reference_attention(plan: ScalePlan, step: StepSizes, tokens: int, keys: int) -> int:
+    """Bytes of attention without a kernel: scores, and keys and values gathered from the pool."""
+    # Scores exist in several stages at once: XLA's CPU compiler keeps `SCORE_ARRAYS` of them.
     heads = plan.geometry.num_heads
     token = 2 * plan.geometry.head_dim * step.kv_dtype.itemsize
     gathered = 2 * step.rows * heads * keys * token
+    # the reference takes so many rows at a time that their scores stay small
     at_once = min(step.rows, reference.rows_at_once(heads, tokens, keys))
     return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
 
 
-def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
-    """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
-    gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
+def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
+    """Bytes of what a policy with a window of queries is shown: a layer's keys, gathered in the
+    type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
     window = plan.rule.needs.window
     per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
@@ -163,15 +177,16 @@ def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that the default device can still give, or None if it does not say."""
+    """Return how much memory the default device can still give, or None if it does not say."""
     device = jax.devices()[0]
-    stats = device.memory_stats()
+    stats = device.memory_stats()  # None on a CPU
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return _free_host_memory() if device.platform == "cpu" else None
 
 
 def _free_host_memory() -> int | None:
+    # Linux says what it could give after dropping caches. Elsewhere all memory stands in for it.
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             entries = dict(line.split(":", 1) for line in file)
@@ -183,21 +198,26 @@ def _free_host_memory() -> int | None:
             return None
 
 
-def largest_batch(predict_for, wanted: int, available: int | None) -> int:
-    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one
-    image fits."""
+def largest_batch(
+    predict_for: Callable[[int], Prediction], wanted: int, available: int | None
+) -> int:
+    """Find the largest batch up to `wanted` whose prediction fits, by bisection; 0 if not even one
+    image fits. predict_for: from a number of images."""
     if available is None:
         return wanted
 
     def too_large(size: int) -> bool:
         return predict_for(size).total > SAFETY * available
 
+    # predictions grow with the batch, so the sizes that fit come first
     return bisect.bisect_left(range(1, wanted + 1), True, key=too_large)
 
 
-def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
-    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to
-    what fits.
+def choose_batch_size(
+    predict_for: Callable[[int], Prediction], asked: int | None, num_images: int, usual: int
+) -> int:
+    """Choose the batch size of a run: as asked, else `usual` cut down to what fits, and never more
+    than the number of images.
 
     Raises:
       UserError: the batch asked for, or a single image, does not fit the device.

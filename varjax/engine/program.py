@@ -1,25 +1,27 @@
 """The two programs of a run, before they are compiled: drawing codes, and decoding pixels.
 
 `varjax.generator` compiles them for the device that is there, `experiments.aot` for chips that are
-not; so both compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s (whose
-`sharding` names the device).
+absent. Both therefore compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s,
+whose `sharding` names the device.
 """
 
 import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from varjax.cache.state import KVState
 from varjax.engine import segments
 from varjax.engine.segments import Segment, map_in_chunks
 from varjax.nn import stacked
+from varjax.nn.published import Configuration
 from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
 
@@ -33,6 +35,17 @@ SCANNED_BYTES = 64 * 2**20
 # accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
 FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
+
+
+class Codec(Protocol):
+    """What decoding asks of a codec (`varjax.codecs.autoencoder`); `config` has `downsample` and
+    `decoder.widths`."""
+
+    config: Configuration
+
+    def decode(
+        self, code_map: Float[Array, "B P Q C"], *, dtype: str
+    ) -> Float[Array, "B H W 3"]: ...
 
 
 def trace_codes(
@@ -50,17 +63,19 @@ def trace_codes(
     The state is donated: the program updates the caller's buffers.
 
     Args:
-      arguments: condition, keys, inputs, given (`scales.generate_codes`).
+      arguments: condition, keys, inputs, given (`ScaleSpec.generate`, `TokenSpec.generate`).
       precision: "default" or "highest", of float32 products.
       auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
         not copied into another layout in every call); the caller puts them there, see `place`.
       sharded: the program of a mesh, for several devices; shapes then carry its `shardings`.
     """
-    # The state is donated: the pool is the largest buffer, and without donation the program would
-    # allocate a second one for its result.
+    # The pool is the largest buffer. Without donation the program would allocate a second one for
+    # its result.
     program = sharded or spec.generate
     where = {}
     if auto_layout:
+        # A TPU's compiler would copy stacked weights into another layout in every call. Only the
+        # weights are left open: the pool and the inputs lie as the kernels read them.
         networks = jax.tree.map(_somewhere, networks)
         formats = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
         where["in_shardings"] = (formats, *(None,) * (1 + len(arguments)))
@@ -75,7 +90,7 @@ def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool
     by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
-    scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
+    scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
     few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
       programs that draw codes.
@@ -86,23 +101,24 @@ def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
     else:
         return {}
+    # who has set the flag has decided
     return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
 
 
 def trace_pixels(
     networks: Mapping[str, nnx.Module],
-    code_map: Any,
+    code_map: Array | jax.ShapeDtypeStruct,
     *,
     precision: str = "default",
-    formats: Any = None,
+    formats: PyTree[Format] | None = None,
     sharded: ShardedProgram | None = None,
     at_once: int | None = None,
     dtype: str = "float32",
 ) -> jax.stages.Traced:
-    """The program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
+    """Trace the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
     at_once, dtype: see `decode`.
-    formats: where and how the arrays lie, if not as usual (`Compiled.input_formats`).
+    formats: where and how the weights lie (`Compiled.input_formats`); None: as usual.
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
     with _matmul_precision(precision):
@@ -122,14 +138,17 @@ def _pixels(networks, code_map, at_once, dtype):
 
 
 def decode(
-    codec: Any,
+    codec: Codec,
     code_map: Float[Array, "B P Q C"],
     *,
     at_once: int | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "B H W 3"]:
-    """Pixels in [0, 1], float32, `at_once` images at a time; None: as many as `DECODER_BYTES`
-    allow. dtype: of the decoder's weights and feature maps; its norms are float32 in any case."""
+    """Return pixels in [0, 1], float32.
+
+    at_once: images that are decoded together; None: as many as `DECODER_BYTES` allow.
+    dtype: type of the decoder's weights and feature maps. Its norms are float32 in any case.
+    """
     images = code_map.shape[0]
     at_once = at_once or decoder_batch(codec, code_map.shape[1:3], images)
     return map_in_chunks(
@@ -137,14 +156,16 @@ def decode(
     )
 
 
-def decoder_batch(codec: Any, code_map: tuple[int, int], images: int) -> int:
+def decoder_batch(codec: Codec, code_map: tuple[int, int], images: int) -> int:
     """How many images are decoded at once. code_map: height and width of the latent map."""
     return max(1, min(images, DECODER_BYTES // decoder_bytes(codec, code_map)))
 
 
-def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
-    """Estimate of what decoding one image takes: six activations of the widest resolution."""
+def decoder_bytes(codec: Codec, code_map: tuple[int, int]) -> int:
+    """Estimate what decoding one image takes: six float32 activations of the largest
+    resolution."""
     height, width = (side * codec.config.downsample for side in code_map)
+    # widths[0] belongs to the finest level, which has the most pixels
     return 6 * height * width * codec.config.decoder.widths[0] * 4
 
 
@@ -152,9 +173,9 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
     """Stack the weights of the transformer's layers, or take them apart (`varjax.nn.stacked`).
     The modules are changed.
 
-    how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer
-      before it uses them, but on a TPU. "unroll": separate, a body per layer, nothing is copied.
-      "auto": "unroll" for large models on GPUs and CPUs.
+    how: "scan" stacks them: one compiled body for all layers. Except on a TPU it copies the weights
+      of a layer before it uses them. "unroll" separates them: a body per layer, nothing is copied.
+      "auto" is "unroll" for large models on GPUs and CPUs, else "scan".
     platform: "cpu", "gpu" or "tpu".
     """
     transformer = networks["transformer"]
@@ -171,7 +192,12 @@ def plan_segments(
     rows: int,
     platform: str,
 ) -> tuple[Segment, ...]:
-    """`segments.plan_segments` for this model on this platform. rows: of one device."""
+    """Cut the scale loop for this model on this platform (`segments.plan_segments`).
+
+    wanted: how many segments, or "auto".
+    rows: cache rows of one device.
+    """
+    # In a small program the bodies' compile time counts, in a large one what padding costs.
     if not _is_large(networks["transformer"]):
         return segments.plan_segments(schedule, wanted)
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform])
@@ -182,11 +208,12 @@ def _is_large(transformer: nnx.Module) -> bool:
     return stacked.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
 
 
-def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:
-    """Put arrays where, and lay them out as, a program wants them
+def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
+    """Put the weights where a program wants them, in the layout that it wants
     (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
-    weights never exist twice; arrays that fit already stay."""
+    weights never exist twice. Arrays that lie right already stay."""
     held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    # formats have one leaf per array, in the order in which JAX flattens the networks
     wanted = iter(jax.tree.leaves(formats))
     for variable in held:
         arrays, tree = jax.tree.flatten(variable.get_value())  # several where layers are separate
@@ -199,14 +226,15 @@ def _placed(array: Array, wanted: Format) -> Array:
     return array if array.format == wanted else jax.device_put(array, wanted)
 
 
-def _somewhere(leaf) -> jax.ShapeDtypeStruct:
-    """Shape, type and device of an array, its layout left open."""
+def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape, type and device of an array, and leave its layout open."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     sharding_ = getattr(leaf, "sharding", None) or here
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
 
 
-def _matmul_precision(name: str):
+def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
+    # part of the trace: it has to be set while tracing, not around calls of the compiled program
     if name == "highest":
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

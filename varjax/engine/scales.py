@@ -1,18 +1,19 @@
-"""The generation program: one function of arrays, `lax.scan` over scales inside segments,
-`lax.scan` over layers inside scales, or one layer after the other where weights are separate.
+"""The program that draws scale by scale: one function of arrays. It scans over the scales of each
+segment. Inside a scale it scans over layers; where weights are separate, it runs one layer after
+the other.
 
-The state (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens
+The carry (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens
 are computed and thrown away, masked as keys and never stored.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
@@ -28,12 +29,14 @@ from varjax.schedule import Schedule
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """The static side of a program that draws scale by scale.
+    """The static side of a program that draws scale by scale, and the program itself.
 
-    cache: how each segment's layers use the cache. rows_per_image: 2 with guidance, else 1.
-    attention: implementation of the kernels, those that choose tokens among them; None takes what
-      the platform has. unroll: debug option; unrolls both scans. keep_logits: also return guided
-      logits.
+    cache: how each segment's layers use the cache.
+    rows_per_image: 2 with guidance, else 1.
+    attention: implementation of the kernels, those that choose tokens included; None takes what
+      the platform has.
+    keep_logits: also return guided logits.
+    unroll: debug option; unrolls both scans.
     """
 
     schedule: Schedule
@@ -45,7 +48,8 @@ class ScaleSpec:
     keep_logits: bool = False
     unroll: bool = False
 
-    few_rows = False  # products have the rows of whole scales
+    # Products have the rows of whole scales: the compiler options of large products fit.
+    few_rows = False
 
     @classmethod
     def of(
@@ -80,72 +84,76 @@ class ScaleSpec:
             unroll=unroll,
         )
 
-    def generate(self, networks, state, condition, keys, inputs, given):
-        """`generate_codes` of this spec."""
-        return generate_codes(networks, state, condition, keys, inputs, given, spec=self)
+    def generate(
+        self,
+        networks: Mapping[str, nnx.Module],
+        state: KVState,
+        condition: PyTree,
+        keys: Array,
+        inputs: tuple[SegmentInputs, ...],
+        given: Given | None,
+    ) -> tuple[dict[str, Array], KVState]:
+        """Draw all scales of a batch of images.
+
+        Args:
+          networks: "transformer" (`varjax.models.next_scale`) and "codec".
+          state: empty cache; donate it.
+          condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
+            `varjax.conditions`).
+          keys: one typed random key per image [B].
+          inputs: `inputs.program_inputs`.
+          given: tokens that replace the draw, or None.
+
+        Returns:
+          {"tokens": int32 [B, L] (bitwise models: uint8 [B, L, bits]), "code_map": float32
+          [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) if asked for} and the cache
+          as it is after the last scale.
+        """
+        transformer = networks["transformer"]
+        # once per image, outside both scans: text and modulation are the same for every scale
+        with jax.named_scope("encode_condition"):
+            guided, kernel = self.rows_per_image == 2, self.attention
+            context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
+            context = context | {"attention": transformer.attention_vectors()}
+        code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
+        # The cache travels in the carry of both scans, never as scan input or output: those are
+        # buffers of their own, and a second pool would exist beside the first. In the carry XLA
+        # updates it in place, and the donated argument is the only one.
+        carry, parts = (code_map, state), []
+        # A scan pads all its scales to one length, so each segment is a scan of its own: one
+        # compiled layer body per segment instead of one per scale and layer.
+        for segment, cache, scanned in zip(self.segments, self.cache, inputs, strict=True):
+            scale = partial(_scale, networks, context, keys, given, cache, self)
+            carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=self.unroll)
+            parts.append(_without_padding(outputs, self.schedule, segment))
+        code_map, state = carry
+        results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
+        return results | {"code_map": code_map}, state
 
 
-def generate_codes(
+def _scale(
     networks: Mapping[str, nnx.Module],
-    state: KVState,
-    condition: Any,
+    context: dict[str, PyTree],
     keys: Array,
-    inputs: tuple[SegmentInputs, ...],
     given: Given | None,
-    *,
+    cache: CacheStep,
     spec: ScaleSpec,
-) -> tuple[dict[str, Array], KVState]:
-    """Draw all scales of a batch of images.
+    carry: tuple[Array, KVState],
+    inputs: SegmentInputs,
+) -> tuple[tuple[Array, KVState], dict[str, Array]]:
+    """Draw one scale: inputs, layers, head, tokens, accumulation.
 
-    Args:
-      networks: "transformer" (`varjax.models.next_scale`) and "codec".
-      state: empty cache; donate it.
-      condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
-        `varjax.conditions`).
-      keys: one typed random key per image [B].
-      inputs: `inputs.program_inputs`.
-      given: tokens that replace the draw, or None.
-      spec: static.
-
-    Returns:
-      {"tokens": int32 [B, L] (uint8 [B, L, bits] of bitwise models), "code_map": float32
-      [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) if asked for} and the cache as it
-      is after the last scale.
+    carry: latent map [B, P, Q, C] and cache.
+    inputs: those of this scale, without the axis of scales.
     """
-    transformer = networks["transformer"]
-    # once per image, outside both scans: text and modulation are the same for every scale
-    with jax.named_scope("encode_condition"):
-        guided, kernel = spec.rows_per_image == 2, spec.attention
-        context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
-        context = context | {"attention": transformer.attention_vectors()}
-    code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
-    # The cache travels in the carry of both scans, never as scan input or output: those are
-    # buffers of their own, and a second pool would exist beside the first. In the carry XLA
-    # updates it in place, and the donated argument is the only one.
-    carry, parts = (code_map, state), []
-    # A scan pads all its scales to one length, so each segment is a scan of its own: one compiled
-    # layer body per segment instead of one per scale and layer.
-    for segment, cache, scanned in zip(spec.segments, spec.cache, inputs, strict=True):
-
-        def scale(carry, step, cache=cache):
-            return _scale(networks, context, keys, given, cache, spec, carry, step)
-
-        # `cache` is bound now: the loop variable would be another one when a scan is traced late
-        carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=spec.unroll)
-        parts.append(_without_padding(outputs, spec.schedule, segment))
-    code_map, state = carry
-    results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
-    return {**results, "code_map": code_map}, state
-
-
-def _scale(networks, context, keys, given, cache: CacheStep, spec: ScaleSpec, carry, inputs):
-    """One scale: inputs, layers, head, tokens, accumulation."""
     code_map, state = carry
     transformer, codec, step = networks["transformer"], networks["codec"], inputs.step
     with jax.named_scope("embed"):
         x = transformer.embed(context, step.shrink(code_map), step)
         shared = transformer.scale_context(context, step, spec.sampling)
 
+    # Kernels read tables packed into one array. Packing is done here and not in `layer`, so that
+    # it runs once per scale.
     tables = inputs.layers.packed()
 
     def layer(carry, scanned):
@@ -179,9 +187,17 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ScaleSpec, ca
     return (code_map, state), drawn
 
 
-def _sample(networks, head, x, keys, step: StepInputs, given, spec: ScaleSpec):
-    """Tokens of a scale and their codes, guided logits if they are kept; as many images at a time
-    as `images_at_once` allows."""
+def _sample(
+    networks: Mapping[str, nnx.Module],
+    head: Float[Array, "R 2 D"],
+    x: Float[Array, "R T D"],
+    keys: Array,
+    step: StepInputs,
+    given: Given | None,
+    spec: ScaleSpec,
+) -> dict[str, Array]:
+    """Return the tokens of a scale, their codes, and guided logits if they are kept. Images are
+    sampled in chunks of at most `images_at_once`, which bounds the memory that logits take."""
     transformer, codec, sampling = networks["transformer"], networks["codec"], spec.sampling
     images = keys.shape[0]
     # folding the scale, not the position in a segment: results do not depend on the cut
@@ -190,14 +206,15 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ScaleSpec):
     head, x = (a.reshape(spec.rows_per_image, images, *a.shape[1:]) for a in (head, x))
 
     def some(index):
-        rows = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
-        scores = transformer.logits(*rows, step, sampling)
+        some_head, some_x = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
+        scores = transformer.logits(some_head, some_x, step, sampling)
         with jax.named_scope("sample"):
             tokens, filtered = transformer.sample(scores, keys[index], sampling, spec.attention)
         if given is not None:
             tokens = given.replace(tokens, step.token_index, index)
         codes = codec.codes(tokens)
         if sampling.more_smooth:
+            # what later scales see is a mixture of codes; the tokens stay those that were drawn
             codes = codec.smooth_codes(filtered, keys[index], step.ratio)
         kept = {"logits": scores.guided()} if spec.keep_logits else {}
         return {"tokens": tokens, "codes": codes, **kept}
@@ -209,7 +226,7 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ScaleSpec):
 def _without_padding(
     outputs: dict[str, Array], schedule: Schedule, segment: Segment
 ) -> dict[str, Array]:
-    """[S, B, T, ...] of one segment -> [B, tokens of its scales, ...]."""
+    """Join the scales of a segment without their padding: [S, B, T, ...] -> [B, tokens, ...]."""
     lengths = [schedule.tokens[s] for s in segment.scales]
     return {
         name: jnp.concatenate([array[i, :, :n] for i, n in enumerate(lengths)], axis=1)

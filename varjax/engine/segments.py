@@ -15,14 +15,17 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from varjax.arguments import integer
 from varjax.errors import UserError, show
 from varjax.schedule import Schedule
+
+Chunk = TypeVar("Chunk")  # a tree of arrays with a leading image axis
 
 AUTO = "auto"
 # "auto" accepts this much of the exact count, of a small and of a large program; integers, so that
@@ -57,16 +60,16 @@ def plan_segments(
     rows: int | None = None,
     free_rows: int = 0,
 ) -> tuple[Segment, ...]:
-    """Cut the scales into contiguous segments with the fewest padded tokens, of a large program
-    those that cost least.
+    """Cut the scales into contiguous segments with the fewest padded tokens. For a large program
+    take those that cost least.
 
     Args:
       schedule: the K token maps.
-      segments: how many (an int or its text), or "auto". Of a small program the fewest whose padded
-        tokens are at most 1.25x the exact count: another compiled body costs more than padding. Of
-        a large one the fewest that cost at most 1.05x what no padding would.
-      rows: of a large program, whose products take most of its time: rows that each token has on
-        one device. Lengths are then rounded up to whole tiles of `TILE` rows.
+      segments: how many (an int or its text), or "auto". A small program gets the fewest segments
+        whose padded tokens are at most 1.25x the exact count: another compiled body costs more than
+        padding. A large one gets the fewest that cost at most 1.05x what no padding would.
+      rows: rows that each token has on one device. It is given for a large program, whose products
+        take most of its time. Lengths are then rounded up to whole tiles of `TILE` rows.
       free_rows: rows of a product that take as long as one.
 
     Returns:
@@ -76,6 +79,8 @@ def plan_segments(
     Raises:
       UserError: not "auto" and not a whole number from 1 to K.
     """
+    # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
+    # weights: a scale costs at least as much as `least` tokens.
     tokens, count = tuple(schedule.tokens), _parse_count(segments, schedule.num_scales)
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
@@ -87,13 +92,14 @@ def plan_segments(
 
 
 def _in_tiles(segment: Segment, rows: int) -> Segment:
+    """Lengthen a segment until its products have a whole number of tiles of rows."""
     multiple = TILE // math.gcd(TILE, rows)
     return replace(segment, length=-(-segment.length // multiple) * multiple)
 
 
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
-    """Tokens that all scales of all segments take, padding included. least: what a scale counts at
-    least."""
+    """Count the tokens of all scales of all segments, padding included. least: what a scale counts
+    at least."""
     return sum(segment.num_scales * max(segment.length, least) for segment in segments)
 
 
@@ -116,8 +122,8 @@ def _parse_count(segments: int | str, num_scales: int) -> int | None:
 
 @functools.cache
 def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Segment, ...]:
-    """`count` segments with the fewest padded tokens, of scales with so many tokens; scales count
-    at least `least`."""
+    """Cut scales with so many tokens into `count` segments with the fewest padded tokens. A scale
+    counts at least `least`."""
     stop = len(tokens)
     if count == 1:
         return (Segment(0, stop, max(tokens)),)
@@ -133,12 +139,13 @@ def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Se
 
 
 def images_at_once(tokens: int, logits_per_token: int) -> int:
-    """How many images are sampled at once."""
+    """How many images are sampled at once, so that logits and what sampling makes of them stay
+    within `LOGITS_BYTES`."""
     return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * logits_per_token * 4))
 
 
-def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> Any:
-    """`function(index)` for all images, at most `at_once` in a call.
+def map_in_chunks(function: Callable[[slice | Array], Chunk], images: int, at_once: int) -> Chunk:
+    """Call `function(index)` for all images, at most `at_once` in a call.
 
     Args:
       function: takes an index of the image axis (int32 [n], or a slice if one call does it) and

@@ -1,28 +1,29 @@
-"""The generation program of models that draw token by token: `lax.scan` over stages, `lax.scan`
-over their tokens inside, one layer after the other.
+"""The program that draws token by token. It scans over stages, inside over the tokens of a stage,
+and runs one layer after the other.
 
     condition     causal, all its tokens at once; fills the first slots, gives the first image token
     stages        of P tokens each, after which every layer decides what stays
-    last stage    of what is left: nothing has to be decided after it
+    last stage    the tokens that are left; nothing has to be decided after it
 
-So a program holds the body of a token twice (once where contents are known beforehand: that is one
-stage), however many tokens there are. Layers have caches of their own and are not scanned: a scan
-would copy every layer's weights and cache for every token.
+A program therefore holds the body of a token twice, however many tokens there are. It holds it once
+where contents are known beforehand, because all tokens are then one stage. Layers have caches of
+their own and are not scanned: a scan would copy every layer's weights and cache for every token.
 """
 
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import CurrentToken, Heads, TokenStep, token_step
 from varjax.engine.given import Given
+from varjax.models.next_token import NextTokenTransformer
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
 from varjax.nn.published import TransformerConfig
@@ -32,12 +33,14 @@ from varjax.sequence import TokenSequence
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """The static side of a program that draws token by token.
+    """The static side of a program that draws token by token, and the program itself.
 
-    layers: how each layer uses its cache. period: tokens of a stage; None: there is one stage.
-    rows_per_image: 2 with guidance, else 1. one_slot: one slot stands for the condition.
-    attention: implementation of the kernels; None takes what the platform has. keep_logits: also
-      return guided logits.
+    layers: how each layer uses its cache.
+    period: tokens of a stage; None: there is one stage.
+    rows_per_image: 2 with guidance, else 1.
+    one_slot: whether one slot stands for the whole condition.
+    attention: implementation of the kernels; None takes what the platform has.
+    keep_logits: also return guided logits.
     """
 
     sequence: TokenSequence
@@ -49,7 +52,8 @@ class TokenSpec:
     attention: str | None = None
     keep_logits: bool = False
 
-    few_rows = True  # products have the rows of one token
+    # Products have the rows of one token: other compiler options than for whole scales are faster.
+    few_rows = True
 
     @classmethod
     def of(
@@ -78,22 +82,35 @@ class TokenSpec:
             keep_logits=keep_logits,
         )
 
-    def generate(self, networks, state, condition, keys, inputs, given):
-        """`generate_codes` of this spec."""
-        return generate_codes(networks, state, condition, keys, inputs, given, spec=self)
+    def generate(
+        self,
+        networks: Mapping[str, nnx.Module],
+        state: tuple[LayerCache, ...],
+        condition: PyTree,
+        keys: Array,
+        inputs: tuple,
+        given: Given | None,
+    ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
+        """Draw a batch of images: `generate_tokens`, and the latent map of the tokens as
+        `code_map` [B, P, Q, C]."""
+        results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=self)
+        with jax.named_scope("codes"):
+            grid = networks["transformer"].config.grid
+            code_map = networks["codec"].code_map(results["tokens"], grid)
+        return results | {"code_map": code_map}, state
 
     @property
     def stages(self) -> tuple[int, int]:
-        """How many stages end with a decision, and the tokens of the last one."""
+        """How many stages end with a decision, and how many tokens the last stage has."""
         return (
             (0, self.sequence.steps) if self.period is None else self.sequence.stages(self.period)
         )
 
 
 def generate_tokens(
-    networks: Mapping[str, Any],
+    networks: Mapping[str, nnx.Module],
     state: tuple[LayerCache, ...],
-    condition: Any,
+    condition: PyTree,
     keys: Array,
     given: Given | None,
     inputs: tuple = (),
@@ -108,78 +125,88 @@ def generate_tokens(
       condition: what `encode_condition` takes, for B images.
       keys: one typed random key per image [B].
       given: tokens that replace the draw, or None.
-      inputs: of every layer, what its policy wants to know (`Rule.inputs`), or none.
+      inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
       spec: static.
 
     Returns:
       {"tokens": int32 [B, N], "logits": float32 [B, N, V] if asked for} and the caches as they are
       after the last token that is read.
     """
-    run = _Run(networks["transformer"], keys, given, spec, inputs)
+    steps = _TokenSteps(networks["transformer"], keys, given, spec, inputs)
     with jax.named_scope("condition"):
-        x, state, bias = run.condition(condition, state)
-        first = run.draw(x, jnp.int32(0))
-        state = run.opened(state)
+        x, state, bias = steps.condition(condition, state)
+        first = steps.draw(x, jnp.int32(0))
+        state = steps.opened(state)
     decided, last = spec.stages
-    # The caches travel in the carry of both scans, where XLA updates them in place.
-    carry, parts = (first["tokens"], state), [jax.tree.map(lambda a: a[None], first)]
+    # The caches travel in the carry of both scans, where XLA updates them in place. As inputs and
+    # outputs of a scan they would exist twice.
+    carry = (first["tokens"], state)
+    # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have it.
+    parts = [jax.tree.map(lambda a: a[None], first)]
 
     def stage(carry, number):
         def token(carry, place):
-            return run.step(carry, number * spec.period + place, place, bias)
+            return steps.step(carry, number * spec.period + place, place, bias)
 
         (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(spec.period))
+        # Outside the scan over tokens, so that no token pays for it: deciding within it would take
+        # a `cond`, and one that returns the caches may copy them.
         with jax.named_scope("decide"):
-            state = run.decide(state, number, bias)
+            state = steps.decide(state, number, bias)
         return (tokens, state), drawn
 
     def last_token(carry, token):
-        return run.step(carry, token, None, bias)
+        return steps.step(carry, token, None, bias)
 
     if decided:
         carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
+        # [stages, P, ...] -> [tokens, ...]
         parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
+    # The last stage is shorter than the others, so it is traced on its own.
     rest = jnp.arange(spec.sequence.steps - last, spec.sequence.steps)
     carry, drawn = jax.lax.scan(last_token, carry, rest)
     parts.append(drawn)
+    # steps come first in outputs of scans, images first in results
     results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
-    return results, run.closed(carry[1])
+    return results, steps.closed(carry[1])
 
 
-def generate_codes(
-    networks: Mapping[str, Any], state, condition, keys, inputs: tuple, given, *, spec: TokenSpec
-) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-    """`generate_tokens` with the arguments and results of `scales.generate_codes`: the codec's map
-    of the codes, too."""
-    results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=spec)
-    with jax.named_scope("codes"):
-        grid = networks["transformer"].config.grid
-        code_map = networks["codec"].code_map(results["tokens"], grid)
-    return {**results, "code_map": code_map}, state
+class _TokenSteps:
+    """The traced steps of a program that draws tokens, with what all of them share.
 
+    context: what `encode_condition` returns, from the step `condition` on.
+    """
 
-class _Run:
-    """The parts of a program, with what all of them share."""
-
-    def __init__(self, transformer, keys: Array, given, spec: TokenSpec, inputs: tuple):
+    def __init__(
+        self,
+        transformer: NextTokenTransformer,
+        keys: Array,
+        given: Given | None,
+        spec: TokenSpec,
+        inputs: tuple,
+    ):
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
         self.inputs = inputs or (None,) * len(spec.layers)
-        self.context: dict[str, Any] = {}
-        # one trace for layers that use their caches alike
+        self.context: dict[str, Array] = {}
+        # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
+        # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
         self._decide = {step: jax.jit(step.decide) for step in spec.layers}
 
-    def _block(self, layer: int) -> Any:
+    def _block(self, layer: int) -> nnx.Module:
+        """One layer's weights."""
         return stacked.layer(self.transformer.blocks, layer)
 
     def condition(
-        self, condition: Any, state: tuple[LayerCache, ...]
+        self, condition: PyTree, state: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "R 1 D"], tuple[LayerCache, ...], Float[Array, " R"] | None]:
-        """The last token's hidden state, caches that hold the condition, and the bias of its first
-        slot."""
+        """Run the condition through all layers. Return the last token's hidden state, caches that
+        hold the condition, and what is added to the score of the first slot."""
         transformer, spec = self.transformer, self.spec
         self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
         x, visible = self.context["condition"], self.context["visible"]
+        # The condition counts from -M to -1, so that the rotation of an image token does not depend
+        # on the condition's length.
         rotation = transformer.rotation(self.context, jnp.arange(-visible.shape[1], 0))
         mask = transformer.condition_mask(visible)
 
@@ -188,61 +215,89 @@ class _Run:
             q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
             x = transformer.post_attention(block, x, dense_attention(q, k, v, mask))
             if spec.one_slot:
+                # every query scores all tokens of such a condition alike, so one slot is exact
                 k, v, bias = transformer.condition_slot(v, visible)
                 seen = jnp.ones((len(v), 1), bool)
             return x, cache.with_condition(k, v, seen), bias
 
+        # one trace for all layers, which have equal shapes
         layer, caches, bias = jax.jit(layer), [], None
         for index, cache in enumerate(state):
             x, cache, bias = layer(self._block(index), x, cache)
             caches.append(cache)
+        # only the last token leads to an image token
         return x[:, -1:], tuple(caches), bias
 
-    def step(self, carry, token, place, bias) -> tuple[Any, dict[str, Array]]:
-        """One image token through all layers, and the one after it."""
+    def step(
+        self,
+        carry: tuple[Int[Array, "B 1"], tuple[LayerCache, ...]],
+        token: Int[Array, ""],
+        place: Int[Array, ""] | None,
+        bias: Float[Array, " R"] | None,
+    ) -> tuple[tuple[Int[Array, "B 1"], tuple[LayerCache, ...]], dict[str, Array]]:
+        """Run one image token through all layers, and draw the next one.
+
+        carry: the tokens drawn last, and the caches.
+        token: number of the token in the image.
+        place: number of the token in its stage; None in the last stage.
+        """
         tokens, state = carry
         transformer = self.transformer
         with jax.named_scope("embed"):
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
-        of_step = dict(zip(self.spec.layers, state, strict=True))  # layers that share one, once
-        current = {step: step.current(cache, token, place) for step, cache in of_step.items()}
+        # What layers with equal strategies share about a token (its slot, who is seen) is computed
+        # once, from the cache of any of them.
+        any_cache = dict(zip(self.spec.layers, state, strict=True))
+        current = {step: step.current(cache, token, place) for step, cache in any_cache.items()}
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            arguments = (rotation, x, cache, current[step], bias)
-            x, cache = self._attend[step](self._block(index), *arguments)
+            attend = self._attend[step]
+            x, cache = attend(self._block(index), rotation, x, cache, current[step], bias)
             caches.append(cache)
+        # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
-    def _layer(self, step: TokenStep) -> Callable:
+    def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:
+        """Return the function of a layer whose cache is used in this way."""
         transformer = self.transformer
 
         def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
                 p = transformer.project(block, rotation, x)
-                heads = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
+                # one token: kernels take queries, keys and values without an axis of tokens
+                q, k, v = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
             with jax.named_scope("attend"):
-                out, cache = step.attend(cache, Heads(*heads, bias), current)
+                out, cache = step.attend(cache, Heads(q, k, v, bias), current)
             with jax.named_scope("post_attention"):
                 return transformer.post_attention(block, x, out[:, None]), cache
 
         return body
 
     def opened(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        """Return the caches as the scan over tokens carries them."""
         return tuple(step.opened(c) for step, c in zip(self.spec.layers, state, strict=True))
 
     def closed(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        """Return the caches after the last token that is read, as callers see them."""
         newest = jnp.int32(self.spec.sequence.steps - 1)
         layers = zip(self.spec.layers, state, strict=True)
         return tuple(step.closed(cache, newest) for step, cache in layers)
 
-    def decide(self, state: tuple[LayerCache, ...], stage, bias) -> tuple[LayerCache, ...]:
-        """Layers that use their caches alike decide together."""
+    def decide(
+        self,
+        state: tuple[LayerCache, ...],
+        stage: Int[Array, ""],
+        bias: Float[Array, " R"] | None,
+    ) -> tuple[LayerCache, ...]:
+        """Let the policy decide what every layer keeps after a stage. Consecutive layers that use
+        their caches alike decide together, as far as memory allows."""
         steps, decided = self.spec.layers, []
         while len(decided) < len(state):
             first = len(decided)
             step, inputs = steps[first], self.inputs[first]
+            # inputs differ from layer to layer, so such layers decide one by one
             most = 1 if inputs is not None else step.at_once(state[first])
             alike = itertools.takewhile(lambda s, step=step: s == step, steps[first:])
             chunk = state[first : first + len(list(alike)[:most])]
@@ -250,13 +305,15 @@ class _Run:
         return tuple(decided)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
-        """Image token `index` [B, 1], and the guided logits that lead to it if they are kept."""
+        """Draw image token `index` [B, 1]. Guided logits are returned beside it if they are
+        kept."""
         transformer, spec = self.transformer, self.spec
         scores = transformer.logits(x, index, spec.sampling)
+        # folding in the token's number, not its place in a stage: stages do not change results
         keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(self.keys)
         with jax.named_scope("sample"):
             tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
         if self.given is not None:
             tokens = self.given.replace(tokens, index[None])
         kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
-        return {"tokens": tokens, **kept}
+        return {"tokens": tokens} | kept

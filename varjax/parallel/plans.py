@@ -1,9 +1,10 @@
 """Plans on several devices: which can be carried out, and how their caches are divided. `data`
-splits rows, `model` heads."""
+splits rows, `model` splits heads."""
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
@@ -34,8 +35,9 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
         )
 
 
-def state_specs(plan: CachePlan, spec: MeshSpec, dtype):
-    """The plan's cache with a `PartitionSpec` in place of every array. dtype: type of the pool."""
+def state_specs(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
+    """Return the plan's cache with a `PartitionSpec` in place of every array. dtype: type of the
+    pool."""
     # Rows are found by comparing the caches of one and of two images. The type of queries and keys
     # that a policy observes does not change how they are divided.
     one, two = (

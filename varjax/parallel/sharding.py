@@ -1,38 +1,47 @@
 """Generation over several devices: one program, run by every device on its share.
 
-`data` splits the images of a batch: nothing is exchanged. `model` splits heads and the width of the
-feed-forward; every device has a pool of its own for its heads, and two sums per layer are
+`data` splits the images of a batch, and nothing is exchanged. `model` splits heads and the width of
+the feed-forward: every device has a pool of its own for its heads, and two sums per layer are
 exchanged. An image does not depend on how a batch is split.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
 
 from varjax.nn.split import Split
+from varjax.nn.stacked import Leaf
 from varjax.parallel.split import AXES, MeshSpec
 
 DATA, MODEL = AXES
+Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
 
 
-def make_mesh(spec: MeshSpec, devices) -> Mesh:
-    """The first devices as a mesh with the axes data and model."""
+def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
+    """Return the first devices as a mesh with the axes data and model."""
     return Mesh(np.array(devices[: spec.num_devices]).reshape(spec.shape), AXES)
 
 
-def map_weights(function, networks: Any) -> Any:
-    """`function(array, Split or None)` of every array of the networks."""
+def map_weights(
+    function: Callable[[Leaf, Split | None], object], networks: Mapping[str, nnx.Module]
+) -> PyTree:
+    """Call `function(array, Split or None)` for every array of the networks; return a tree of the
+    results. None: the array is whole on every device."""
     splits = networks["transformer"].splits()
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
-    def of(path, leaf):
+    def with_split(path: tuple, leaf: Leaf) -> object:
+        # the path down to the parameter; behind "value" it goes on into separate layers
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
@@ -40,17 +49,17 @@ def map_weights(function, networks: Any) -> Any:
             split = dataclasses.replace(split, axis=split.axis - 1)
         return function(leaf, split)
 
-    return jax.tree_util.tree_map_with_path(of, networks)
+    return jax.tree_util.tree_map_with_path(with_split, networks)
 
 
-def count(networks: Any, parts: int) -> int:
-    """Parameters of one device, if `parts` of them share the divided ones."""
+def count_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
+    """Count the parameters on one device, if `parts` devices share the divided ones."""
     sizes = map_weights(lambda a, split: math.prod(a.shape) // (parts if split else 1), networks)
     return sum(jax.tree.leaves(sizes))
 
 
-def _weight_specs(networks: Any, parts: int) -> Any:
-    def spec_of(leaf, split: Split | None):
+def _weight_specs(networks: Mapping[str, nnx.Module], parts: int) -> PyTree[P]:
+    def spec_of(leaf: Leaf, split: Split | None) -> P:
         if split is None or parts == 1:
             return P()
         return P(*(MODEL if axis == split.axis else None for axis in range(leaf.ndim)))
@@ -63,8 +72,16 @@ class ProgramSpec(Protocol):
 
     keep_logits: bool
 
-    def generate(self, networks, state, condition, keys, inputs, given):
-        """Draw a batch: results by name, and the final cache."""
+    def generate(
+        self,
+        networks: Mapping[str, nnx.Module],
+        state: PyTree[Array],
+        condition: PyTree,
+        keys: Array,
+        inputs: tuple,
+        given: PyTree[Array],
+    ) -> tuple[dict[str, Array], PyTree[Array]]:
+        """Draw a batch. Return results by name, and the final cache."""
         ...
 
 
@@ -81,9 +98,16 @@ class ShardedProgram:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, spec: ProgramSpec, networks, state_specs, input_specs, given
+        cls,
+        mesh: Mesh,
+        spec: ProgramSpec,
+        networks: Mapping[str, nnx.Module],
+        state_specs: PyTree[P],
+        input_specs: tuple,
+        given: PyTree,
     ) -> "ShardedProgram":
-        """Divide weights and whatever has images; `given` and `networks` may be shapes."""
+        """Divide weights, and whatever has an axis of images; `given` and `networks` may be
+        shapes."""
         weights = _weight_specs(networks, mesh.shape[MODEL])
         given = jax.tree.map(lambda _: P(DATA), given)
         return cls(mesh, spec, (weights, state_specs, P(DATA), P(DATA), input_specs, given))
@@ -107,8 +131,8 @@ class ShardedProgram:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def place_shapes(self, which: int | slice, arguments: Any) -> Any:
-        """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
+    def place_shapes(self, which: int | slice, arguments: Tree) -> Tree:
+        """Return shapes of some arguments, placed on the mesh. which: their place in `specs`."""
         places = jax.tree.broadcast(self.shardings[which], arguments)
         return jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
@@ -116,25 +140,27 @@ class ShardedProgram:
             places,
         )
 
-    def over_images(self, function):
-        """`function(networks, array [B, ...]) -> array [B, ...]`, every device along `data` for
-        its images."""
+    def over_images(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Make every device along `data` run `function(networks, array [B, ...]) -> array [B, ...]`
+        for its own images."""
         return self._on_mesh(function, (self.specs[0], P(DATA)), P(DATA))
 
     @cached_property
     def shardings(self) -> tuple:
-        """`NamedSharding` of every argument."""
+        """The `NamedSharding` of every argument."""
         return jax.tree.map(
             partial(NamedSharding, self.mesh), self.specs, is_leaf=lambda s: isinstance(s, P)
         )
 
 
-def place_weights(networks: Any, spec: MeshSpec, shardings: Any) -> Any:
-    """The networks on the mesh, array by array: the sections of side-by-side parameters (queries,
-    keys, values) interleaved so that every device's share is contiguous. The host does it, so that
-    no device holds more than its share of them."""
+def place_weights(
+    networks: dict[str, nnx.Module], spec: MeshSpec, shardings: PyTree[NamedSharding]
+) -> dict[str, nnx.Module]:
+    """Put the networks on the mesh, array by array. The sections of side-by-side parameters
+    (queries, keys, values) are interleaved so that every device's share is contiguous. The host
+    does that, so that no device ever holds more than its share."""
 
-    def arranged(leaf, split: Split | None):
+    def arranged(leaf: Leaf, split: Split | None) -> Leaf:
         if split is None or split.parts == 1 or spec.model == 1:
             return leaf
         # [q | k | v] divided in two would give one device q and half of k: every section is

@@ -28,10 +28,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str | None) -> "MeshSpec":
-        """Read "data=4,model=2"; axes that are left out have one device, as has no text.
+        """Read "data=4,model=2". Axes that are left out have one device; without a text all have.
 
         Raises:
-          UserError: an unknown axis, one given twice, or no whole number from 1 on.
+          UserError: an unknown axis, an axis that is given twice, or no whole number from 1 on.
         """
         sizes = {}
         for axis, size in parse_pairs(text or "").items():
@@ -58,7 +58,8 @@ class MeshSpec:
         """Return self.
 
         Args:
-          available: devices that there are. where: of what, for the message.
+          available: how many devices there are.
+          where: what has these devices, for the message.
 
         Raises:
           UserError: more devices than there are, or a batch or heads that cannot be divided.

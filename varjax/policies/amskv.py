@@ -75,7 +75,8 @@ class AMSKV(Policy):
         give the published memory. The presets are the only scale-aligned sizes that do, given one
         stated capacity.
       - Tokens evicted before a layer turns demanding do not return. No test at the first scale.
-      - The ablations of Tables 1, 2 and 7 are `table` files and plain arguments: docs/policies.md.
+      - The ablations of Tables 1, 2 and 7 are `table` files and plain arguments:
+        docs/howto/reproduce.md.
     """
 
     budget: float = NotGiven(0.25)

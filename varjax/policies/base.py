@@ -61,7 +61,7 @@ class Policy(ScaleRule):
 
     A policy that says nothing else is its own rule for models that draw scale by scale
     (`rule.ScaleRule`); one that derives from `token_rule.TokenPolicy` is its own rule for models
-    that draw token by token. A policy for both names its rule for the latter in `by_token`.
+    that draw token by token. A policy for both names its rule for the latter in `token_rule`.
 
     Args:
       budget: fraction of the dense persistent bytes, in (0, 1].
@@ -75,7 +75,7 @@ class Policy(ScaleRule):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    by_token: ClassVar[type[Rule] | None] = None  # the rule for models that draw token by token
+    token_rule: ClassVar[type[Rule] | None] = None  # the rule for models that draw token by token
     unsuited: ClassVar[str] = "it decides about whole scales, of which those have none"
     # Ask an instance for these three: where arguments decide, they are properties.
     # budgeted: False if the contents are given and the budget is what they cost
@@ -193,7 +193,7 @@ class Policy(ScaleRule):
 
     @classmethod
     def _rules(cls) -> dict[str, type[Rule]]:
-        rules = (cls,) if cls.by_token is None else (cls, cls.by_token)
+        rules = (cls,) if cls.token_rule is None else (cls, cls.token_rule)
         return {rule.kind: rule for rule in rules}
 
     def rule(self, kind: str) -> Rule:

@@ -68,7 +68,7 @@ class Compose(Composed, StagedPolicy):
     parts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
-    by_token = ComposeTokens
+    token_rule = ComposeTokens
     default_parts = ROLES
     unfit_roles = dict.fromkeys(ROLES, "compositions do not nest")
     summary = "capacities of one policy, selection of another"

@@ -63,7 +63,7 @@ class H2O(StagedPolicy):
     budget: float = 0.25
     recent_share: float = within(0.5, 0, 1)
 
-    by_token = H2OTokens
+    token_rule = H2OTokens
     allocation_arguments = ()
     summary = "most accumulated attention, and the newest tokens"
     needs = Needs(total_mass=True)

@@ -52,8 +52,8 @@ class HACK(SinkPolicy):
     the sinks, but give neither formulas nor numbers. So this is our reading:
       - The statistic is the one above. A quantile over the whole model separates the kinds, so
         layers may differ in how many contextual heads they have. Three in four are contextual:
-        measured on the embedded demo (docs/policies.md), halves are clearly further from the full
-        cache.
+        measured on the embedded demo (docs/lab/demo_policies.md), halves are clearly further from
+        the full cache.
       - Structural heads get the larger capacity: their mass lies on many tokens, that of stripes on
         few. Twice as large is a guess.
       - All queries of the current scale judge what is attended, anew after every scale. "Near" is

@@ -19,7 +19,7 @@ from varjax.policies.windows import SinkPolicy
 from varjax.sequence import SCALES, TOKENS
 
 QUERIES = 16  # of a scale, by default
-LOCAL_ONE_IN = 8  # heads, at least one: the papers' tables imply 6 to 19 % (docs/policies.md)
+LOCAL_ONE_IN = 8  # heads, at least one: papers' tables imply 6 to 19 % (docs/lab/demo_policies.md)
 
 
 @register("headkv")
@@ -136,7 +136,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
     score: str = only_for(TOKENS, "logit")
     grouping: str = only_for(TOKENS, "budget")
 
-    by_token = HeadKVTokens
+    token_rule = HeadKVTokens
     unfit_roles = {
         "allocate": "how much a head gets is decided for every image, by its own grouping"
     }

@@ -2,7 +2,7 @@
 
 The planner, the cache and the engine ask a `Rule` only. A policy for one kind of model is its own
 rule. A policy for both is its own rule for models that draw scale by scale, and names a small
-second class for the others (`Policy.by_token`), which reads its arguments from `self.policy`.
+second class for the others (`Policy.token_rule`), which reads its arguments from `self.policy`.
 
 Each rule decides `needs`, `allocate` and `select`; where they matter also `prepare`, `check`,
 `inputs` and `regroup`. The rest has defaults.

@@ -88,7 +88,7 @@ class SnapKV(StagedPolicy):
     window: int = 0
     kernel: int | None = None
 
-    by_token = SnapKVTokens
+    token_rule = SnapKVTokens
     allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
 

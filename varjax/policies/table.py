@@ -50,7 +50,7 @@ class Table(StagedPolicy):
 
     path: str = ""
 
-    by_token = TableTokens
+    token_rule = TableTokens
     unfit_roles = {"select": f"{CONTENTS_FOLLOW} file"}
     summary = "what a file says, for ablations"
     budgeted = False

@@ -125,7 +125,7 @@ class Full(StagedPolicy):
     """Keep every token. The yardstick of the others; the last scale, or the last token of models
     that draw token by token, is not stored (nothing reads it). `period` has no effect."""
 
-    by_token = FullRing
+    token_rule = FullRing
     unfit_roles = {
         "allocate": "it keeps everything, so there is nothing to select",
         "select": "it keeps everything; any other policy does that with budget 1",
@@ -161,7 +161,7 @@ class SlidingWindow(StagedPolicy):
 
     budget: float = 0.25
 
-    by_token = Ring
+    token_rule = Ring
     summary = "newest tokens only"
 
     def allocate(
@@ -197,7 +197,7 @@ class Streaming(StagedPolicy, SinkPolicy):
 
     budget: float = 0.25
 
-    by_token = StreamingRing
+    token_rule = StreamingRing
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
 
@@ -236,7 +236,7 @@ class Newest(StagedPolicy, SinkPolicy):
 
     protects: bool = False
 
-    by_token = NewestTokens
+    token_rule = NewestTokens
 
     @property
     def name(self) -> str:

@@ -142,7 +142,7 @@ def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfi
 
     `UserError` unless the file holds tokens of such pictures for a model of this configuration.
     """
-    most = 8 * 2 * len(pictures.train) * config.schedule.total_tokens  # bytes; they may pack well
+    most = 8 * 2 * len(pictures.train) * config.total_tokens  # bytes; they may pack well
     try:
         arrays = npz.load(path, TOKENS, max(most, npz.LARGEST))
         missing = [name for name in TOKENS if name not in arrays]
@@ -157,7 +157,7 @@ def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfi
 
 def _problem(tokens: Dataset, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> str | None:
     """Say why these are no tokens of the pictures; None: they are."""
-    length, count = config.schedule.total_tokens, np.size(tokens.val_labels)
+    length, count = config.total_tokens, np.size(tokens.val_labels)
     shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
     for name, shape in shapes.items():
         array = getattr(tokens, name)

@@ -1,6 +1,6 @@
 """Training of the image codec, VQVAE or VQ: reconstruction (L1 + MSE) plus the quantiser's loss.
 
-The recipe keeps the whole codebook alive (measured in `docs/training.md`):
+The recipe keeps the whole codebook alive (measured in `docs/lab/training.md`):
   1. The first steps train a plain autoencoder, without quantiser.
   2. Then k-means chooses the first codes from the vectors that they have to stand for. These are
      the residuals that the autoencoder leaves at each scale, or the latents if there is one map.
