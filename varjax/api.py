@@ -11,8 +11,8 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.generator import Generator, check_model
-from varjax.model import SAMPLING_WANTED, Model
+from varjax.generator import Generator
+from varjax.model import SAMPLING_WANTED, Model, check_model
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.sampling import Sampling, check_seed

@@ -4,7 +4,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import jax
@@ -15,19 +14,20 @@ from jaxtyping import Array, PyTree
 from pallas_kernels import implementations
 from varjax import arguments, conditions
 from varjax import sampling as sampling_lib
-from varjax.cache.plan import KV_DTYPES, CachePlan
+from varjax.cache.plan import CachePlan, pool_dtype
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
-from varjax.engine import compilation_cache, cost, device_errors, program
+from varjax.engine import cost, device_errors, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.segments import Segment
+from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
-from varjax.model import DTYPES, Model
+from varjax.model import DTYPES, Model, check_model
 from varjax.nn import stacked
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
@@ -39,37 +39,6 @@ from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
 
 MATMUL_PRECISIONS = ("default", "highest")
-
-
-def storage_dtype(dtype) -> np.dtype:
-    """Return the type of an uncompressed KV pool. It is that of the computation, but float32 on
-    CPU: a scatter into a bfloat16 pool converts the whole pool there."""
-    return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
-
-
-@dataclass
-class Timing:
-    """How long a generator took, in seconds.
-
-    compile_s: tracing and compiling.
-    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
-      compiled, "off" if there is no cache.
-    runs: each call of the compiled programs, pixels included.
-    """
-
-    compile_s: float = 0.0
-    cache: str = "off"
-    runs: list[float] = field(default_factory=list)
-
-    @property
-    def first_run_s(self) -> float | None:
-        return self.runs[0] if self.runs else None
-
-    @property
-    def steady_s(self) -> float | None:
-        """Median of the runs after the first one; the first one if it is alone; None if there are
-        none."""
-        return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
 
 
 class Generator:
@@ -136,18 +105,15 @@ class Generator:
         self.decode_batch = decode_batch
         self.decode_dtype = arguments.dtype("decode_dtype", decode_dtype, DTYPES)
         sampling = model.resolve_sampling(sampling)
-        if attention is not None:
-            choose("attention", attention, implementations.NAMES)
-            if reason := implementations.why_not_here(attention):
-                stepwise = implementations.step_by_step(attention)
-                ways = ", ".join(filter(None, ("reference", stepwise)))
-                raise UserError(f"attention={reason}: choose {ways} or None")
+        program.check_attention(attention)
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
-        self.kv_dtype = _kv_dtype(kv_dtype, model)
-        mesh = MeshSpec() if mesh is None else mesh
-        arguments.instance("mesh", mesh, MeshSpec, "a MeshSpec of varjax.parallel.split")
+        self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
+        words = "a MeshSpec of varjax.parallel.split"
+        mesh = arguments.instance("mesh", MeshSpec() if mesh is None else mesh, MeshSpec, words)
         if plan is None:
-            plan = _plan(model, policy, budget, sampling, calibration)
+            chosen = resolve_policy(policy, budget)
+            found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
+            plan = plan_cache(model.geometry_for(sampling), chosen, found)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
@@ -224,9 +190,19 @@ class Generator:
                     sharded=self._sharded,
                 )
                 # in this order: pixels take the weights in the layout that the codes' program chose
-                self._compile_codes(codes)
+                few_rows = self.spec.few_rows
+                self.compiled, self.timing.cache = program.compile_codes(codes, few_rows=few_rows)
                 self._formats = self.compiled.input_formats[0][0] if automatic else None
-                self._compile_pixels()
+                pixels = program.trace_pixels(
+                    self._networks,
+                    jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32),
+                    precision=self.precision,
+                    formats=self._formats,
+                    sharded=self._sharded,
+                    at_once=self.decode_batch,
+                    dtype=self.decode_dtype,
+                )
+                self.compiled_decoder = program.compile_pixels(pixels)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
@@ -251,28 +227,6 @@ class Generator:
             place = self._sharded.place_shapes
             state, arguments = place(1, state), place(slice(2, None), arguments)
         return state, arguments
-
-    def _compile_codes(self, traced: jax.stages.Traced) -> None:
-        # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
-        # would make every run look cold.
-        with compilation_cache.Watch() as watch:
-            chosen = program.compiler_options(jax.default_backend(), few_rows=self.spec.few_rows)
-            self.compiled = traced.lower().compile(compiler_options=chosen)
-        self.timing.cache = watch.verdict
-
-    def _compile_pixels(self) -> None:
-        code_map = jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32)
-        pixels = program.trace_pixels(
-            self._networks,
-            code_map,
-            precision=self.precision,
-            formats=self._formats,
-            sharded=self._sharded,
-            at_once=self.decode_batch,
-            dtype=self.decode_dtype,
-        )
-        chosen = program.compiler_options(jax.default_backend())
-        self.compiled_decoder = pixels.lower().compile(compiler_options=chosen)
 
     def _split(self, arguments: tuple) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
@@ -305,10 +259,8 @@ class Generator:
     ) -> tuple:
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
         inputs = self.drawing.for_images(self._shared_inputs, image_index)
-        if given is not None and not isinstance(given, Given):
-            order = self.plan.geometry.schedule
-            steps = order.num_drawn if given_scales is None else int(given_scales)
-            given = Given.first(given, order.first_tokens(steps))
+        if given is not None:
+            given = Given.of(given, self.plan.geometry.schedule, given_scales)
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
@@ -445,23 +397,5 @@ class Generator:
             self.model.dtype,
             groups=self.mesh.model,
         )
-        if self._sharded is None:
-            return make()
-        return jax.jit(make, out_shardings=self._sharded.shardings[1])()
-
-
-def _plan(model: Model, policy, budget, sampling: Sampling, calibration) -> CachePlan:
-    chosen = resolve_policy(policy, budget)
-    found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
-    return plan_cache(model.geometry_for(sampling), chosen, found)
-
-
-def _kv_dtype(asked, model: Model) -> np.dtype:
-    if asked is None:
-        return storage_dtype(model.dtype)
-    return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
-
-
-def check_model(model: Model) -> Model:
-    """Return the model, or raise `UserError` if it is something else."""
-    return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
+        sharded = self._sharded
+        return make() if sharded is None else jax.jit(make, out_shardings=sharded.shardings[1])()

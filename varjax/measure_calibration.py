@@ -15,8 +15,8 @@ from varjax.calibration.data import Calibration, orders_from_scores, scas
 from varjax.calibration.files import model_digest
 from varjax.conditions import Condition
 from varjax.errors import UserError
-from varjax.generator import Generator, check_model
-from varjax.model import Model
+from varjax.generator import Generator
+from varjax.model import Model, check_model
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Policy, per_layer
 from varjax.sampling import Sampling, check_seed

@@ -208,6 +208,11 @@ class Model:
         return replace(self, parts=parts).with_config(self.config)
 
 
+def check_model(model: Model) -> Model:
+    """Return it, or raise `UserError` if it is none."""
+    return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
+
+
 def describe(
     name_or_directory: str | Path | None = None,
     *,

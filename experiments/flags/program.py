@@ -9,7 +9,7 @@ from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
 from varjax import arguments, generator
 from varjax.api import USUAL_BATCH
-from varjax.cache.plan import KV_DTYPES, CachePlan
+from varjax.cache.plan import KV_DTYPES, CachePlan, storage_dtype
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
 from varjax.engine import memory, program
@@ -174,7 +174,7 @@ class ProgramFlags:
         """Return the options; all is checked that does not depend on the plan."""
         check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
         dtype = self._dtype.value or default_dtype()
-        dense = dtype if self._elsewhere else str(generator.storage_dtype(dtype))
+        dense = dtype if self._elsewhere else str(storage_dtype(dtype))
         return ProgramOptions(
             dtype=dtype,
             kv_dtype=self._kv_dtype.value or dense,

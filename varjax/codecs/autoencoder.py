@@ -24,7 +24,7 @@ _uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class CoderSizes:
     """Sizes of an encoder or a decoder.
 
     num_resamplings: the finest levels are followed by a halving (encoder), and as many of the
@@ -68,8 +68,8 @@ class GroupNorm(nnx.Module):
     reshape of `nnx.GroupNorm` and makes the whole decoder about 15 % faster on CPU.
     """
 
-    def __init__(self, channels: int, layout: Layout):
-        self.groups, self.epsilon = layout.groups(channels), layout.epsilon
+    def __init__(self, channels: int, sizes: CoderSizes):
+        self.groups, self.epsilon = sizes.groups(channels), sizes.epsilon
         self.scale = nnx.Param(jnp.ones((channels,)))
         self.bias = nnx.Param(jnp.zeros((channels,)))
 
@@ -89,10 +89,10 @@ class ResidualBlock(nnx.Module):
     """Normalisation, SiLU and convolution, twice, plus the input. The input goes through a 1x1
     product where the width changes."""
 
-    def __init__(self, c_in: int, c_out: int, layout: Layout, *, rngs: nnx.Rngs):
-        self.norm1 = GroupNorm(c_in, layout)
+    def __init__(self, c_in: int, c_out: int, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        self.norm1 = GroupNorm(c_in, sizes)
         self.conv1 = conv(c_in, c_out, 3, rngs)
-        self.norm2 = GroupNorm(c_out, layout)
+        self.norm2 = GroupNorm(c_out, sizes)
         self.conv2 = conv(c_out, c_out, 3, rngs)
         self.nin_shortcut = dense(c_in, c_out, rngs) if c_in != c_out else None
 
@@ -105,8 +105,8 @@ class ResidualBlock(nnx.Module):
 class AttentionBlock(nnx.Module):
     """Single-head attention over all positions of the map, plus the input."""
 
-    def __init__(self, channels: int, layout: Layout, *, rngs: nnx.Rngs):
-        self.norm = GroupNorm(channels, layout)
+    def __init__(self, channels: int, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        self.norm = GroupNorm(channels, sizes)
         self.qkv = dense(channels, 3 * channels, rngs)
         self.proj_out = dense(channels, channels, rngs)
 
@@ -122,10 +122,10 @@ class AttentionBlock(nnx.Module):
 class Middle(nnx.Module):
     """Residual block, attention, residual block at the coarsest size."""
 
-    def __init__(self, channels: int, layout: Layout, *, rngs: nnx.Rngs):
-        self.block_1 = ResidualBlock(channels, channels, layout, rngs=rngs)
-        self.attn_1 = AttentionBlock(channels, layout, rngs=rngs) if layout.attend_middle else None
-        self.block_2 = ResidualBlock(channels, channels, layout, rngs=rngs)
+    def __init__(self, channels: int, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        self.block_1 = ResidualBlock(channels, channels, sizes, rngs=rngs)
+        self.attn_1 = AttentionBlock(channels, sizes, rngs=rngs) if sizes.attend_middle else None
+        self.block_2 = ResidualBlock(channels, channels, sizes, rngs=rngs)
 
     def __call__(self, x):
         x = self.block_1(x)
@@ -135,11 +135,11 @@ class Middle(nnx.Module):
 class Level(nnx.Module):
     """Residual blocks of one size. `attn` is empty except at the coarsest level."""
 
-    def __init__(self, c_in, c_out, coarsest: bool, layout: Layout, *, rngs: nnx.Rngs):
-        widths = pairwise([c_in] + [c_out] * layout.num_blocks)
-        self.block = nnx.List([ResidualBlock(a, b, layout, rngs=rngs) for a, b in widths])
-        attentions = layout.num_blocks if coarsest and layout.attend_coarsest else 0
-        self.attn = nnx.List([AttentionBlock(c_out, layout, rngs=rngs) for _ in range(attentions)])
+    def __init__(self, c_in, c_out, coarsest: bool, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        widths = pairwise([c_in] + [c_out] * sizes.num_blocks)
+        self.block = nnx.List([ResidualBlock(a, b, sizes, rngs=rngs) for a, b in widths])
+        attentions = sizes.num_blocks if coarsest and sizes.attend_coarsest else 0
+        self.attn = nnx.List([AttentionBlock(c_out, sizes, rngs=rngs) for _ in range(attentions)])
 
     def __call__(self, x):
         for i, block in enumerate(self.block):
@@ -150,21 +150,21 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Images [B, H, W, 3] to latents [B, H / 2**n, W / 2**n, C], n = `layout.num_resamplings`."""
+    """Images [B, H, W, 3] to latents [B, H / 2**n, W / 2**n, C], n = `sizes.num_resamplings`."""
 
-    def __init__(self, layout: Layout, *, rngs: nnx.Rngs):
-        widths = [layout.base, *layout.widths]
-        last = len(layout.widths) - 1
-        self.conv_in = conv(layout.image_channels, layout.base, 3, rngs)
+    def __init__(self, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        widths = [sizes.base, *sizes.widths]
+        last = len(sizes.widths) - 1
+        self.conv_in = conv(sizes.image_channels, sizes.base, 3, rngs)
         self.down = nnx.List([])
         for i in range(last + 1):
-            level = Level(widths[i], widths[i + 1], i == last, layout, rngs=rngs)
-            halve = i < layout.num_resamplings
+            level = Level(widths[i], widths[i + 1], i == last, sizes, rngs=rngs)
+            halve = i < sizes.num_resamplings
             level.downsample = conv(widths[i + 1], widths[i + 1], 3, rngs, 2) if halve else None
             self.down.append(level)
-        self.mid = Middle(widths[-1], layout, rngs=rngs)
-        self.norm_out = GroupNorm(widths[-1], layout)
-        self.conv_out = conv(widths[-1], layout.latent_channels, 3, rngs)
+        self.mid = Middle(widths[-1], sizes, rngs=rngs)
+        self.norm_out = GroupNorm(widths[-1], sizes)
+        self.conv_out = conv(widths[-1], sizes.latent_channels, 3, rngs)
 
     def __call__(self, x: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
         x = self.conv_in(x)
@@ -181,19 +181,19 @@ class Decoder(nnx.Module):
     `up[0]` is the finest level, as in the published names; levels run from the last to the first.
     """
 
-    def __init__(self, layout: Layout, *, rngs: nnx.Rngs):
-        widths = [*layout.widths, layout.widths[-1]]  # the coarsest level follows the middle
-        last = len(layout.widths) - 1
-        self.conv_in = conv(layout.latent_channels, widths[-1], 3, rngs)
-        self.mid = Middle(widths[-1], layout, rngs=rngs)
+    def __init__(self, sizes: CoderSizes, *, rngs: nnx.Rngs):
+        widths = [*sizes.widths, sizes.widths[-1]]  # the coarsest level follows the middle
+        last = len(sizes.widths) - 1
+        self.conv_in = conv(sizes.latent_channels, widths[-1], 3, rngs)
+        self.mid = Middle(widths[-1], sizes, rngs=rngs)
         self.up = nnx.List([])
         for i in range(last + 1):
-            level = Level(widths[i + 1], widths[i], i == last, layout, rngs=rngs)
-            twice = 1 <= i <= layout.num_resamplings
+            level = Level(widths[i + 1], widths[i], i == last, sizes, rngs=rngs)
+            twice = 1 <= i <= sizes.num_resamplings
             level.upsample = conv(widths[i], widths[i], 3, rngs) if twice else None
             self.up.append(level)
-        self.norm_out = GroupNorm(widths[0], layout)
-        self.conv_out = conv(widths[0], layout.image_channels, 3, rngs)
+        self.norm_out = GroupNorm(widths[0], sizes)
+        self.conv_out = conv(widths[0], sizes.image_channels, 3, rngs)
 
     def __call__(self, z: Float[Array, "B h w C"]) -> Float[Array, "B H W 3"]:
         x = self.mid(self.conv_in(z))

@@ -1,11 +1,11 @@
 """What configurations share whose codec halves the map after every level but the coarsest."""
 
-from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
 
 
 class Levels(published.Configuration):
-    """Base of such configurations; subclasses add `_layout`.
+    """Base of such configurations; subclasses add `_sizes`.
 
     ch: width of the encoder's first convolution.
     ch_mult: widths of the levels in units of `ch`.
@@ -37,20 +37,20 @@ class Levels(published.Configuration):
         return 2 ** (len(self.ch_mult) - 1)
 
     @property
-    def encoder(self) -> Layout:
-        return self._layout(self.num_res_blocks)
+    def encoder(self) -> CoderSizes:
+        return self._sizes(self.num_res_blocks)
 
     @property
-    def decoder(self) -> Layout:
-        return self._layout(self.num_res_blocks + 1)
+    def decoder(self) -> CoderSizes:
+        return self._sizes(self.num_res_blocks + 1)
 
-    def _layout(self, num_blocks: int) -> Layout:
+    def _sizes(self, num_blocks: int) -> CoderSizes:
         raise NotImplementedError
 
-    def layout_of(self, num_blocks: int, **more) -> Layout:
-        """A layout with the widths of the levels. more: the fields that subclasses decide."""
+    def sizes_of(self, num_blocks: int, **more) -> CoderSizes:
+        """A sizes with the widths of the levels. more: the fields that subclasses decide."""
         widths = tuple(self.ch * m for m in self.ch_mult)
         halvings = len(widths) - 1
-        return Layout(
+        return CoderSizes(
             base=self.ch, widths=widths, num_blocks=num_blocks, num_resamplings=halvings, **more
         )

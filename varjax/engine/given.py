@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from varjax.models.step_inputs import AnyArray
+from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +31,16 @@ class Given:
         """The first `count` tokens of every image."""
         first = np.broadcast_to(np.arange(tokens.shape[1]) < count, tokens.shape[:2])
         return cls(jnp.asarray(tokens), jnp.asarray(first))
+
+    @classmethod
+    def of(
+        cls, given: "np.ndarray | Given", order: Schedule | TokenSequence, steps: int | None
+    ) -> "Given":
+        """From an array of all tokens, whose first `steps` steps are given (None: all); what says
+        itself where it is given stays as it is."""
+        if isinstance(given, cls):
+            return given
+        return cls.first(given, order.first_tokens(order.num_drawn if steps is None else steps))
 
     def replace(
         self,

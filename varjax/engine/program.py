@@ -17,9 +17,11 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, PyTree
 
+from pallas_kernels import implementations
 from varjax.cache.state import KVState
-from varjax.engine import segments
+from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment, map_in_chunks
+from varjax.errors import UserError, choose
 from varjax.nn import stacked
 from varjax.nn.published import Configuration
 from varjax.parallel.sharding import ProgramSpec, ShardedProgram
@@ -238,3 +240,29 @@ def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
     if name == "highest":
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()
+
+
+def compile_codes(traced: jax.stages.Traced, *, few_rows: bool) -> tuple[jax.stages.Compiled, str]:
+    """Compile the program of `trace_codes` for the device that is there; also what the compilation
+    cache did (`Timing.cache`). few_rows: as in `compiler_options`."""
+    # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
+    # would make every run look cold.
+    with compilation_cache.Watch() as watch:
+        options = compiler_options(jax.default_backend(), few_rows=few_rows)
+        return traced.lower().compile(compiler_options=options), watch.verdict
+
+
+def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Compile the program of `trace_pixels` for the device that is there."""
+    return traced.lower().compile(compiler_options=compiler_options(jax.default_backend()))
+
+
+def check_attention(implementation: str | None) -> None:
+    """Raise `UserError` unless this implementation of the kernels runs on this machine."""
+    if implementation is None:
+        return
+    choose("attention", implementation, implementations.NAMES)
+    if reason := implementations.why_not_here(implementation):
+        stepwise = implementations.step_by_step(implementation)
+        ways = ", ".join(filter(None, ("reference", stepwise)))
+        raise UserError(f"attention={reason}: choose {ways} or None")

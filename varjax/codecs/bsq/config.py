@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
@@ -70,15 +70,15 @@ class BSQConfig(published.Configuration):
         return self.patch_size.bit_length() - 1
 
     @property
-    def encoder(self) -> Layout:
-        return self._layout(self.encoder_ch_mult, self.num_res_blocks)
+    def encoder(self) -> CoderSizes:
+        return self._sizes(self.encoder_ch_mult, self.num_res_blocks)
 
     @property
-    def decoder(self) -> Layout:
-        return self._layout(self.decoder_ch_mult, self.num_res_blocks + 1)
+    def decoder(self) -> CoderSizes:
+        return self._sizes(self.decoder_ch_mult, self.num_res_blocks + 1)
 
-    def _layout(self, multipliers: tuple[int, ...], num_blocks: int) -> Layout:
-        return Layout(
+    def _sizes(self, multipliers: tuple[int, ...], num_blocks: int) -> CoderSizes:
+        return CoderSizes(
             image_channels=self.image_channels,
             latent_channels=self.codebook_dim,
             base=self.base_ch,

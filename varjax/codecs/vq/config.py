@@ -4,7 +4,7 @@ names."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import Layout
+from varjax.codecs.autoencoder import CoderSizes
 from varjax.codecs.levels import Levels
 from varjax.nn import published
 
@@ -70,8 +70,8 @@ class VQConfig(Levels):
         """The number of codes, by the name that transformers have for it."""
         return self.codebook_size
 
-    def _layout(self, num_blocks: int) -> Layout:
-        return self.layout_of(
+    def _sizes(self, num_blocks: int) -> CoderSizes:
+        return self.sizes_of(
             num_blocks,
             image_channels=3,
             latent_channels=self.z_channels,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import Layout
+from varjax.codecs.autoencoder import CoderSizes
 from varjax.codecs.levels import Levels
 from varjax.schedule import Schedule
 
@@ -54,8 +54,8 @@ class VQVAEConfig(Levels):
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
             raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
 
-    def _layout(self, num_blocks: int) -> Layout:
-        return self.layout_of(
+    def _sizes(self, num_blocks: int) -> CoderSizes:
+        return self.sizes_of(
             num_blocks,
             image_channels=self.in_channels,
             latent_channels=self.z_channels,
