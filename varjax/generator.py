@@ -138,7 +138,7 @@ class Generator:
         self._arrange()
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
-        self._formats = self._sharded = None
+        self._formats = self._sharded = self._make_empty = None
 
     def __repr__(self) -> str:
         state = "not compiled yet" if self.compiled is None else "compiled"
@@ -341,7 +341,8 @@ class Generator:
         # One program serves every number of images: a short batch repeats its last image, and the
         # copies are cut off again.
         padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
-        given = None if given is None else np.asarray(given)[padded]
+        if given is not None:
+            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
         results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
         return {name: a[: len(index)] for name, a in results.items()}, state
 
@@ -397,5 +398,6 @@ class Generator:
             self.model.dtype,
             groups=self.mesh.model,
         )
-        sharded = self._sharded
-        return make() if sharded is None else jax.jit(make, out_shardings=sharded.shardings[1])()
+        if self._sharded is not None and self._make_empty is None:
+            self._make_empty = jax.jit(make, out_shardings=self._sharded.shardings[1])
+        return make() if self._sharded is None else self._make_empty()

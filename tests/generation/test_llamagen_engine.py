@@ -144,7 +144,7 @@ def test_predicted_and_planned_bytes(policy):
         ({"unroll": True}, "unroll=True: models that draw token by token have no scans"),
         (
             {"policy": "headkv", "budget": 0.5, "mesh": MeshSpec(model=2)},
-            r"mesh data=1,model=2: policy 'headkv' decides .* beforehand \(full, swa, streaming",
+            r"mesh data=1,model=2: policy 'headkv' decides .* beforehand \(full, swa, streaming\)",
         ),
         ({"mesh": MeshSpec(data=64), "batch_size": 64}, "takes 64 devices, this machine has"),
         ({"policy": "heatkv"}, "heatkv"),

@@ -1,14 +1,18 @@
 """Policies of a user's own module: loaded by path or import name, and what is said if they cannot
 be."""
 
+import contextlib
+import dataclasses
 import sys
 
 import pytest
 
+from tests.policies.observations import DEMO
 from tests.policies.test_docs import EXAMPLE
 from varjax import policies
+from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
-from varjax.policies import POLICIES, get_policy, load_module, registry
+from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +121,28 @@ def test_what_is_no_module(tmp_path, monkeypatch, given, message):
     (tmp_path / "notes.txt").write_text("x = 1")
     with pytest.raises(UserError, match=message):
         load_module(given)
+
+
+class Undecided(Policy):
+    """Leaves it open which tokens stay."""
+
+
+class Nothing(Policy):
+    """Allocates nothing."""
+
+    def allocate(self, geometry, budget, calibration=None):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Undecided(budget=0.5), "leaves it open which tokens stay, but there is no `select`"),
+        (Nothing(budget=0.5), "result of `allocate`.*None.*give a StaticAllocation or Region"),
+    ],
+)
+def test_rules_that_lack_something(policy, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(DEMO, policy)
+    with contextlib.suppress(UserError):  # with room for everything nothing has to be chosen
+        assert not plan_cache(DEMO, dataclasses.replace(policy, budget=1.0)).chooses

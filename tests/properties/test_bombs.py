@@ -105,7 +105,7 @@ attempts = {
     "features": lambda: features.load(bomb),
     "table": lambda: varjax.plan(model, Table(path=bomb)),
     "pictures": lambda: data.load(bomb, 8),
-    "tokens": lambda: var_trainer.read_tokens(Path(bomb), pictures, model),
+    "tokens": lambda: var_trainer.read_tokens(Path(bomb), pictures, model.schedule),
     "calibration": lambda: varjax.plan(model, "full", calibration="/dev/zero"),
     "budgets": lambda: varjax.plan(model, get_policy("scalekv", 0.5, {"budgets": "/dev/zero"})),
     "pipe": lambda: varjax.plan(model, "full", calibration=sys.argv[2]),

@@ -12,6 +12,8 @@ import pytest
 
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
+from varjax.evaluation import networks
+from varjax.model import describe
 from varjax.models import registry
 from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var.transformer import VARConfig
@@ -369,3 +371,15 @@ def test_what_orbax_finds_is_a_user_error_too(copy, name):
     (copy / "params" / name).write_bytes(b"nonsense")
     with pytest.raises(UserError, match="params: the files are damaged"):
         checkpoint.load(copy, CATALOGUE)
+
+
+@pytest.mark.parametrize("name", ["classifier", "inception"])
+def test_a_network_of_evaluation_is_no_model(name, tmp_path):
+    (tmp_path / f"{name}.json").write_text('{"format_version": 1, "kind": "x", "files": {}}')
+    with pytest.raises(UserError, match=f"is a {name} alone: give the checkpoint of a whole model"):
+        describe(tmp_path)
+
+
+def test_own_folders_are_those_of_all_catalogues():
+    known = registry.CATALOGUE | networks.CATALOGUE
+    assert set(known.parts) == set(checkpoint.OWN_FOLDERS)

@@ -48,11 +48,11 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Observation:
-    """What the device knows when layer `layer` of scale `scale` decides what to keep.
+    """What the device knows when a layer decides what to keep.
 
     The last axis K lists the candidates: the stored slots of the head in table order, then the
-    tokens of the current scale (padded). Everything below the blank line is None unless asked for
-    in `Needs`.
+    tokens of the current scale (padded). What a policy does not ask for in `Needs` is None: all
+    fields from `window` on, but for `implementation`.
 
     live: nothing outside it may be kept.
     own: the token belongs to the current scale (True on its padding too).
@@ -78,7 +78,8 @@ class Observation:
     always stays and is no candidate. `position` counts image tokens. Queries are the stage's: the
     window is its newest W, `scale_mass` the mean over all. Sums are taken as the tokens are drawn,
     so weights are normalised over what each query saw, the condition included.
-    local: heads that `Rule.regroup` found to be local; None before and without it.
+    local: heads that `Rule.regroup` found to be local; none before it has been asked, None where
+      heads are not grouped.
     newest_mass: attention of the newest query, in `regroup` only, where K lists the slots of the
       condition too and `position` counts from its first token.
     window_scores: attention scores of each window query before the softmax, in no order of queries.
@@ -122,6 +123,7 @@ class Rule(Protocol):
 
     policy: "Policy"
     needs: Needs
+    selects: bool
     local_window: int | None
 
     def prepare(self, geometry: Geometry, calibration: Any) -> "Policy": ...

@@ -9,7 +9,7 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from varjax.errors import UserError
 if TYPE_CHECKING:
     from varjax.cache.stages import StageAllocation
 
+NOT_DIVIDED = (
+    "decides on the device what to keep, which does not work with heads on several devices yet"
+)
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
@@ -48,6 +51,8 @@ class CachePlan(PlanView):
     budget: float
     accounting: str
     policy: Policy | None = None
+
+    with_known_contents: ClassVar[str]  # names of policies, for messages
 
     @cached_property
     def rule(self) -> Rule | None:
@@ -115,6 +120,11 @@ class CachePlan(PlanView):
     @property
     def static_content(self) -> bool:
         """Whether the contents are known before the program starts."""
+        raise NotImplementedError
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the device ever has to choose which tokens stay."""
         raise NotImplementedError
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from varjax import arguments
 from varjax.cache import allocator, stages
-from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.allocator import peak_tokens
 from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
@@ -32,10 +33,12 @@ class Planning(NamedTuple):
     fit: takes a geometry, a rule, and the function from a budget to its allocation. It returns what
       may be kept when rounding is charged to the budget, and the block size.
     build: lays that allocation out.
+    allocations: what a rule may allocate.
     """
 
     fit: Callable[[Geometry, Rule, Callable], tuple[Allocation | StageAllocation, int]]
     build: Callable[..., CachePlan]
+    allocations: tuple[type, ...]
 
 
 def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> CachePlan:
@@ -47,7 +50,7 @@ def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> C
         budget is infeasible (the message names the smallest feasible one), or the block size is.
     """
     policy, allocation, block_size = choose(geometry, policy, calibration)
-    return PLANNING[geometry.kind].build(
+    plan = PLANNING[geometry.kind].build(
         geometry,
         allocation,
         block_size=block_size,
@@ -55,6 +58,12 @@ def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> C
         accounting=policy.accounting,
         policy=policy,
     )
+    if plan.chooses and not plan.rule.selects:
+        raise UserError(
+            f"policy {policy.name!r}: `allocate` leaves it open which tokens stay, but there is no "
+            f"`select` that decides: write one, or return an allocation whose contents are known"
+        )
+    return plan
 
 
 def choose(
@@ -68,7 +77,11 @@ def choose(
     rule.check_budget(geometry)
 
     def allocate(budget: float) -> Allocation | StageAllocation:
-        return rule.allocate(geometry, budget, calibration)
+        found = rule.allocate(geometry, budget, calibration)
+        kinds = PLANNING[geometry.kind].allocations
+        words = f"a {' or '.join(kind.__name__ for kind in kinds)}"
+        arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)
+        return found
 
     return policy, *PLANNING[geometry.kind].fit(geometry, rule, allocate)
 
@@ -90,8 +103,8 @@ def fit_blocks(
 
 
 PLANNING = {
-    SCALES: Planning(fit_blocks, build_plan),
-    TOKENS: Planning(stages.fit_slots, stages.build_plan),
+    SCALES: Planning(fit_blocks, build_plan, (StaticAllocation, RegionAllocation)),
+    TOKENS: Planning(stages.fit_slots, stages.build_plan, (StageAllocation,)),
 }
 
 

@@ -10,8 +10,9 @@ from jaxtyping import Array
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.cache.plan import CachePlan
+from varjax.cache.plan import NOT_DIVIDED, CachePlan
 from varjax.cache.state import KVState
+from varjax.errors import UserError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -32,6 +33,8 @@ class ScalePlan(CachePlan):
     stop: np.ndarray
     write_slots: np.ndarray | None
     blocks_after_store: np.ndarray
+
+    with_known_contents = "full, swa, streaming, heatkv, table"
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
@@ -60,8 +63,17 @@ class ScalePlan(CachePlan):
     def divide(self, groups: int) -> tuple["ScalePlan", ...]:
         if groups == 1:
             return (self,)
-        # others are refused by `parallel.plans.check_plan` before this
-        assert isinstance(self.allocation, StaticAllocation)
+        if groups not in self._divisions:  # laying out takes the time of a batch
+            self._divisions[groups] = self._divided(groups)
+        return self._divisions[groups]
+
+    @cached_property
+    def _divisions(self) -> dict[int, tuple["ScalePlan", ...]]:
+        return {}
+
+    def _divided(self, groups: int) -> tuple["ScalePlan", ...]:
+        if not isinstance(self.allocation, StaticAllocation):
+            raise UserError(f"policy {self.policy.name!r} {NOT_DIVIDED}")
         heads = self.geometry.num_heads // groups
         geometry = replace(self.geometry, num_heads=heads)
         plans = []
@@ -103,6 +115,10 @@ class ScalePlan(CachePlan):
             return True  # which tokens stay is not known here; room for some is always planned
         first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
         return bool((self.write_slots[:, :, first:last] >= 0).any())
+
+    @property
+    def chooses(self) -> bool:
+        return any(map(self.selects, range(self.geometry.schedule.num_scales)))
 
     def selects(self, scale: int) -> bool:
         """Whether the device has to choose what survives scale `scale`."""

@@ -107,6 +107,7 @@ class TokenPlan(CachePlan):
     allocation: StageAllocation
 
     decided_after = "stage"
+    with_known_contents = "full, swa, streaming"
 
     @property
     def sequence(self) -> TokenSequence:
@@ -115,6 +116,10 @@ class TokenPlan(CachePlan):
     @property
     def static_content(self) -> bool:
         return not self.allocation.decides
+
+    @property
+    def chooses(self) -> bool:
+        return self.allocation.decides
 
     @property
     def layer_slots(self) -> tuple[int, ...]:

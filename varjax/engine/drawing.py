@@ -181,7 +181,7 @@ class TokenDrawing:
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
         # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
-        # the left one, which pays for the few rows of a token (docs/benchmarks.md). Weights that
+        # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
         # are divided over devices are multiplied as they lie.
         turned = platform == "cpu" and self.mesh.model == 1
         stacked.separate(transformer.blocks, transformer.once, turned=turned)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
+from varjax.arguments import integer
 from varjax.models.step_inputs import AnyArray
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
@@ -27,20 +28,38 @@ class Given:
     where: Bool[AnyArray, "B L"]
 
     @classmethod
-    def first(cls, tokens: np.ndarray, count: int) -> "Given":
-        """The first `count` tokens of every image."""
-        first = np.broadcast_to(np.arange(tokens.shape[1]) < count, tokens.shape[:2])
-        return cls(jnp.asarray(tokens), jnp.asarray(first))
-
-    @classmethod
     def of(
-        cls, given: "np.ndarray | Given", order: Schedule | TokenSequence, steps: int | None
+        cls, given: "np.ndarray | Given", order: Schedule | TokenSequence, steps: int | None = None
     ) -> "Given":
-        """From an array of all tokens, whose first `steps` steps are given (None: all); what says
-        itself where it is given stays as it is."""
+        """Return the first `steps` steps of an array as given (None: all of it); a `Given` as it
+        is.
+
+        given: tokens of every image, all of them or as many as are given.
+
+        Raises:
+          UserError: more steps than there are, or tokens that do not fit an image.
+        """
+        drawn = order.num_drawn
+        if steps is not None:
+            steps = integer(f"given {order.kind}", steps, 0, drawn)
         if isinstance(given, cls):
             return given
-        return cls.first(given, order.first_tokens(order.num_drawn if steps is None else steps))
+        tokens, length = np.asarray(given), order.first_tokens(drawn)
+        count = min(order.first_tokens(drawn if steps is None else steps), tokens.shape[1])
+        return cls.first(tokens, count, length)
+
+    @classmethod
+    def first(cls, tokens: np.ndarray, count: int, length: int) -> "Given":
+        """The first `count` tokens of every image, of which it has `length`."""
+        # Places beyond the array would be clamped to its last token, so it is filled up.
+        missing = [(0, 0), (0, length - tokens.shape[1])] + [(0, 0)] * (tokens.ndim - 2)
+        tokens = np.pad(tokens, missing)
+        where = np.broadcast_to(np.arange(length) < count, tokens.shape[:2])
+        return cls(jnp.asarray(tokens), jnp.asarray(where))
+
+    def take(self, index: np.ndarray) -> "Given":
+        """The given tokens of some images of a run."""
+        return jax.tree.map(lambda a: a[index], self)
 
     def replace(
         self,

@@ -18,7 +18,6 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels import implementations
-from varjax.cache.state import KVState
 from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment, map_in_chunks
 from varjax.errors import UserError, choose
@@ -52,7 +51,7 @@ class Codec(Protocol):
 
 def trace_codes(
     networks: Mapping[str, nnx.Module],
-    state: KVState,
+    state: PyTree[Array],
     arguments: tuple,
     spec: ProgramSpec,
     *,

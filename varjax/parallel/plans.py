@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from varjax.cache.plan import CachePlan
+from varjax.cache.plan import NOT_DIVIDED, CachePlan
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec
 
@@ -17,10 +17,8 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
     if spec.model > 1 and not plan.static_content:
         raise UserError(
-            f"mesh {spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
-            f"does not work with heads on several devices yet: use data only, or a policy whose "
-            f"contents are known beforehand (full, swa, streaming; of models that draw scale by "
-            f"scale heatkv and table, too)"
+            f"mesh {spec}: policy {plan.policy.name!r} {NOT_DIVIDED}: use data only, or a policy "
+            f"whose contents are known beforehand ({plan.with_known_contents})"
         )
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:

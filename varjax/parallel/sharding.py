@@ -71,6 +71,7 @@ class ProgramSpec(Protocol):
     """The static side of a program that draws codes (`varjax.engine.drawing`)."""
 
     keep_logits: bool
+    few_rows: bool  # whether products have the rows of a single token
 
     def generate(
         self,

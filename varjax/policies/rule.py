@@ -47,6 +47,14 @@ class Rule:
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.policy!r}"
+
+    @property
+    def selects(self) -> bool:
+        """Whether the policy can decide on the device."""
+        return type(self).select is not Rule.select
+
     @property
     def uses_calibration(self) -> bool:
         """Whether this rule decides from measurements of the model."""
@@ -181,7 +189,7 @@ class ScaleRule(Rule):
         Raises:
           UserError: the contents of this policy are not a selection.
         """
-        if type(self).select is Rule.select:
+        if not self.selects:
             raise UserError(
                 f"policy {self.policy.name!r} cannot select for another one: its contents are "
                 f"given by its own allocation, not chosen by a score"

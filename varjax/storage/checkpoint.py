@@ -31,6 +31,9 @@ from varjax.storage.atomic import new_folder
 PARAMS = "params"
 DEMOS = {"demo": "demo", "demo-llamagen": "demo_llamagen"}  # names users give, and folders
 COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies beside it
+# Parts that may have a folder of their own, in any catalogue: what may be replaced is decided by
+# these names, whoever reads the folder.
+OWN_FOLDERS = ("text_encoder", "inception", "lpips", "classifier")
 
 
 def demo_directory(name: str = "demo") -> Path:
@@ -123,17 +126,16 @@ def written(folder: Path) -> set[str] | None:
         names = {manifest.NAME, *_listed(content, f"{PARAMS}/")}
         records = content.get("own_folders")
         for part, record in records.items() if isinstance(records, dict) else ():
-            if part.isidentifier():  # others could lead out of the folder
+            if part in OWN_FOLDERS:
                 names |= {f"{part}/{name}" for name in _part_files(folder / part, part, record)}
         return names
-    described = sorted(file.stem for file in folder.glob("*.json"))
-    return {name for part in described for name in _part_files(folder, part)} or None
+    return {name for part in OWN_FOLDERS for name in _part_files(folder, part)} or None
 
 
 def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[str]:
     """The files that the description of a part lists; none if it is not the recorded one."""
     file = folder / f"{name}.json"
-    content = _said(file, "kind", "config", "files")
+    content = _said(file, "kind")
     if content is None or record not in (None, manifest.record(file)):
         return set()
     return {file.name, *_listed(content)}
@@ -197,7 +199,10 @@ def describe(
     """
     path, parts, metadata = Path(directory), {}, {}
     if names is None:
-        alone = [name for name in known.parts if (path / f"{name}.json").is_file()]
+        alone = [name for name in OWN_FOLDERS if (path / f"{name}.json").is_file()]
+        if foreign := [name for name in alone if name not in known.parts]:
+            words = " and a ".join(foreign).replace("_", " ")
+            raise UserError(f"{path} is a {words} alone: give the checkpoint of a whole model")
         names = alone or known.family(manifest.read(path, known.families)["family"]).tree
     names = list(names)
     if any(name not in known.parts for name in names):
