@@ -248,7 +248,8 @@ def compile_codes(traced: jax.stages.Traced, *, few_rows: bool) -> tuple[jax.sta
     # would make every run look cold.
     with compilation_cache.Watch() as watch:
         options = compiler_options(jax.default_backend(), few_rows=few_rows)
-        return traced.lower().compile(compiler_options=options), watch.verdict
+        compiled = traced.lower().compile(compiler_options=options)
+    return compiled, watch.verdict  # which is known once the watch has ended
 
 
 def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
