@@ -1,9 +1,9 @@
 """The order in which a model draws single tokens: the condition, then image tokens row by row.
 
-`TokenSequence` takes the place of a next-scale model's `Schedule`. Like a schedule it
-tells the cache how many tokens there are, and how many of them are ever read again. M tokens of the
-condition come first, then N image tokens in raster order, in lines of n. The last image token is drawn but never read, so
-the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
+`TokenSequence` takes the place of a next-scale model's `Schedule`. Like a schedule it tells the
+cache how many tokens there are, and how many of them are ever read again. M tokens of the condition
+come first, then N image tokens in raster order, in lines of n. The last image token is drawn but
+never read, so the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
 
 A stage is a run of P tokens between two decisions of a policy; it takes the place of a scale. Stage
 0 is the condition. The other stages cut the N - 1 image tokens that are read.
