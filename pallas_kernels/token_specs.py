@@ -89,7 +89,8 @@ def only(slots: HeadSlots, *names: str) -> HeadSlots:
 
 
 def in_float32(query: Query, slots: HeadSlots) -> Arguments:
-    """The same numbers in float32; those of an int8 pool mean what they did."""
+    """The same operands in float32. An int8 pool stays as it is: with its scales it stands for the
+    same keys and values."""
     query = replace(query, q=query.q.astype(jnp.float32))
     if slots.scale is not None:
         return query, slots

@@ -29,7 +29,7 @@ POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
 class Tokens:
     """Queries, keys or values of a scale, with what has still to be done to them.
 
-    rows: outside a kernel the projection [R, T, 3, N, H], of which `part` is meant, or finished
+    rows: outside a kernel the projection [R, T, 3, N, H], from which `part` is read, or finished
       tokens [R, T, N, H]; inside [T, H].
     bias: [N, H]; inside [H].
     rotation: cosines and sines, [T, H] each.

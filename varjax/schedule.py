@@ -102,12 +102,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int | None:
-        """Between how many steps a cache changes; None where the policy decides that."""
+        """Number of points at which the cache may change; None if the policy chooses the stages."""
         return self.num_scales
 
     def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
-        """What planning takes for so many heads: numbers, the most that can be planned, and what
-        is counted."""
+        """Sizes that planning is limited by: (number, limit, what is counted). heads: heads of all
+        layers."""
         scales, tokens = self.num_scales, self.total_tokens
         return [
             (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
@@ -115,11 +115,11 @@ class Schedule:
         ]
 
     def outline(self) -> str:
-        """What is drawn in which order, for people."""
+        """The order of drawing, as a line of text."""
         return f"token maps {str(self).replace(';', ' ')}"
 
     def counted(self) -> str:
-        """How many scales there are; the first words of a list of sizes."""
+        """Text that opens a list of sizes: number of scales."""
         return f"{self.num_scales} scales, "
 
     @property

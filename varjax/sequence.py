@@ -1,9 +1,9 @@
-"""The token sequence: what a model that draws one token at a time goes through.
+"""The order in which a model draws single tokens: the condition, then image tokens row by row.
 
-It takes the place of a next-scale model's `Schedule`. Like a schedule it tells the cache how many
-tokens there are, and how many of them are ever read again. M tokens of the condition come first,
-then N image tokens in raster order, in lines of n. The last image token is drawn but never read, so
-the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
+`TokenSequence` takes the place of a next-scale model's `Schedule`. Like a schedule it tells the
+cache how many tokens there are, and how many of them are ever read again. M tokens of the condition
+come first, then N image tokens in raster order, in lines of n. The last image token is drawn but
+never read, so the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
 
 A stage is a run of P tokens between two decisions of a policy; it takes the place of a scale. Stage
 0 is the condition. The other stages cut the N - 1 image tokens that are read.
@@ -24,8 +24,8 @@ LARGEST_CONDITION = 2**14
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What a model goes through that draws one token at a time. Hashable; `UserError` for
-    impossible numbers.
+    """The order in which a model draws single tokens: the condition, then image tokens row by row.
+    Hashable; `UserError` for impossible numbers.
 
     image_tokens: N, tokens that are drawn one after the other.
     condition: M, slots that the condition takes in the cache.
@@ -63,21 +63,21 @@ class TokenSequence:
 
     @property
     def num_stages(self) -> int | None:
-        """Between how many steps a cache changes; None where the policy decides that."""
+        """Number of points at which the cache may change; None if the policy chooses the stages."""
         return None
 
     def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
-        """What planning takes for so many heads: numbers, the most that can be planned, and what
-        is counted."""
+        """Sizes that planning is limited by: (number, limit, what is counted). heads: heads of all
+        layers."""
         tokens = self.total_tokens
         return [(heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens")]
 
     def outline(self) -> str:
-        """What is drawn in which order, for people."""
+        """The order of drawing, as a line of text."""
         return f"{self.image_tokens} tokens one by one, condition of {self.condition}"
 
     def counted(self) -> str:
-        """How large the condition is; the first words of a list of sizes."""
+        """Text that opens a list of sizes: kind of model and length of the condition."""
         return f"token by token, condition of {self.condition}, "
 
     @property

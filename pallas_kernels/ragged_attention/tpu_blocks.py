@@ -77,7 +77,7 @@ class Grouping:
 
     @property
     def slots(self) -> int:
-        """Slots of all groups, of which the last may reach behind the table."""
+        """Slots of all groups. The last group may extend beyond the table."""
         return self.groups * self.blocks * self.block_size
 
 

@@ -70,7 +70,8 @@ def first_largest(x: Float[Array, "... V"]) -> Int[Array, "... 1"]:
 
 
 def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: float) -> Array:
-    """Whether top-p rejects a logit: the smallest ones go whose probabilities add up to `most`."""
+    """Whether top-p rejects a logit: the least likely tokens are rejected while their probabilities
+    sum to at most `most`."""
     below = logits < logits.max(-1, keepdims=True)  # the largest logit is never rejected
     if logits.shape[-1] == 2:  # the smaller one of two goes or stays, and nothing is added up
         return below & (p <= most)

@@ -80,7 +80,7 @@ def _places(pool, target):
 
 
 def _moved_scales(scale, target):
-    """Scales after the moves. Two numbers per slot are few: XLA chooses them, bit by bit."""
+    """Scales after the moves. There are only two per slot, so XLA selects them."""
     slots, last = scale.shape[-1], target.shape[-1]
     # a comparison with all slots in place of a scatter, which goes slot by slot
     comes = target[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, M, P, C]

@@ -247,7 +247,8 @@ class _Head:
         return self._line(self.ring.places.scale[half], place, rows, begin)
 
     def _line(self, line, place, rows, begin):
-        """Numbers [16] of slots, of which those of the head begin at `begin` in global memory."""
+        """Read 16 slots' numbers of one head. The head's numbers begin at `begin` in global
+        memory."""
         here = pl.ds(rows.start + self.ring.given.shift(begin), CLASSES)
         return _load(line.at[place, here], self.layouts.slot)
 

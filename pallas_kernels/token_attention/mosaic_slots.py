@@ -195,8 +195,7 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """The steps of a program, those of one head after those of another, go through `places` in
-    turn.
+    """A ring of places in shared memory. A program's steps use them in turn, head after head.
 
     first: number of the program's first head.
     heads: how many heads the program has.

@@ -5,7 +5,7 @@ import pytest
 
 import varjax
 from tests.models_under_test import fixture_model
-from varjax.engine import device_errors
+from varjax.engine import device_errors, program
 from varjax.errors import UserError
 
 # XLA's words for GPUs and CPUs, for TPUs that compile, and that run
@@ -21,6 +21,13 @@ OTHER = [
     "RESOURCE_EXHAUSTED: Shared memory size limit exceeded",
     "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
 ]
+# where they are raised: while memory is taken for the arguments, or by the compiler
+PLACES = ["_traced_arguments", "compile_codes", "compile_pixels"]
+
+
+def cases(messages: list[str]) -> list[tuple[str, str]]:
+    """Every message at the first place, which is fast, and one at each of the others."""
+    return [(PLACES[0], text) for text in messages] + [(place, messages[1]) for place in PLACES[1:]]
 
 
 @pytest.fixture(params=["llamagen_c2i", "a_k10"])
@@ -35,9 +42,16 @@ def failing(message: str):
     return fail
 
 
-@pytest.mark.parametrize("message", MEMORY)
-def test_too_little_memory(message, generator, monkeypatch):
-    monkeypatch.setattr(generator, "_traced_arguments", failing(message))
+def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
+    """Let a step of `Generator.compile` fail: the arguments, or the compiler at either program."""
+    owner = generator if place == "_traced_arguments" else program
+    patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))  # takes long
+    patch.setattr(owner, place, failing(message))
+
+
+@pytest.mark.parametrize(("place", "message"), cases(MEMORY))
+def test_too_little_memory(place, message, generator, monkeypatch):
+    fail_at(place, message, generator, monkeypatch)
     with pytest.raises(UserError) as refusal:
         generator([0, 1])
     said = str(refusal.value)
@@ -51,9 +65,9 @@ def test_too_little_memory_while_drawing(generator, monkeypatch):
         generator([0, 1])
 
 
-@pytest.mark.parametrize("message", OTHER)
-def test_other_failures_keep_their_kind(message, generator, monkeypatch):
-    monkeypatch.setattr(generator, "_traced_arguments", failing(message))
+@pytest.mark.parametrize(("place", "message"), cases(OTHER))
+def test_other_failures_keep_their_kind(place, message, generator, monkeypatch):
+    fail_at(place, message, generator, monkeypatch)
     with pytest.raises(jax.errors.JaxRuntimeError) as failure:
         generator([0, 1])
     assert not getattr(failure.value, "__notes__", [])  # there are no kernels on a CPU

@@ -5,19 +5,26 @@ import pytest
 
 from experiments.sweep import tables
 from varjax import metrics
+from varjax.metrics import METRICS
 
 
 def test_every_metric_is_in_every_table():
     report = {"reference": {}, "cells": [{}]}
     header, fields = tables.header(report), list(tables.CSV_FIELDS)
-    assert header[4:8] == ["PSNR to full", "SSIM", "equal tokens", "KL (nats)"]
-    assert fields[9:15] == "psnr psnr_std ssim ssim_std token_agreement token_agreement_std".split()
-    assert fields[15:18] == ["kl", "kl_std", "identical_images"]
-    assert header[8:] == ["s/image", "note"]  # and what networks judge, where they did
-    report["cells"][0] = {"fidelity": {"class_agreement": 1.0, "lpips": 0.1}}
-    assert tables.header(report)[8:10] == ["LPIPS", "class agreement"]
-    assert fields.index("lpips") > fields.index("note")
-    assert list(metrics.definitions())[:3] == ["PSNR, SSIM, equal tokens", "KL", "LPIPS"]
+    judged = [metric for metric in METRICS.values() if metric.is_judged]
+    own = [metric for metric in METRICS.values() if not metric.is_judged]
+    columns = [metric.column for metric in own]
+    assert header[4:] == [*columns, "s/image", "note"]  # and what networks judge, where they did
+    means = [f"{m.key}{end}" for m in own for end in ("", "_std")[: 1 + m.per_image]]
+    assert fields[9 : 10 + len(means)] == [*means, "identical_images"]
+    report["cells"][0] = {"fidelity": {judged[1].key: 1.0, judged[0].key: 0.1}}
+    assert tables.header(report)[4:-2] == [*columns, judged[0].column, judged[1].column]
+    assert all(fields.index(metric.key) > fields.index("note") for metric in judged)
+    explained = metrics.definitions()
+    assert all(metric.definition in explained.values() for metric in METRICS.values())
+    assert sorted(name for names in explained for name in names.split(", ")) == sorted(
+        metric.name for metric in METRICS.values()
+    )
 
 
 def test_what_a_result_holds_decides_what_is_compared():

@@ -29,13 +29,14 @@ def programs(page: str) -> list[str]:
 
 
 EXAMPLE, TOKEN_EXAMPLE = programs("howto/own_policy.md")
+BOTH = f"{EXAMPLE}\n\n{TOKEN_EXAMPLE}"
 (ABLATIONS,) = programs("howto/reproduce.md")
 
 
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
-    exec(compile(EXAMPLE, "own_policy.md", "exec", dont_inherit=True), {"__name__": "example"})
+    exec(compile(BOTH, "own_policy.md", "exec", dont_inherit=True), {"__name__": "example"})
     return registry.get_policy("best_attended", 0.3)
 
 
@@ -55,10 +56,11 @@ def test_it_fits_its_budget_and_changes_little(example):
     assert 0.3 < (np.asarray(results["tokens"]) == np.asarray(full["tokens"])).mean() < 1
 
 
-def test_the_example_for_tokens(monkeypatch):
+@pytest.mark.parametrize("program", [TOKEN_EXAMPLE, BOTH], ids=["alone", "both in one file"])
+def test_the_example_for_tokens(program, monkeypatch):
     """It keeps to its budget, decides on the device and is refused for models of the other kind."""
     monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
-    program = compile(TOKEN_EXAMPLE, "own_policy.md", "exec", dont_inherit=True)
+    program = compile(program, "own_policy.md", "exec", dont_inherit=True)
     exec(program, {"__name__": "example"})
     policy = registry.get_policy("best_attended_tokens", 0.4)
     plan = stand_in.plan_for(policy)

@@ -85,9 +85,18 @@ def test_arguments_for_the_other_kind_of_model(name, argument, value, kind):
         policy.rule(kind)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_readme_has_a_row(name):
+    (row,) = (r for r in markdown_table().splitlines() if r.startswith(f"| `{name}` |"))
+    assert f"\n{row}\n" in README.read_text(encoding="utf-8"), (
+        f"README.md, table of the policies, has no such row for it:\n{row}"
+    )
+
+
 def test_readme_lists_all_policies():
+    """In the order of `POLICIES`, and no others."""
     assert markdown_table() in README.read_text(encoding="utf-8"), (
-        "paste varjax.policies.registry.markdown_table()"
+        f"README.md, table of the policies, should be:\n{markdown_table()}"
     )
 
 

@@ -10,7 +10,7 @@ from tests.tokens import oracles, stand_in
 from varjax import policies
 from varjax.cache.observation import Observation
 from varjax.errors import UserError
-from varjax.policies import get_policy, stage_blocks
+from varjax.policies import POLICIES, get_policy, stage_blocks
 
 ROWS = 2
 CLOSE = 2e-5  # float32 against float64
@@ -343,8 +343,13 @@ def test_a_quota_of_global_heads():
 
 # --- invariants ---
 
-DECIDING = ("headkv", "snapkv", "h2o", "linear", "rkv")
-EVERY = ("swa", "streaming", *DECIDING)
+SPECIAL = (
+    "full",  # what the others are compared with
+    "table",  # keeps what a file says, whatever the budget
+    "compose",  # its parts are tested
+)
+EVERY = [n for n, cls in POLICIES.items() if cls.serves("tokens") and n not in SPECIAL]
+DECIDING = [n for n in EVERY if POLICIES[n]().rule("tokens").decides]
 
 
 @pytest.mark.parametrize("name", EVERY)

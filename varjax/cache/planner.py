@@ -69,8 +69,8 @@ def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> C
 def choose(
     geometry: Geometry, policy: Policy, calibration: Any = None
 ) -> tuple[Policy, Allocation | StageAllocation, int]:
-    """What `plan_cache` lays out: the policy as it was prepared, what may be kept, and in blocks of
-    how many slots. Raises `UserError` as it does."""
+    """Return what `plan_cache` lays out: the prepared policy, its allocation and the slots of a
+    block. The errors are the same."""
     policy = policy.rule(geometry.kind).prepare(geometry, calibration)
     rule = policy.rule(geometry.kind)
     rule.check(geometry)
@@ -115,8 +115,8 @@ def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
 
 
 def _usual_size(geometry: Geometry, tokens: int) -> int:
-    """The best block size whose pool exceeds the tokens by at most 1 %: blocks of one slot round
-    nothing up, so there is one."""
+    """The best block size whose pool exceeds the tokens by at most 1 %. There always is one, as
+    blocks of one slot round nothing up."""
     fits = (b for b in _sizes(geometry, tokens) if -tokens % b <= LOST_AT_MOST * tokens)
     return next(fits)
 
@@ -128,8 +128,8 @@ def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> i
 
 
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
-    """What given contents cost, as a budget: the fraction of the full cache that their pool takes
-    in blocks of the usual size, or as asked."""
+    """Return the budget that pays for an allocation: the fraction of the full cache that its pool
+    takes. block_size: slots of a block; of a size that planning does not use, the usual one."""
     if block_size not in (128, *BLOCK_SIZES):
         block_size = _usual_size(geometry, peak_tokens(geometry, allocation))
     slots = pool_slots(geometry, allocation, block_size)
@@ -186,7 +186,7 @@ class _Search:
         return best
 
     def _attempt(self, budget: float, block_size: int) -> Allocation | None:
-        """What a budget keeps, if its pool fits the limit."""
+        """Return the allocation of a budget, or None if its pool exceeds the limit."""
         allocation = self.allocate(budget)
         fits = pool_slots(self.geometry, allocation, block_size) <= self._limit
         return allocation if fits else None

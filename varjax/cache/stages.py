@@ -196,9 +196,9 @@ class TokenPlan(CachePlan):
 
 
 def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
-    """Image tokens of a head that a budget pays for. "bytes": all slots of the head, the buffer
-    included, less those of the condition. "tokens": what papers count, image tokens after an
-    update as a fraction of the image; condition and buffer come on top."""
+    """Image tokens of a head that a budget pays for. With "bytes" the budget pays for all slots, so
+    the condition's are subtracted. With "tokens" it pays for image tokens only; condition and
+    buffer are extra."""
     sequence = geometry.schedule
     if accounting == "tokens":
         return int(budget * sequence.image_tokens + 1e-6)

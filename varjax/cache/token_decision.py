@@ -117,8 +117,8 @@ class StageDecision:
         """Return each head's reach, measured by the newest query's attention."""
         masses = []
         for cache in caches:
-            # all that is held counts, whatever the head has seen so far
-            # from 0, so that the sums are the weights of this one query
+            # The newest query sees everything that is held, also in heads that were local. Sums
+            # start at 0, so they are this query's weights.
             sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
             _, mass = token_attention.attend(
                 Query(cache.queries[:, :, -1], first_bias=bias),

@@ -208,8 +208,8 @@ class StageStep(StageDecision):
         return out, self._observe_query(found, q, place)
 
     def _mass_weight(self, place) -> Float[Array, ""] | float:
-        """The factor of a query's weights in the sums: 0 where only the queries of a window
-        count and this is none of them."""
+        """The factor of this query's weights in the sums: 0 if only a window's queries count and
+        this query is outside the window, else 1."""
         if place is None or not self.needs.window_mass:
             return 1.0
         # a weight of 0 in place of a branch: every token runs the same program

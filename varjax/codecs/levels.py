@@ -1,4 +1,4 @@
-"""What configurations share whose codec halves the map after every level but the coarsest."""
+"""Shared by configurations whose codec halves the map after every level except the coarsest."""
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published

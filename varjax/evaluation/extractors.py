@@ -194,7 +194,7 @@ def _unit(images):
 
 
 def usual_batch(devices: int = 1) -> int:
-    """Pictures per program call where nobody asks for others."""
+    """Default number of pictures per call of the program."""
     return devices * (CPU_BATCH if jax.default_backend() == "cpu" else USUAL_BATCH)
 
 

@@ -19,12 +19,12 @@ def max_pool(x: Float[Array, "B h w C"], side: int, stride: int = 2) -> Float[Ar
 
 
 def max_pool_same(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    """Maximum of 3x3 pixels around each."""
+    """Maximum over the 3x3 neighbourhood."""
     return max_pool(_padded(x, -np.inf), 3, 1)
 
 
 def mean_pool_same(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    """Mean of the 3x3 pixels around each; at the edges of those that lie inside the map."""
+    """Mean over the 3x3 neighbourhood, counting only pixels inside the map."""
     sums = _over(_over(_padded(x, 0), 1, 3, 1, jnp.add), 2, 3, 1, jnp.add)
     # counts in closed form: the compiler would take seconds to fold them
     places = (np.arange(size) for size in x.shape[1:3])

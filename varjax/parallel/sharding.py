@@ -107,8 +107,8 @@ class ShardedProgram:
         input_specs: tuple,
         given: PyTree,
     ) -> "ShardedProgram":
-        """Divide weights, and whatever has an axis of images; `given` and `networks` may be
-        shapes."""
+        """Divide the weights over `model`, and every array with an axis of images over `data`.
+        `given` and `networks` may be shapes."""
         weights = _weight_specs(networks, mesh.shape[MODEL])
         given = jax.tree.map(lambda _: P(DATA), given)
         return cls(mesh, spec, (weights, state_specs, P(DATA), P(DATA), input_specs, given))

@@ -102,8 +102,8 @@ def divide(
 
 
 def keep(obs: Observation, capacity, condensed, fill):
-    """bool [R, N, K]: what survives when a head may hold `capacity` int32 [R, N] tokens, of which
-    `condensed` int32 [R, N] are locked, as `Sizes.contents` decides. fill: bool, traced."""
+    """bool [R, N, K]: the tokens that stay. A head may hold `capacity` tokens; `condensed` of them
+    are locked (`Sizes.contents`); both are int32 [R, N]. fill: bool, traced."""
     own = obs.live & obs.own
     oversize = (own.sum(-1) > capacity)[..., None]
     among = obs.live & ~(own & oversize & ~fill)

@@ -1,5 +1,5 @@
-"""What a policy is: a name and arguments, and for each kind of model that it serves a `Rule`, which
-says how much heads hold and, if contents depend on the image, which tokens.
+"""A policy is a name and arguments. For each kind of model that it serves it has a `Rule`: how many
+tokens heads hold, and which ones if that depends on the image.
 
 A policy is a frozen dataclass in one file; its fields are the `--policy_args`, its docstring is its
 manual. It never moves bytes.
@@ -39,8 +39,8 @@ class NotGiven(float):
 
 
 def within(default: Value, low: float, high: float, **more: bool | str) -> Value:
-    """Declare a field of a policy that is a number from `low` to `high`, whatever the model. more:
-    further arguments of `arguments.number`."""
+    """Declare a numeric field with a range from `low` to `high`. The range is the same for all
+    models. more: further arguments of `arguments.number`."""
     return dataclasses.field(
         default=default, metadata={"limits": {"low": low, "high": high} | more}
     )

@@ -140,8 +140,8 @@ class Compose(Composed, StagedPolicy):
         return self.built(ROLES)
 
     def built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
-        """Allocator and selector with what the composition decides filled in. defaults: what they
-        are if not said."""
+        """Return allocator and selector with the arguments that the composition decides. defaults:
+        the parts that a role has if `parts` does not name one."""
         allocate, select = (build(role, defaults | dict(self.parts)) for role in ROLES)
         shared = {name: getattr(self, name) for name in SHARED}
         selection = dataclasses.replace(select.as_selection(), **shared)
@@ -160,8 +160,8 @@ class Compose(Composed, StagedPolicy):
     def with_parts(
         self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
     ) -> "Compose":
-        """The composition of prepared parts; `parts` names what was not said, too, because a
-        composition is the same, said or not."""
+        """Return the composition with prepared parts. `parts` also lists the defaults, so
+        compositions are equal whether or not a default was typed."""
         parts = tuple(sorted((defaults | dict(self.parts)).items()))
         prepared = (allocator, selector)
         return dataclasses.replace(self, parts=parts, _prepared=prepared, **values)

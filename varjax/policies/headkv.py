@@ -87,10 +87,10 @@ class HeadKV(StagedPolicy, SinkPolicy):
         share what is left.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
-      global_heads: global heads per layer. Next-scale models: 0 takes all but one in eight, and all
-        but one where that is none. Token by token: 0 is the paper's rule, every head that needs w
-        tokens or more; G is a quota, the G heads of a layer and row that need most, among equals
-        the lower head number.
+      global_heads: global heads per layer. Next-scale models: 0 makes all heads but one in eight
+        global; if that leaves no local head, all but one. Token by token: 0 is the paper's rule,
+        every head that needs w tokens or more; G is a quota, the G heads of a layer and row that
+        need most, among equals the lower head number.
       local_share: capacity of a local head relative to the mean. Next-scale models only.
       recent_share: newest tokens that every head keeps, relative to the mean capacity, as far as
         it has room for them. Next-scale models only.

@@ -100,15 +100,15 @@ class HeadKVTokens(WindowedRule):
         return local.astype(jnp.int32)
 
     def select(self, obs: Observation):
-        """All tokens are compared twice only, with those of all of the cache by age and with those
-        of their part by score: that is what a decision costs."""
+        """Tokens are ranked twice: by age among all live tokens, and by score within their part.
+        These rankings are the cost of a decision."""
         policy = self.policy
         score = obs.window_logits if policy.score == "logit" else obs.scale_mass
         age, total = stage_blocks.age_rank(obs, obs.live), obs.live.sum(-1)
         newest = obs.live & (age >= total[..., None] - policy.window)
         first = obs.live & (obs.position < policy.sinks)
         history, surplus = obs.live & ~newest & ~first, total - obs.capacity
-        age = age - first.sum(-1, keepdims=True)  # in history, of which all sinks are older
+        age = age - first.sum(-1, keepdims=True)  # within history: all sinks are older
         gone = stage_blocks.stratum_lowest(obs, score, history, age, surplus, policy.ratio)
         if obs.local is not None:  # local heads see no history: the oldest go first
             oldest = history & (age < surplus[..., None])

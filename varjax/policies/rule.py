@@ -4,8 +4,8 @@ The planner, the cache and the engine ask a `Rule` only. A policy for one kind o
 rule. A policy for both is its own rule for models that draw scale by scale, and names a small
 second class for the others (`Policy.token_rule`), which reads its arguments from `self.policy`.
 
-Each rule decides `needs`, `allocate` and `select`; where they matter also `prepare`, `check`,
-`inputs` and `regroup`. The rest has defaults.
+Most policies write some of six members and nothing else: `needs`, `prepare`, `check`, `allocate`,
+`inputs` and `select`. The others are rare hooks, which few policies override.
 """
 
 from typing import TYPE_CHECKING, ClassVar

@@ -36,9 +36,8 @@ def rank(
     tie: Position | None = None,
     part: Mask | None = None,
 ) -> Position:
-    """How many tokens of `among` have a lower score, or an equal score and a lower `tie` (None:
-    their position). part: true in one of two parts; a token is compared with those of its own
-    part."""
+    """Count the tokens of `among` with a lower score. Equal scores are ordered by `tie` (None: by
+    position). With `part`, a token is compared only within its own part."""
     tie = obs.position if tie is None else tie
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie, part=part)

@@ -191,8 +191,8 @@ def _one_report():
 
 @dataclass(frozen=True)
 class _WithoutOrbax:
-    """A hook for exceptions that nobody can catch: it hands them on to the hook `before`, but not
-    those of work that Orbax gave up."""
+    """A hook for exceptions that nobody can catch. It passes them on to `before`, except those of
+    Orbax work that was abandoned."""
 
     before: Callable
 

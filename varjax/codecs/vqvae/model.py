@@ -227,7 +227,7 @@ class VQVAE(ImageCodec):
         enlarged: Float[Array, "B P Q C"],
         scale: Int[Array, ""],
     ) -> Float[Array, "B P Q C"]:
-        """The latent map with the codes of a scale, enlarged to it, added through phi."""
+        """Add phi of the codes of a scale, already enlarged to the latent map, to the map."""
         return code_map + self.quantizer.phi(enlarged, scale)
 
     # --- what training asks of a codec ---
