@@ -9,7 +9,6 @@ from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
 from varjax.policies.base import Policy, per_layer
@@ -54,7 +53,7 @@ class SinkPolicy(Policy):
     def check_sinks(self, geometry: Geometry) -> None:
         stored = geometry.schedule.num_scales - 1
         if self.sinks and not 0 <= self.sinks <= stored:
-            raise UserError(
+            self.refuse(
                 f"sinks={self.sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
             )
 
