@@ -63,6 +63,7 @@ class StageAllocation:
     ) -> "StageAllocation":
         """Give all layers the same. With room for all tokens nothing has to be decided."""
         steps = geometry.schedule.steps
+        # A buffer would only cost slots here: what never leaves can go straight to its place.
         if slots >= steps:
             return cls.known(geometry, steps)
         layers = geometry.num_layers
@@ -91,8 +92,11 @@ class StageAllocation:
         stage = np.arange(1, decided + 2)[:, None]
         drawn = (stage - 1) * self.period
         limit = self.slots[None]
+        # When a stage starts its buffer is empty, so a cache that decides holds P tokens less than
+        # it has slots. Known contents have no buffer.
         if self.decides:
             kept = self.main if self.kept is None else self.kept
+            # Until heads are grouped nothing has to leave but what does not fit.
             first = 0 if self.group_stage is None else self.group_stage
             limit = np.where(stage - 1 > first, kept, self.main)
         held = np.minimum(drawn, limit)
@@ -132,6 +136,7 @@ class TokenPlan(CachePlan):
         policy has decided. All layers have then stored, so the last axis is constant."""
         held, g = self.allocation.held(self.geometry), self.geometry
         decided, last = self.sequence.stages(self.allocation.period)
+        # What a stage draws lies beside what it found until its decision, so that is the peak.
         new = np.array([0] + decided * [self.allocation.period] + [last])
         most = np.minimum(held + new[:, None], self.allocation.slots) + self.sequence.condition
         return np.repeat(most.sum(-1, keepdims=True) * g.num_heads, g.num_layers, axis=1)
@@ -160,11 +165,13 @@ class TokenPlan(CachePlan):
             capacity=self.capacity[..., :heads],
             pool_blocks=self.pool_blocks // groups,
         )
-        return (group,) * groups  # all heads of a layer have equally many slots
+        # All heads of a layer have equally many slots, whatever the policy: groups are alike.
+        return (group,) * groups
 
     def heads_over(
         self, specs: tuple[LayerCache, ...], rows: str, heads: str
     ) -> tuple[LayerCache, ...]:
+        # An int8 pool's scales have an axis for keys and values before that of the heads.
         pool, scale = PartitionSpec(rows, heads), PartitionSpec(rows, None, heads)
         return tuple(
             replace(layer, pool=pool, scale=None if layer.scale is None else scale)
@@ -221,6 +228,7 @@ def fit_slots(
     policy, budget = rule.policy, rule.policy.budget
     wanted = rule.slots(geometry, budget)
     slots, size = _rounded(geometry, rule, wanted)
+    # The rule divides a budget by itself, so it is told one that pays for the rounded slots.
     if slots < wanted and policy.shrinks:
         budget = budget_of(geometry, slots)
     allocation = allocate(budget)
@@ -258,6 +266,7 @@ def build_plan(
     """Lay out an allocation: every head of a layer has slots of its own."""
     condition, heads = geometry.schedule.condition, geometry.num_heads
     of_heads, held = allocation.slots + condition, allocation.held(geometry)
+    # Stage 0 stores the condition; from then on every head holds it besides its image tokens.
     capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
     return TokenPlan(
         geometry=geometry,
