@@ -391,13 +391,8 @@ class Generator:
 
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache; over several devices each makes its own share."""
-        make = partial(
-            self.plan.empty_state,
-            self.batch_size,
-            self.kv_dtype,
-            self.model.dtype,
-            groups=self.mesh.model,
-        )
+        types = self.kv_dtype, self.model.dtype
+        make = partial(self.plan.empty_state, self.batch_size, *types, groups=self.mesh.model)
         if self._sharded is not None and self._make_empty is None:
             self._make_empty = jax.jit(make, out_shardings=self._sharded.shardings[1])
         return make() if self._sharded is None else self._make_empty()
