@@ -87,13 +87,23 @@ def dropout(
 
 
 def dense_attention(
-    q: Float[Array, "R N T H"],
+    q: Float[Array, "R Q T H"],
     k: Float[Array, "R N K H"],
     v: Float[Array, "R N K H"],
     mask: Bool[Array, "*#of_heads T K"],
-) -> Float[Array, "R T N H"]:
+) -> Float[Array, "R T Q H"]:
     """Softmax attention with an explicit mask, which heads and rows may share; `q` is already
-    scaled. It serves teacher forcing, and the condition of models that draw token by token."""
+    scaled. Query head n reads the keys of head n // (Q / N). It serves teacher forcing, and the
+    condition of models that draw token by token."""
+    rows, heads, length, size = k.shape
+    if q.shape[1] != heads:
+        # as more queries of the same head: keys and values are not copied
+        groups, tokens = q.shape[1] // heads, q.shape[2]
+        q = q.reshape(rows, heads, groups * tokens, size)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:-2], tokens, length))
+        mask = jnp.tile(mask, (1,) * (mask.ndim - 2) + (groups, 1))
+        found = dense_attention(q, k, v, mask).reshape(rows, groups, tokens, heads, size)
+        return found.transpose(0, 2, 3, 1, 4).reshape(rows, tokens, -1, size)
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)
