@@ -30,7 +30,11 @@ class PromptTokenizer:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
-        check_file(self.path)
+        if not self.path.is_file():
+            raise UserError(
+                f"there is no tokenizer file {path}: copy the published model's {FILE} to it,"
+                f" {INSTEAD}"
+            )
         module = require("tokenizers", extra="text", purpose="turning prompts into token ids")
         try:
             text = ordinary.read(self.path, LARGEST_FILE).decode("utf-8")
@@ -48,7 +52,12 @@ class PromptTokenizer:
     def of_checkpoint(cls, directory: str | os.PathLike | None, name: str) -> "PromptTokenizer":
         """The tokenizer of a checkpoint's folder; None: the published model `name`, which has no
         folder."""
-        return cls(checked_file(directory, name))
+        if directory is None:
+            raise UserError(
+                f"{name} is the name of a published model, which has no tokenizer here: convert it"
+                f" with `python -m ported_weights` and give the folder, {INSTEAD}"
+            )
+        return cls(Path(directory) / FOLDER / FILE)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without any that a file says to add in front or behind."""
@@ -74,21 +83,6 @@ class PromptTokenizer:
         )
 
 
-def checked_file(directory: str | os.PathLike | None, name: str) -> Path:
-    """The tokenizer file of a checkpoint, which is there but not read; `UserError` otherwise."""
-    if directory is None:
-        raise UserError(
-            f"{name} is the name of a published model, which has no tokenizer here: convert it with"
-            f" `python -m ported_weights` and give the folder, {INSTEAD}"
-        )
-    path = Path(directory) / FOLDER / FILE
-    check_file(path)
-    return path
-
-
-def check_file(path: Path) -> None:
-    """Raise `UserError` if there is no such file."""
-    if not path.is_file():
-        raise UserError(
-            f"there is no tokenizer file {path}: copy the published model's {FILE} to it, {INSTEAD}"
-        )
+def has_tokenizer(directory: str | os.PathLike | None) -> bool:
+    """Whether there is a tokenizer in the folder of a checkpoint; None: there is no folder."""
+    return directory is not None and (Path(directory) / FOLDER / FILE).is_file()
