@@ -65,8 +65,11 @@ class JanusConfig(LlamaConfig):
 
     @classmethod
     def from_published(cls, given: Mapping) -> "JanusConfig":
-        """Read config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there. `UserError`
-        for unknown names, values of the wrong type, and sections that contradict each other."""
+        """Read config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there.
+
+        Raises:
+          UserError: unknown names, values of the wrong type, sections that contradict each other.
+        """
         own = {n: given[n] for n in ("pad_id", "grid", "prompt_tokens") if n in given}
         known = {"language_config", *SECTIONS, *own}
         cls.arguments({n: v for n, v in given.items() if n not in known}, IGNORED)
