@@ -56,8 +56,8 @@ class TokenSequence:
         object.__setattr__(self, "line", min(line, self.image_tokens))
         if self.new_lines and (self.image_tokens % self.line or self.line < 2):
             raise UserError(
-                f"token sequence: {self.image_tokens} tokens are no lines of {self.line}, each with "
-                f"a new line at its end"
+                f"token sequence: {self.image_tokens} tokens are no lines of {self.line} tokens, each "
+                f"with a new line at its end"
             )
 
     def __str__(self) -> str:

@@ -47,7 +47,8 @@ def as_it_is(branch: Array, number: int) -> Array:
 
 class Projected(Protocol):
     """What a layer projects, finished: queries carry the attention scale, queries and keys are
-    rotated. `pallas_kernels.projection.Projection` is one; Q query heads may share N heads of keys."""
+    rotated. `pallas_kernels.projection.Projection` is one. Q query heads may share N heads of keys.
+    """
 
     def queries(self) -> Float[Array, "R Q T H"]: ...
 

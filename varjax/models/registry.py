@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from varjax.codecs.bsq import model as bsq
+from varjax.codecs.vq.chameleon import ChameleonVQ, ChameleonVQConfig
 from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
@@ -18,6 +19,7 @@ from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
 from varjax.text.condition import TEXT
 from varjax.text.encoder import TEXT_ENCODER
+from varjax.text.prompt_ids import PROMPT_IDS
 
 
 @dataclass(frozen=True)

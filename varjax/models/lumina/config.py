@@ -76,9 +76,9 @@ class LuminaConfig(LlamaConfig):
         names = model.pop("image_vocab", None) or model.pop("vocabulary_map", None)
         for name in ("model", "vqgan", "image_vocab", "vocabulary_map"):
             model.pop(name, None)
-        found = cls.language_arguments(model)
-        # ours; `vocab_size` is the language model's in published files
-        found["vocab_size"] = found.pop("num_codes", cls.vocab_size)
+        # our name: `vocab_size` is the language model's in published files
+        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)}, ())
+        found = cls.language_arguments(model) | codes
         found |= {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
         if names is not None:
             with about("vocabulary"):
