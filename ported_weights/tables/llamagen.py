@@ -82,15 +82,21 @@ def _linear(
 
 
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a tokenizer."""
+    """Return the rule table of a tokenizer. Without `has_encoder`, what only the encoder needs is
+    ignored."""
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
-        *_product("quant_conv", "quant_conv"),
         *_product("post_quant_conv", "post_quant_conv"),
         Ignore(r"quantize\.codebook_used", "statistics of the training run", _check_used),
     ]
-    levels = len(config.ch_mult)
-    for net, ours in (("encoder", "down"), ("decoder", "up")):
+    nets, levels = [("decoder", "up")], len(config.ch_mult)
+    if config.has_encoder:
+        rules += _product("quant_conv", "quant_conv")
+        nets.append(("encoder", "down"))
+    else:
+        reason = "the encoder: generation only decodes"
+        rules.append(Ignore(r"encoder\..*|quant_conv\..*", reason))
+    for net, ours in nets:
         rules += _ends(net)
         for i in range(levels):
             level = i if net == "encoder" else levels - 1 - i
