@@ -32,17 +32,17 @@ def held(state, condition: int):
     return found
 
 
-def check(policy, budget=None, group=None, seed=0, **simulated):
-    """The program's attention, and what it holds, against the oracle's, in every head."""
-    plan = stand_in.plan_for(policy)
+def check(policy, shared=1, group=None, seed=0, **simulated):
+    """The program's attention, and what it holds, against the oracle's, in every head. shared: by
+    how many query heads a head of keys and values is."""
+    plan = stand_in.plan_for(policy, group=shared)
     model = stand_in.StandIn.random(plan.geometry, ROWS, seed)
     out, state = stand_in.run(model, plan)
     condition = plan.sequence.condition
     contents = None if plan.static_content else held(state, condition)
     kinds = set()
-    for layer, row, head in np.ndindex(*model.q.shape[:3]):
-        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
-        options = simulated
+    for layer, row, head in np.ndindex(*model.k.shape[:3]):
+        arrays, options = stand_in.of_head(model, layer, row, head), simulated
         if group is not None:
             stage, threshold, window = group
 
@@ -52,7 +52,8 @@ def check(policy, budget=None, group=None, seed=0, **simulated):
 
             options = simulated | {"group": (stage, local), "window": window}
         expected, numbers = oracles.simulate(*arrays, model.visible[row], **options)
-        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        found = out[row, 1:, layer, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
         if contents is not None:
             assert contents[layer, row, head] == set(numbers)
     return plan, kinds
@@ -211,11 +212,12 @@ def test_table(tmp_path, period, per_row, some):
     assert slots == keep.sum(-1)[:, :, : ROWS if per_row else None].max() + period
     contents = held(state, 3)
     for row, head in np.ndindex(ROWS, 3):
-        arrays = (a[0, row, head] for a in (model.q, model.k, model.v))
+        arrays = stand_in.of_head(model, 0, row, head)
         rule = oracles.table(keep[:, 0, row, head])
         more = dict(slots=slots, period=period, decide=rule, full=False)
         expected, numbers = oracles.simulate(*arrays, model.visible[row], **more)
-        np.testing.assert_allclose(out[row, 1:, 0, head], expected, atol=CLOSE)
+        found = out[row, 1:, 0, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
         assert contents[0, row, head] == set(numbers)
 
 
@@ -290,10 +292,11 @@ def test_a_table_gives_layers_their_room(tmp_path):
     model = stand_in.StandIn.random(plan.geometry, ROWS)
     out, _ = stand_in.run(model, plan)
     for layer, row, head in np.ndindex(2, ROWS, 3):
-        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
+        arrays = stand_in.of_head(model, layer, row, head)
         more = dict(slots=int(slots[layer]), period=4, decide=oracles.snapkv(2))
         expected, _ = oracles.simulate(*arrays, model.visible[row], **more)
-        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        found = out[row, 1:, layer, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
     with pytest.raises(UserError, match="leaves a layer 6 image tokens .* snapkv needs 8"):
         narrow = dict(parts, allocate_path=str(_narrow(tmp_path)))
         stand_in.plan_for(composed(**narrow))
