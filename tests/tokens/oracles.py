@@ -72,7 +72,8 @@ def simulate(
             continue
         if group is not None and stage == group[0]:
             # the condition lies behind all image tokens; one global query head makes all global
-            local = all(group[1]([*w[len(fixed) :][::-1], *w[: len(fixed)][::-1]]) for w in weights)
+            newest_first = ([*w[len(fixed) :][::-1], *w[: len(fixed)][::-1]] for w in weights)
+            local = all([group[1](w) for w in newest_first])
         capacity = slots - period
         if kept is not None and stage >= group[0]:
             capacity = kept
