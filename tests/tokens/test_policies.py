@@ -371,8 +371,8 @@ def test_the_neediest_query_head_counts(shared, most, monkeypatch):
 
     def local(mass, **arguments):
         policy = policies.HeadKV(window=3, threshold=0.8, **arguments)
-        group_mass = jnp.asarray(mass) if mass.ndim == 4 else None
-        seen = replace(obs, newest_mass=jnp.asarray(mass), group_mass=group_mass)
+        name = "group_mass" if mass.ndim == 4 else "newest_mass"
+        seen = replace(obs, **{name: jnp.asarray(mass)})
         return np.asarray(policy.rule("tokens").regroup(seen))
 
     each = np.stack([local(mass[:, :, i]) for i in range(shared)])

@@ -148,6 +148,14 @@ class TransformerConfig(Configuration):
             f"({height}x{width} tokens here): leave them out"
         )
 
+    def with_grid(self, grid: tuple[int, int]) -> "TransformerConfig":
+        """The configuration under which the same weights draw pictures of another grid (height,
+        width), in the units that the model counts in. `UserError` if the model has none."""
+        raise UserError(
+            f"grid={'x'.join(map(str, grid))}: the grid of {self.what} is part of its schedule: "
+            f"leave it out"
+        )
+
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
