@@ -152,6 +152,7 @@ class Model:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rows_per_image=2 if config.is_guided(sampling) else 1,
+            queries_per_head=config.queries_per_head,
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
@@ -164,7 +165,7 @@ class Model:
         own, whole = (self.geometry_for(sampling, one_slot=flag) for flag in (True, False))
         if planned.schedule == whole.schedule:  # every token of the condition in its own slot
             own = whole
-        for name in ("schedule", "num_layers", "num_heads", "head_dim"):
+        for name in ("schedule", "num_layers", "num_heads", "head_dim", "queries_per_head"):
             given, wanted = getattr(planned, name), getattr(own, name)
             if given != wanted:
                 raise UserError(
