@@ -1,5 +1,5 @@
-"""One layer's cache step where contents are known and what queries read is not: a ring of the newest
-tokens, of which every head skips some offsets.
+"""One layer's cache step where contents are known and what queries read is not: a ring of the
+newest tokens, of which every head skips some offsets.
 
 An offset is the distance from a query back to a key, 0 for the query's own token. A head that skips
 an offset skips another token at every step, so all of them have to be stored:

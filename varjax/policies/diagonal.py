@@ -1,5 +1,5 @@
-"""Diagonal Attention: a ring of the newest tokens, of which every head leaves out the distances that
-it attended to least."""
+"""Diagonal Attention: a ring of the newest tokens, of which every head leaves out the distances
+that it attended to least."""
 
 import math
 from dataclasses import dataclass
