@@ -46,9 +46,7 @@ class Model:
     def __repr__(self) -> str:
         count = sum(map(parameters.count, self.parts.values()))
         height, width = self.pixels
-        condition = (
-            f"{self.num_classes} labels" if self.num_classes else self.condition
-        )
+        condition = f"{self.num_classes} labels" if self.num_classes else self.condition
         weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
         where = f"folder {self.directory}" if self.directory else "published, no weights here"
         return (
