@@ -68,14 +68,21 @@ class Source:
 
     def fingerprints(self) -> list[dict]:
         """Return file name, size and SHA-256 of every file."""
-        found = []
-        for path in self.files:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            # a name may have any bytes, JSON holds only text
-            name = os.fsencode(path.name).decode(errors="replace")
-            found.append({"file": name, "size": path.stat().st_size, "sha256": digest})
-        return found
+        return [fingerprint(path) for path in self.files]
+
+    def below(self, prefix: str) -> "Source":
+        """Return the tensors whose names begin with `prefix`, without it."""
+        found = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+        return dataclasses.replace(self, tensors=found)
+
+
+def fingerprint(path: Path) -> dict:
+    """Return name, size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # a name may have any bytes, JSON holds only text
+    name = os.fsencode(path.name).decode(errors="replace")
+    return {"file": name, "size": path.stat().st_size, "sha256": digest}
 
 
 def joined(first: Source, second: Source) -> Source:
