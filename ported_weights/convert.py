@@ -232,6 +232,11 @@ def _open_both(
     opened = {"transformer": _open_part(parts["transformer"], configs["transformer"], *given)}
     if published.tokenizer_source:
         given = published.tokenizer_source, published.tokenizer_source_key
+    elif not opened["transformer"].source.below(prefix).tensors:
+        raise UserError(
+            f"--source: {published.source} has no image tokenizer (names that begin with {prefix}):"
+            " give the folder of the whole model, or a file with it as --tokenizer_source"
+        )
     opened["codec"] = _open_part(parts["codec"], configs["codec"], *given, prefix=prefix)
     return opened
 
