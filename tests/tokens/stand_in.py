@@ -40,8 +40,8 @@ class Projected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StandIn:
-    """Keys and values float32 [L, R, N, M + N_image, H], queries of G times as many heads, and which
-    of the condition's tokens count, bool [R, M]."""
+    """Keys and values float32 [L, R, N, M + N_image, H], queries of G times as many heads, and
+    which of the condition's tokens count, bool [R, M]."""
 
     q: np.ndarray
     k: np.ndarray
@@ -153,8 +153,8 @@ def run(model: StandIn, plan, **options):
 
 
 def of_head(model: StandIn, layer: int, row: int, head: int):
-    """What `oracles.simulate` takes of a head of keys and values: the queries of its group [G, T, H],
-    k and v [T, H]."""
+    """What `oracles.simulate` takes of a head of keys and values: the queries of its group
+    [G, T, H], k and v [T, H]."""
     k, v = (a[layer, row, head] for a in (model.k, model.v))
     return model.q[layer, row, of_group(model, head)], k, v
 
