@@ -32,11 +32,14 @@ class LayerCache(HeadSlots):
     query_sum: float32, sum of the queries of the window in this stage; with groups, of the means
       over each group.
     queries: the newest W queries of every query head.
+    skipped: slots of the ring that the newest query left out (`token_offsets`). `mass` is then what
+      the image tokens' offsets got, as slots lie now.
     """
 
     position: Int[Array, "R _ _"] | None = None
     query_sum: Float[Array, "R N H"] | None = None
     queries: Float[Array, "R GN W H"] | None = None
+    skipped: Bool[Array, "R N _"] | None = None
 
     def by_head(
         self, numbers: Float[Array, "R GN *rest"], join: Callable[..., Array]
@@ -85,9 +88,21 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if plan.static_content:
         # filled by `LayerCache.with_condition`; image tokens follow from their number
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
-        return LayerCache(pool, condition, scale)
+        cache = LayerCache(pool, condition, scale)
+        return cache if plan.allocation.reads is None else _with_skipped(cache, plan)
     cache = LayerCache(pool, jnp.full(shape, -1, jnp.int32), scale)
     return _with_observed(cache, plan, compute_dtype)
+
+
+def _with_skipped(cache: LayerCache, plan: CachePlan) -> LayerCache:
+    """Return the cache with what a step that skips offsets carries."""
+    rows, heads, slots, _ = cache.pool.shape
+    ring = slots - plan.sequence.condition - plan.allocation.protected
+    return replace(
+        cache,
+        mass=jnp.zeros((rows, heads, slots), jnp.float32),
+        skipped=jnp.zeros((rows, heads, ring), bool),
+    )
 
 
 def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCache:

@@ -1,12 +1,13 @@
 """One layer's cache step in a model that draws token by token: attend for a token, and after a
 stage decide what stays.
 
-There are two strategies behind one interface, chosen by `token_step`:
+There are three strategies behind one interface, chosen by `token_strategy.token_step`:
 
     RingStep    contents are known beforehand: a token goes straight to its slot
+    OffsetStep  the same, but queries read a part of it (`token_offsets`)
     StageStep   a token goes to the buffer; after P of them a policy decides
 
-Both store a token before they attend for it: a token sees itself.
+All store a token before they attend for it: a token sees itself.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_attention
 from pallas_kernels.token_attention import NewToken, Query
-from varjax.cache.stages import TokenPlan
 from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
 
@@ -97,26 +97,6 @@ class TokenStep(Protocol):
         the policy knows beforehand about all stages that end with a decision (`Rule.inputs`);
         layers that have some decide one by one."""
         ...
-
-
-def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
-    """The strategy of a layer. attention: implementation of the kernel."""
-    allocation, condition = plan.allocation, plan.sequence.condition
-    # layers with equal numbers get equal strategies, and share one trace of the program
-    slots = int(allocation.slots[layer])
-    if plan.static_content:
-        return RingStep(condition, slots, allocation.protected, attention)
-    main = slots - allocation.period  # the buffer is part of what the budget pays for
-    return StageStep(
-        rule=plan.rule,
-        condition=condition,
-        main=main,
-        period=allocation.period,
-        kept=main if allocation.kept is None else int(allocation.kept[layer]),
-        group_stage=allocation.group_stage,
-        queries_per_head=plan.geometry.queries_per_head,
-        attention=attention,
-    )
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,11 @@ class TransformerConfig(Configuration):
             f"leave it out"
         )
 
+    def with_prompt_tokens(self, count: int) -> "TransformerConfig":
+        """The configuration under which the same weights have so many places for the token ids of
+        a prompt. `UserError` if the model takes none."""
+        raise UserError(f"prompt_tokens={count}: {self.what} takes no token ids, leave it out")
+
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads

@@ -24,6 +24,11 @@ class HeadKVTokens(WindowedRule):
         return Needs(scale_mass=True, newest_mass=True)
 
     @property
+    def compares_heads(self) -> str | None:
+        number = self.policy.global_heads
+        return f"global_heads={number}" if number else None
+
+    @property
     def local_window(self) -> int:
         return self.policy.window
 
