@@ -83,7 +83,7 @@ def summary(
     excess = plan.fraction - plan.budget
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
     lines = [
-        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
+        f"{name}: {g.num_layers} layers, {g.heads}, "
         f"{g.schedule.counted()}{g.schedule.total_tokens} tokens "
         f"({g.schedule.persistent_tokens} per head in a full cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
