@@ -46,9 +46,7 @@ class Model:
     def __repr__(self) -> str:
         count = sum(map(parameters.count, self.parts.values()))
         height, width = self.pixels
-        condition = (
-            f"{self.num_classes} labels" if self.num_classes else self.condition
-        )
+        condition = f"{self.num_classes} labels" if self.num_classes else self.condition
         weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
         where = f"folder {self.directory}" if self.directory else "published, no weights here"
         return (
@@ -152,6 +150,7 @@ class Model:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rows_per_image=2 if config.is_guided(sampling) else 1,
+            queries_per_head=config.queries_per_head,
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
@@ -164,7 +163,7 @@ class Model:
         own, whole = (self.geometry_for(sampling, one_slot=flag) for flag in (True, False))
         if planned.schedule == whole.schedule:  # every token of the condition in its own slot
             own = whole
-        for name in ("schedule", "num_layers", "num_heads", "head_dim"):
+        for name in ("schedule", "num_layers", "num_heads", "head_dim", "queries_per_head"):
             given, wanted = getattr(planned, name), getattr(own, name)
             if given != wanted:
                 raise UserError(

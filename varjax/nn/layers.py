@@ -87,23 +87,17 @@ def dropout(
 
 
 def dense_attention(
-    q: Float[Array, "R Q T H"],
+    q: Float[Array, "R GN T H"],
     k: Float[Array, "R N K H"],
     v: Float[Array, "R N K H"],
     mask: Bool[Array, "*#of_heads T K"],
-) -> Float[Array, "R T Q H"]:
+) -> Float[Array, "R T GN H"]:
     """Softmax attention with an explicit mask, which heads and rows may share; `q` is already
-    scaled. Query head n reads the keys of head n // (Q / N). It serves teacher forcing, and the
-    condition of models that draw token by token."""
-    rows, heads, length, size = k.shape
-    if q.shape[1] != heads:
-        # as more queries of the same head: keys and values are not copied
-        groups, tokens = q.shape[1] // heads, q.shape[2]
-        q = q.reshape(rows, heads, groups * tokens, size)
-        mask = jnp.broadcast_to(mask, (*mask.shape[:-2], tokens, length))
-        mask = jnp.tile(mask, (1,) * (mask.ndim - 2) + (groups, 1))
-        found = dense_attention(q, k, v, mask).reshape(rows, groups, tokens, heads, size)
-        return found.transpose(0, 2, 3, 1, 4).reshape(rows, tokens, -1, size)
+    scaled. Query head i reads the keys and values of head i // G. It serves teacher forcing, and
+    the condition of models that draw token by token."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (jnp.repeat(a, group, axis=1) for a in (k, v))
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

@@ -110,7 +110,7 @@ class TransformerConfig(Configuration):
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.
-    queries_per_head: query heads that share a head of keys and values.
+    queries_per_head: query heads that share each of the `num_heads` heads of keys and values.
     """
 
     condition: str
