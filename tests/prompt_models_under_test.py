@@ -47,9 +47,7 @@ LUMINA_TOKENS = {
 }
 WORDS = "unk a red apple two green pears : . \n ␣ Generate an image of x according to the following"
 WORDS = dict(zip(WORDS.split(" ") + ["prompt", "32x64", "64x32"], range(40, 80), strict=False))
-JANUS = JanusConfig(
-    **SMALL, vocab_size=20, head_hidden=24, pad_id=7, grid=(3, 2), prompt_tokens=20
-)
+JANUS = JanusConfig(**SMALL, vocab_size=20, head_hidden=24, pad_id=7, grid=(3, 2), prompt_tokens=20)
 LUMINA = LuminaConfig(
     **SMALL,
     vocab_size=20,

@@ -82,8 +82,9 @@ class Recipe:
 
     def check_model(self, model: Model) -> None:
         """Raise `UserError` for a model of another family, which has other flags."""
-        condition = "labels" if "per_class" in self.content["images"] else "text"
-        if (model.family.name, model.condition) != (self.family, condition):
+        wanted = "labels" if "per_class" in self.content["images"] else "prompts"
+        taken = model.family.conditions[model.condition].arguments
+        if model.family.name != self.family or wanted not in taken:
             raise UserError(
                 f"recipe {self.name} is of {', '.join(self.content['models'])}; {model.name} is a"
                 f" model of the family {model.family.name} that draws from {model.condition}: give"

@@ -8,8 +8,8 @@ puts the begin of a sentence in front.
 
 Lumina-mGPT (Alpha-VLLM/Lumina-mGPT): `generate.py` writes the sentence with WIDTHxHEIGHT;
 `Conversation.process` appends the separator to the human's turn and nothing for the answer that is
-None; `Tokenizer.encode(bos=True, eos=False)` puts `<s>` in front; the model then writes image start,
-height and width (`FlexARItemProcessor.process_image`).
+None; `Tokenizer.encode(bos=True, eos=False)` puts `<s>` in front; the model then writes the image's
+start, its height and its width (`FlexARItemProcessor.process_image`).
 """
 
 import pytest
