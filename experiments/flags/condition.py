@@ -63,9 +63,10 @@ class ConditionFlags:
 
         weights: the model will run; if not, it need not have a text encoder or a tokenizer."""
         mine = self._kinds[model.condition]
+        names = {holder.name for holder in mine.holders}  # holders cannot be compared
         for other in self._kinds.values():
             for holder in other.holders:
-                if holder.present and holder not in mine.holders:
+                if holder.present and holder.name not in names:
                     raise UserError(f"--{holder.name}: {model.name} {mine.words}")
         return mine.resolve(model, weights)
 
