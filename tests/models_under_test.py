@@ -36,6 +36,7 @@ INFINITY = {  # weights, tokenizer, its name in configs.json; the transformer's 
 }
 LLAMAGEN_FIXTURES = FIXTURES.parent / "llamagen"
 LLAMAGEN = {"llamagen_c2i": "gpt_c2i.pt", "llamagen_t2i": "gpt_t2i.safetensors"}
+JANUS_FIXTURES, LUMINA_FIXTURES = FIXTURES.parent / "janus", FIXTURES.parent / "lumina"
 SMALL = {  # weights of the left under a smaller schedule, which they do not depend on
     "infinity_a_small": ("infinity_a", "1x1;2x2;3x2;6x4;8x5;9x6"),
     "infinity_b_small": ("infinity_b", "1x1;2x2;3x4;4x6"),
@@ -63,6 +64,9 @@ def _converted(name: str, out: pathlib.Path) -> pathlib.Path:
         return _infinity_folder(name, out)
     if name in LLAMAGEN:
         convert(llamagen_files(LLAMAGEN[name]), str(out), say=lambda line: None)
+        return out
+    if name in PROMPT_MODELS:
+        convert(PROMPT_MODELS[name](), str(out), say=lambda line: None)
         return out
     tokenizer = FIXTURES / TOKENIZER[name]
     files = PublishedModel(
@@ -107,6 +111,26 @@ def llamagen_files(weights: str) -> PublishedModel:
     )
 
 
+def janus_files() -> PublishedModel:
+    """A Janus-Pro, whose folder holds everything."""
+    folder = JANUS_FIXTURES / "janus_tiny"
+    config = str(folder / "config.json")
+    return PublishedModel(model="janus-custom", source=str(folder), config=config)
+
+
+def lumina_files() -> PublishedModel:
+    """A Lumina-mGPT, whose image tokenizer has a file of its own."""
+    return PublishedModel(
+        model="lumina-custom",
+        source=str(LUMINA_FIXTURES / "lumina_tiny.safetensors"),
+        tokenizer_source=str(LUMINA_FIXTURES / "lumina_tiny_vqgan.ckpt"),
+        config=str(LUMINA_FIXTURES / "lumina_tiny_config.json"),
+    )
+
+
+PROMPT_MODELS = {"janus_tiny": janus_files, "lumina_tiny": lumina_files}
+
+
 @functools.cache
 def fixture_model(name: str) -> Model:
     if name not in SMALL:
@@ -128,6 +152,14 @@ def infinity_fixture(file: str) -> dict[str, np.ndarray]:
 
 def llamagen_fixture(file: str) -> dict[str, np.ndarray]:
     return _arrays(LLAMAGEN_FIXTURES / f"{file}.npz")
+
+
+def janus_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(JANUS_FIXTURES / f"{file}.npz")
+
+
+def lumina_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(LUMINA_FIXTURES / f"{file}.npz")
 
 
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -82,9 +82,8 @@ class Recipe:
 
     def check_model(self, model: Model) -> None:
         """Raise `UserError` for a model of another family, which has other flags."""
-        wanted = "labels" if "per_class" in self.content["images"] else "prompts"
-        taken = model.family.conditions[model.condition].arguments
-        if model.family.name != self.family or wanted not in taken:
+        condition = registry.preset(self.content["models"][0]).configs["transformer"].condition
+        if (model.family.name, model.condition) != (self.family, condition):
             raise UserError(
                 f"recipe {self.name} is of {', '.join(self.content['models'])}; {model.name} is a"
                 f" model of the family {model.family.name} that draws from {model.condition}: give"
