@@ -258,9 +258,9 @@ def test_loading(name, aspect, size):
     for model in ("var-d16", "infinity-2b"):
         with contextlib.suppress(UserError):
             assert varjax.describe(model, aspect=aspect, size=size).geometry is not None
-    for given in ({"grid": aspect}, {"size": size}, {"prompt_tokens": size}):
+    for shape in ({"grid": aspect}, {"size": size}, {"prompt_tokens": size}):
         with contextlib.suppress(UserError):
-            assert varjax.describe("lumina-mgpt-7b-512", **given).geometry is not None
+            assert varjax.describe("lumina-mgpt-7b-512", **shape).geometry is not None
 
 
 # --- the command says the same ---
