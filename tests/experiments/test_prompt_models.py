@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests import models_under_test as models
 from tests import prompt_models_under_test as small
 from varjax.api import Generator
 from varjax.text.prompt_ids import PromptIds
@@ -201,3 +202,43 @@ def test_plan(call):
     assert status == 2 and "--grid: --geometry says the schedule already" in err
     status, _, err = call("plan", "--model=var-d16", "--prompt_tokens=9")
     assert status == 2 and "prompt_tokens=9: VAR takes no token ids, leave it out" in err
+
+
+# --- against the originals ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", models.PROMPT_MODELS)
+def test_the_original_through_the_command(call, name, tmp_path):
+    """Greedy tokens are identical, guided logits agree to 3e-4 per stream, and so do images."""
+    arrays, out = _reference(name), tmp_path / "out"
+    PromptIds.of([arrays["prompt_ids"]]).save(tmp_path / "ids.npz")
+    flags = (f"--prompt_ids={tmp_path / 'ids.npz'}", f"--cfg={arrays['cfg']}", "--greedy")
+    flags += ("--top_k=0", "--matmul_precision=highest", "--save_arrays", f"--out={out}")
+    flags += (f"--grid={arrays['grid'][0]}x{arrays['grid'][1]}", "--dtype=float32")
+    status, _, err = call("run", f"--checkpoint={models.checkpoint_folder(name)}", *flags)
+    assert status == 0, err
+    with np.load(out / "arrays.npz") as found:
+        np.testing.assert_array_equal(found["tokens"], arrays["tokens"][None])
+        bound = 3e-4 * (2 * arrays["cfg"] - 1)  # |cfg| + |1 - cfg| times the error of a stream
+        np.testing.assert_allclose(found["logits"][0], arrays["logits"], rtol=0, atol=bound)
+        expected = (np.clip(arrays["decoded"], -1, 1) + 1) / 2
+        np.testing.assert_allclose(found["images"][0], expected, rtol=0, atol=1.5e-4)
+
+
+def _reference(name: str) -> dict:
+    """What the original drew for one prompt: tokens [L], guided logits [L, V], decoded picture."""
+    family = name.partition("_")[0]
+    read = {"janus": models.janus_fixture, "lumina": models.lumina_fixture}[family]
+    found = read(f"{name}_gen")
+    if family == "janus":
+        cond, uncond = found["head_logits"]
+        cfg, tokens, grid = float(found["cfg_weight"]), found["gen_tokens"][0], found["grid"]
+    else:
+        cfg, tokens, grid = float(found["cfg"]), found["vq_indices"].reshape(-1), found["grids_hw"]
+        # 4 tokens and a new line in each of 6 lines, then the image's end
+        steps = np.arange(30).reshape(6, 5)[:, :4].reshape(-1)
+        columns = models.fixture_model(name).config.image_ids
+        streams = (found[f"step_logits_{which}"] for which in ("cond", "uncond"))
+        cond, uncond = (stream[steps][:, columns] for stream in streams)
+    own = {"cfg": cfg, "tokens": tokens, "grid": grid, "decoded": found["decoded"][0]}
+    return own | {"logits": uncond + cfg * (cond - uncond), "prompt_ids": found["prompt_ids"]}

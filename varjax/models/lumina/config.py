@@ -155,6 +155,11 @@ class LuminaConfig(LlamaConfig):
                 f"prompt ids ask for an image of {height}x{width} units, the model draws "
                 f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
             )
+        if ids.count(self.image_start) > 1:
+            raise UserError(
+                f"prompt ids have the image start {self.image_start} {ids.count(self.image_start)} "
+                f"times: a prompt asks for one image, at its end"
+            )
         if found := [i for i in ids if i in self._not_text]:
             raise UserError(f"prompt ids {found[:8]} are image tokens: prompts hold text only")
 
