@@ -39,7 +39,7 @@ from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.memory import show_bytes
 from varjax.model import Model
-from varjax.nn import stacked
+from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
@@ -351,14 +351,7 @@ def carried_arrays(
 def _networks(model: Model, dtype: str) -> Networks:
     """The model as shapes: transformer in the type of the computation, codec in float32."""
     types = {"transformer": dtype, "codec": "float32"}
-
-    def shape(leaf, floating: str):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(floating) if is_float else leaf.dtype)
-
-    return {
-        n: jax.tree.map(partial(shape, floating=types[n]), m) for n, m in model.networks.items()
-    }
+    return {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
 
 
 def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:
