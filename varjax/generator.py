@@ -29,6 +29,7 @@ from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model, check_model
 from varjax.nn import stacked
+from varjax.nn.quantized import INT8
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
@@ -37,6 +38,7 @@ from varjax.policies.registry import resolve_policy
 from varjax.progress import reporter
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
 
 MATMUL_PRECISIONS = ("default", "highest")
 
@@ -190,8 +192,8 @@ class Generator:
                     sharded=self._sharded,
                 )
                 # in this order: pixels take the weights in the layout that the codes' program chose
-                few_rows = self.spec.few_rows
-                self.compiled, self.timing.cache = program.compile_codes(codes, few_rows=few_rows)
+                how = {"few_rows": self.spec.few_rows, "int8": self.model.weights_dtype == INT8}
+                self.compiled, self.timing.cache = program.compile_codes(codes, **how)
                 self._formats = self.compiled.input_formats[0][0] if automatic else None
                 pixels = program.trace_pixels(
                     self._networks,
@@ -302,6 +304,7 @@ class Generator:
         *,
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
+        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         progress: bool | Callable[[int, int], None] = False,
     ) -> np.ndarray:
@@ -310,9 +313,8 @@ class Generator:
         `progress`."""
         sampling_lib.check_seed(seed)
         report = reporter(progress, "image")
-        condition = conditions.resolve(
-            self.model, labels=labels, prompts=prompts, text_features=text_features
-        )
+        given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+        condition = conditions.resolve(self.model, **given, prompt_ids=prompt_ids)
         self.policy.check_images(len(condition))
         report(0, len(condition))
         images = []

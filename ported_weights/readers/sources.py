@@ -245,7 +245,7 @@ def _open_folder(path: Path) -> Source:
 
 
 def _open_single(path: Path, indices: list[Path]) -> Source:
-    endings = (".safetensors", ".pth", ".pt", ".bin")
+    endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
     files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
     if indices or len(files) != 1:
         listed = some(f.name for f in indices or files) or "none"

@@ -40,6 +40,8 @@ class StageAllocation:
     decides: whether a policy decides after every stage; else contents are known.
     kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
     protected: image tokens from the first on that a ring leaves alone (known contents).
+    reads: int64 [L]: tokens of the ring that a query reads, fewer than the ring holds (known
+      contents, `token_offsets`); None: all of them.
     group_stage: the stage after which heads are grouped; before it B - P tokens may stay, whatever
       `kept` says.
     """
@@ -50,6 +52,7 @@ class StageAllocation:
     kept: np.ndarray | None = None
     protected: int = 0
     group_stage: int | None = None
+    reads: np.ndarray | None = None
 
     @classmethod
     def uniform(
@@ -75,16 +78,32 @@ class StageAllocation:
         )
 
     @classmethod
-    def known(cls, geometry: Geometry, slots: int, protected: int = 0) -> "StageAllocation":
-        """A ring of slots behind the first `protected` tokens; the full cache if there is room."""
-        slots = np.full(geometry.num_layers, min(slots, geometry.schedule.steps))
+    def known(
+        cls, geometry: Geometry, slots: int, protected: int = 0, reads: int | None = None
+    ) -> "StageAllocation":
+        """A ring of slots behind the first `protected` tokens; the full cache if there is room.
+        reads: tokens of the ring that a query reads; None: all."""
+        slots = min(slots, geometry.schedule.steps)
+        if reads is not None:
+            reads = np.full(geometry.num_layers, reads) if reads < slots - protected else None
         period = min(geometry.schedule.line, geometry.schedule.steps)
-        return cls(slots, period, decides=False, protected=protected)
+        slots = np.full(geometry.num_layers, slots)
+        return cls(slots, period, decides=False, protected=protected, reads=reads)
 
     @property
     def main(self) -> np.ndarray:
         """int64 [L]: image slots outside the buffer."""
         return self.slots - self.period
+
+    def decisions(self, geometry: Geometry) -> tuple[int, int] | None:
+        """The tokens between two decisions, and how many decisions there are; None where nothing is
+        decided."""
+        if self.decides:
+            return self.period, geometry.schedule.stages(self.period)[0]
+        if self.reads is None:
+            return None
+        # offsets are chosen after every token until the ring has one slot left (`token_offsets`)
+        return 1, int(self.slots.max()) - 1
 
     def held(self, geometry: Geometry) -> np.ndarray:
         """int64 [K, L]: image tokens of a head when each stage starts."""
@@ -178,10 +197,11 @@ class TokenPlan(CachePlan):
     def heads_over(
         self, specs: tuple[LayerCache, ...], rows: str, heads: str
     ) -> tuple[LayerCache, ...]:
-        by_head, divided = PartitionSpec(rows, heads), {"pool"}
-        # Where contents are known all heads have the same positions, and nothing is observed.
+        by_head = PartitionSpec(rows, heads)
+        divided = {"pool", "mass", "reach", "query_sum", "queries", "skipped"}
+        # Where contents are known all heads have the same positions.
         if not self.static_content:
-            divided |= {"position", "mass", "reach", "query_sum", "queries"}
+            divided |= {"position"}
 
         def layer_over(layer: LayerCache) -> LayerCache:
             held = {name: by_head for name in divided if getattr(layer, name) is not None}
@@ -195,7 +215,27 @@ class TokenPlan(CachePlan):
 
     def arrays(self) -> dict[str, np.ndarray]:
         stage = np.arange(len(self.capacity))
-        return {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
+        found = {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
+        return found if self.allocation.reads is None else found | {"reads": self.allocation.reads}
+
+    def facts(self) -> dict[str, str]:
+        reads = self.reads()
+        return super().facts() | ({} if reads is None else {"reads": reads})
+
+    def reads(self) -> str | None:
+        """What a query reads, in words, where that is less than what is stored."""
+        a, condition = self.allocation, self.sequence.condition
+        if a.reads is None:
+            return None
+        ring, read = int(a.slots[0]) - a.protected, int(a.reads[0])
+        fixed = condition + a.protected
+        share = (fixed + read) / self.sequence.persistent_tokens
+        first = f"the first {a.protected} image tokens, " if a.protected else ""
+        return (
+            f"{first}{read} of the newest {ring} image tokens, which are stored, and the condition "
+            f"({condition}): {share:.2%} of full; chosen from image token "
+            f"{a.protected + read - 1} to {a.protected + ring - 2}"
+        )
 
     def timeline(self) -> list[str]:
         """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
@@ -203,7 +243,9 @@ class TokenPlan(CachePlan):
         held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period
         live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
         turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
-        lines = ["stage  drawn before  held per head  live at its end"]
+        reads = self.reads()
+        lines = [] if reads is None else [f"reads     {reads}", ""]
+        lines += ["stage  drawn before  held per head  live at its end"]
         for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
             drawn = max(0, s - 1) * period
             lines.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
@@ -212,7 +254,9 @@ class TokenPlan(CachePlan):
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         a = self.allocation
         last = -1 if a.group_stage is None else a.group_stage
-        return a.slots, np.array([a.period, a.decides, a.protected, last]), a.kept
+        numbers = np.array([a.period, a.decides, a.protected, last])
+        found = a.slots, numbers, a.kept
+        return found if a.reads is None else (*found, a.reads)
 
 
 def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:

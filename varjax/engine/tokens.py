@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import CurrentToken, Heads, TokenStep, token_step
+from varjax.cache.token_step import CurrentToken, Heads, TokenStep
+from varjax.cache.token_strategy import token_step
 from varjax.engine.given import Given
 from varjax.models.next_token import NextTokenTransformer
 from varjax.nn import stacked
@@ -37,6 +38,7 @@ class TokenSpec:
 
     layers: how each layer uses its cache.
     period: tokens of a stage; None: there is one stage.
+    decided: stages that end with a decision.
     rows_per_image: 2 with guidance, else 1.
     one_slot: whether one slot stands for the whole condition.
     attention: implementation of the kernels; None takes what the platform has.
@@ -46,6 +48,7 @@ class TokenSpec:
     sequence: TokenSequence
     layers: tuple[TokenStep, ...]
     period: int | None
+    decided: int
     sampling: Sampling
     rows_per_image: int
     one_slot: bool = False
@@ -71,10 +74,12 @@ class TokenSpec:
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
+        period, decided = plan.allocation.decisions(plan.geometry) or (None, 0)
         return cls(
             sequence=plan.sequence,
             layers=tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers)),
-            period=None if plan.static_content else plan.allocation.period,
+            period=period,
+            decided=decided,
             sampling=sampling,
             rows_per_image=plan.check_rows(config, sampling),
             one_slot=one_slot,
@@ -104,9 +109,7 @@ class TokenSpec:
     @property
     def stages(self) -> tuple[int, int]:
         """How many stages end with a decision, and how many tokens the last stage has."""
-        return (
-            (0, self.sequence.steps) if self.period is None else self.sequence.stages(self.period)
-        )
+        return self.decided, self.sequence.steps - self.decided * (self.period or 0)
 
 
 def generate_tokens(

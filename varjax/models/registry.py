@@ -131,7 +131,8 @@ def lumina_sampling(config: lumina.LuminaConfig) -> dict:
 
 
 def _janus_preset(config: janus.JanusConfig) -> Preset:
-    return Preset("janus", {"transformer": config, "codec": VQConfig()}, JANUS_SAMPLING)
+    codec = VQConfig(has_encoder=False)  # generation only decodes
+    return Preset("janus", {"transformer": config, "codec": codec}, JANUS_SAMPLING)
 
 
 def _lumina_preset(config: lumina.LuminaConfig) -> Preset:

@@ -110,7 +110,7 @@ class TransformerConfig(Configuration):
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.
-    queries_per_head: query heads that share a head of keys and values.
+    queries_per_head: query heads that share each of the `num_heads` heads of keys and values.
     """
 
     condition: str
@@ -155,6 +155,11 @@ class TransformerConfig(Configuration):
             f"grid={'x'.join(map(str, grid))}: the grid of {self.what} is part of its schedule: "
             f"leave it out"
         )
+
+    def with_prompt_tokens(self, count: int) -> "TransformerConfig":
+        """The configuration under which the same weights have so many places for the token ids of
+        a prompt. `UserError` if the model takes none."""
+        raise UserError(f"prompt_tokens={count}: {self.what} takes no token ids, leave it out")
 
     @property
     def head_dim(self) -> int:

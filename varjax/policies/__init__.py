@@ -20,6 +20,7 @@ from varjax.policies.amskv import AMSKV  # isort: skip
 from varjax.policies.compose import Compose  # isort: skip
 from varjax.policies.linear import LineAR  # isort: skip
 from varjax.policies.rkv import RKV  # isort: skip
+from varjax.policies.diagonal import Diagonal  # isort: skip
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
@@ -29,6 +30,7 @@ __all__ = [
     "AMSKV",
     "BinaryHeatKV",
     "Compose",
+    "Diagonal",
     "Full",
     "H2O",
     "HACK",

@@ -51,6 +51,15 @@ def lowest(
     return among & (rank(obs, score, among, tie=tie) < count[..., None])
 
 
+def least(obs: Observation, score: Score, among: Mask) -> Mask:
+    """The one token of `among` with the lowest score, without ranks: for decisions after every
+    token."""
+    score = jnp.where(among, score, jnp.inf)
+    among &= score == score.min(-1, keepdims=True)
+    position = jnp.where(among, obs.position, jnp.iinfo(jnp.int32).max)
+    return among & (position == position.min(-1, keepdims=True))
+
+
 def newest(obs: Observation, among: Mask, count: Count | int) -> Mask:
     """The `count` newest tokens of `among`."""
     total = among.sum(-1, dtype=jnp.int32)[..., None]
@@ -78,11 +87,11 @@ def stratum_lowest(
 
 
 def tokens_needed(
-    mass: Float[Array, "R N C"],
-    position: Int[Array, "R N C"],
-    live: Bool[Array, "R N C"],
+    mass: Float[Array, "*heads C"],
+    position: Int[Array, "*#heads C"],
+    live: Bool[Array, "*#heads C"],
     threshold: float,
-) -> Int[Array, "R N"]:
+) -> Int[Array, "*heads"]:
     """The smallest m for which the newest m live tokens have at least `threshold` of the mass; more
     than there are if they have less together."""
     mass = jnp.where(live, mass, 0)

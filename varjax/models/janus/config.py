@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from varjax.errors import UserError, about, show
+from varjax.models.janus import prompts
 from varjax.models.llama.config import LlamaConfig
 from varjax.nn import published
+from varjax.text.prompt_tokenizer import PromptTokenizer
 
 RELEASED_GRID = (24, 24)  # 384 pixels
 PAD = 100002  # id of `<|_pad_|>` in the released tokenizer
@@ -99,6 +101,9 @@ class JanusConfig(LlamaConfig):
         """The configuration for images of so many tokens, height x width. Only models of one's own
         know other sizes than the released 24 x 24."""
         return replace(self, grid=tuple(grid))
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        return prompts.encode(text, tokenizer)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         super().check_prompt(ids)

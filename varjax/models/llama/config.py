@@ -3,11 +3,14 @@ are language models of the Llama family."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from varjax.arguments import integer
 from varjax.errors import UserError, show
 from varjax.nn import published
 from varjax.sampling import Sampling
+from varjax.text.prompt_tokenizer import PromptTokenizer
 
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 LONGEST_PROMPT = 2**14
@@ -202,6 +205,16 @@ class LlamaConfig(DecoderConfig):
                 f"{self.what} takes at most {self.max_context}: choose a shorter prompt or a "
                 f"smaller image"
             )
+
+    def with_prompt_tokens(self, count: int) -> Self:
+        """The configuration with so many slots for prompts. `UserError` if an image has no room
+        beside them."""
+        return replace(self, prompt_tokens=integer("prompt_tokens", count, 1, LONGEST_PROMPT))
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        """The ids of a text in the format in which the model was trained. `UserError` if the
+        tokenizer is another model's."""
+        raise NotImplementedError
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raise `UserError` if these ids are no prompt of this model."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from varjax.errors import UserError, about
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.lumina import sizes, vocabulary
+from varjax.models.lumina import prompts, sizes, vocabulary
 from varjax.nn import published
+from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
 GRAMMAR = {  # names in the file of a custom model: ours
@@ -131,6 +132,9 @@ class LuminaConfig(LlamaConfig):
         return self.image_start, self.size_zero + height, self.size_zero + width
 
     # --- prompts and sizes ------------------------------------------------------------------------
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        return prompts.encode(text, self.units, tokenizer)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         super().check_prompt(ids)

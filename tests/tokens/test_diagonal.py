@@ -1,0 +1,232 @@
+"""Diagonal Attention against an oracle of lists and loops, and what it promises: how much is
+stored, how much is read, and that what is skipped is not read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tokens import stand_in
+from varjax import policies
+from varjax.cache import token_decision
+from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
+from varjax.cache.planner import plan_cache
+from varjax.cache.token_offsets import OffsetStep, skipped_offsets
+from varjax.cache.token_strategy import token_step
+from varjax.errors import UserError
+from varjax.policies import stage_blocks
+
+ROWS = 2
+CLOSE = 2e-5  # float32 against float64
+XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
+
+
+def oracle(q, k, v, visible, *, ring, reads, sinks=0, score="query"):
+    """Outputs [steps, H] of one head, its skipped offsets, and how many image keys queries read.
+
+    q, k, v: [M + N, H]. As the manual says it, with lists.
+    """
+    condition = len(visible)
+    skipped, seen_by_offset, outputs, counts = [], {}, [], []
+    for t in range(len(q) - condition - 1):
+        query = q[condition + t].astype(np.float64)
+        window = [i for i in range(sinks, t + 1) if t - i < ring]
+        read = [i for i in window if t - i not in skipped]
+        tokens = [i for i in range(condition) if visible[i]]
+        tokens += [condition + i for i in range(min(sinks, t + 1))]
+        tokens += [condition + i for i in read]
+        scores = k[tokens].astype(np.float64) @ query
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        outputs.append(weights @ v[tokens].astype(np.float64))
+        counts.append(len(read))
+        for i, weight in zip(read, weights[len(tokens) - len(read) :], strict=True):
+            seen_by_offset.setdefault(t - i, []).append(weight)
+        if len(window) < reads or len(skipped) == ring - reads:
+            continue
+        value = {o: w[-1] if score == "query" else np.mean(w) for o, w in seen_by_offset.items()}
+        candidates = [t - i for i in read]
+        skipped.append(min(candidates, key=lambda o: (value[o], -o)))
+    return np.array(outputs), set(skipped), counts
+
+
+def arguments_of(plan):
+    """What the oracle takes, from a plan."""
+    a = plan.allocation
+    return {
+        "ring": int(a.slots[0]) - a.protected,
+        "reads": int(a.reads[0]),
+        "sinks": a.protected,
+        "score": plan.policy.score,
+    }
+
+
+CASES = {
+    "default": {"budget": 0.4},
+    "sinks": {"budget": 0.5, "sinks": 4},
+    "mean": {"budget": 0.6, "score": "mean", "sinks": 1},
+    "few": {"budget": 0.5, "share": 0.1},
+    "nearly all": {"budget": 0.5, "share": 0.95},
+    "all stored": {"budget": 0.4, "share": 0.3, "accounting": "tokens", "sinks": 2},
+    "a slot": {"budget": 5.1 / 51},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_oracle(case):
+    plan = stand_in.plan_for(policies.Diagonal(**CASES[case]), layers=2)
+    model = stand_in.StandIn.random(plan.geometry, ROWS, seed=len(case))
+    out, state = stand_in.run(model, plan)
+    step, last = token_step(plan, 0, None), plan.sequence.steps - 1
+    assert isinstance(step, OffsetStep)
+    different = set()
+    for layer, row, head in np.ndindex(*model.q.shape[:3]):
+        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
+        expected, skipped, counts = oracle(*arrays, model.visible[row], **arguments_of(plan))
+        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        found = np.asarray(skipped_offsets(step, state[layer], last))[row, head]
+        assert set(np.flatnonzero(found).tolist()) == skipped
+        assert len(skipped) == step.slots - step.protected - step.reads
+        assert max(counts) == counts[-1] == step.reads
+        different.add(frozenset(skipped))
+    assert len(different) > 1 or case == "a slot", "all heads are alike: the test says little"
+
+
+def test_the_whole_ring_is_streaming():
+    plans = [
+        stand_in.plan_for(policy)
+        for policy in (
+            policies.Diagonal(budget=0.4, share=1.0, sinks=3),
+            policies.Streaming(budget=0.4, sinks=3),
+        )
+    ]
+    assert plans[0] == plans[1] and plans[0].allocation.reads is None
+    assert plans[0] != stand_in.plan_for(policies.Diagonal(budget=0.4, share=0.9, sinks=3))
+
+
+class Poisoning:
+    """A strategy whose skipped keys and values are NaN while it attends."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __getattr__(self, name):
+        return getattr(self.step, name)
+
+    def attend(self, cache, heads, current):
+        skipped = jnp.roll(cache.skipped, 1, axis=-1)
+        fixed = jnp.zeros((*skipped.shape[:2], self.step.first), bool)
+        gone = jnp.concatenate([fixed, skipped], axis=-1)
+        # the query's own token is stored while it attends, whether it is read or not
+        gone = (gone & (jnp.arange(gone.shape[-1]) != current.slot))[..., None]
+        out, found = self.step.attend(
+            dataclasses.replace(cache, pool=jnp.where(gone, jnp.nan, cache.pool)), heads, current
+        )
+        return out, dataclasses.replace(found, pool=jnp.where(gone, cache.pool, found.pool))
+
+
+def test_skipped_keys_are_not_read():
+    plan = stand_in.plan_for(policies.Diagonal(budget=0.5, sinks=1))
+    model = stand_in.StandIn.random(plan.geometry, ROWS)
+    expected, _ = stand_in.run(model, plan)
+    program, arguments = stand_in.traced(model, plan, decide=Poisoning)
+    found = np.asarray(program(*arguments)[0]["logits"])
+    np.testing.assert_array_equal(found.ravel(), expected.ravel())
+
+
+@pytest.mark.parametrize("score", ["query", "mean"])
+def test_a_batch_is_its_rows_alone(score):
+    plan = stand_in.plan_for(policies.Diagonal(budget=0.5, score=score))
+    model = stand_in.StandIn.random(plan.geometry, 3)
+    together, state = stand_in.run(model, plan)
+    alone, own = stand_in.run(model.rows([1]), plan)
+    np.testing.assert_allclose(alone[0], together[1], atol=1e-6)
+    np.testing.assert_array_equal(own[0].skipped[0], state[0].skipped[1])
+
+
+def test_int8():
+    plan = stand_in.plan_for(policies.Diagonal(budget=0.5))
+    model = stand_in.StandIn.random(plan.geometry, ROWS)
+    expected, _ = stand_in.run(model, plan)
+    found, state = stand_in.run(model, plan, dtype="int8")
+    assert state[0].pool.dtype == jnp.int8
+    # before anything is skipped, so that both read the same
+    error = np.abs(found - expected)[:, : int(plan.allocation.reads[0])]
+    assert 0 < error.mean() < 0.02
+    assert (state[0].skipped.sum(-1) == plan.layer_slots[0] - 3 - plan.allocation.reads[0]).all()
+
+
+def test_layers_that_choose_together_choose_as_alone(monkeypatch):
+    plan = stand_in.plan_for(policies.Diagonal(budget=0.5), layers=3)
+    model = stand_in.StandIn.random(plan.geometry, ROWS)
+    alone = stand_in.run(model, plan)
+    monkeypatch.setitem(token_decision.TOGETHER, "cpu", 2**20)
+    found = stand_in.run(model, plan)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_of_equals_the_older_goes():
+    score = jnp.asarray([[[3.0, 1.0, 1.0, 0.0]]])
+    among = jnp.asarray([[[True, True, True, False]]])
+    position = jnp.asarray([[[5, 7, 6, 4]]], jnp.int32)
+    heads = jnp.zeros((1, 1), jnp.int32)
+    obs = Observation(jnp.int32(0), among, position, heads, heads)
+    assert stage_blocks.least(obs, score, among).tolist() == [[[False, False, True, False]]]
+
+
+def test_programs_do_not_grow_with_the_tokens():
+    counts = []
+    for tokens in (257, 4161):
+        policy = policies.Diagonal(budget=0.25 * 257 / tokens)
+        plan = stand_in.plan_for(policy, tokens=tokens, line=16, condition=1)
+        program, arguments = stand_in.traced(stand_in.Endless(plan.geometry, 2), plan)
+        counts.append(program.lower(*arguments).as_text().count("\n"))
+    assert counts[0] == counts[1]
+
+
+# --- plans ---
+
+
+def test_both_numbers_are_reported():
+    plan = plan_cache(XL, policies.Diagonal(budget=1 / 8, sinks=4))
+    assert plan.layer_slots[0] == 72 and plan.allocation.reads[0] == 33
+    words = (
+        "the first 4 image tokens, 33 of the newest 67 image tokens, which are stored, and the "
+        "condition (1): 6.60% of full; chosen from image token 36 to 69"
+    )
+    assert plan.facts()["reads"] == words and f"reads     {words}" in plan.timeline()
+    assert plan.arrays()["reads"].tolist() == [33] * 36
+    assert "reads" not in plan_cache(XL, policies.Streaming(budget=1 / 8)).facts()
+
+
+def test_papers_may_count_what_is_read():
+    """1/8 of 576 are 72 tokens that are read, of 144 or 180 that are stored."""
+    for share, ring in ((0.5, 144), (0.4, 180), (0.1, 575)):
+        plan = plan_cache(XL, policies.Diagonal(budget=1 / 8, accounting="tokens", share=share))
+        assert plan.layer_slots[0] == 1 + ring and plan.allocation.reads[0] == 72
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sinks": -1}, "sinks=-1 must be 0 to 574"),
+        ({"sinks": 100}, r"what always stays \(101\).*smallest feasible budget is 0.1771"),
+        ({"score": "sum"}, "unknown score 'sum': choose one of query, mean"),
+        ({"share": 0.0}, "share=0"),
+        ({"share": 1.5}, "share=1.5"),
+        ({"period": 0}, "period=0 must be 1 to 574"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(XL, policies.Diagonal(budget=0.125, **arguments))
+
+
+@pytest.mark.parametrize("role", ["allocate", "select"])
+def test_it_is_no_part_of_a_composition(role):
+    with pytest.raises(UserError, match="diagonal"):
+        plan_cache(XL, policies.get_policy("compose", 0.3, {role: "diagonal"}))

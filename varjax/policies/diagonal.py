@@ -1,0 +1,125 @@
+"""Diagonal Attention: a ring of the newest tokens, of which every head leaves out the distances
+that it attended to least."""
+
+import math
+from dataclasses import dataclass
+
+from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs, Observation
+from varjax.cache.stages import StageAllocation, image_slots
+from varjax.calibration.data import Calibration
+from varjax.errors import choose
+from varjax.policies import stage_blocks as blocks
+from varjax.policies.base import within
+from varjax.policies.registry import register
+from varjax.policies.token_rule import TokenPolicy
+from varjax.policies.windows import Ring
+
+SCORES = ("query", "mean")
+ALONE = "its tokens are stored by their number, and it chooses distances, not tokens"
+
+
+@register("diagonal")
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Ring, TokenPolicy):
+    """Diagonal Attention (arXiv 2609.19702), for models that draw token by token.
+
+    Idea: in raster order a head looks at fixed distances: the token before, the one above. In its
+    matrix of attention these are diagonals. So a head can do without a distance for all queries,
+    and which ones these are can be seen early.
+
+    Every head of every layer stores the condition, the first `sinks` image tokens and a ring of the
+    newest N_r, and reads the condition, the sinks and N_att of the ring. The offset of a key is its
+    distance from the query, 0 to N_r - 1, 0 for the query's own token. With t image tokens drawn
+    behind the sinks, query t has weights w_t (softmax over all that it reads, the condition
+    included), and the head skips the offsets
+
+      S_t+1 = S_t + argmin {w_t(o): o <= t, o not in S_t}    for N_att - 1 <= t <= N_r - 2
+      S_t+1 = S_t                                            before and after, from S_0 = {} on
+
+    Each of these steps brings one key and skips one, so that queries read N_att keys from t = N_att
+    - 1 on. From t = N_r - 1 on nothing is scored any more.
+
+    Args:
+      budget: fraction of the full cache, for what is *stored*: condition, sinks and ring. With
+        `accounting=tokens` it is the fraction of the image tokens that are *read* (sinks and
+        N_att), and N_r follows: ceil(N_att / share), at most all.
+      share: N_att / N_r (0.5); N_att is rounded down, and at least 1. With 1 nothing is skipped,
+        and the policy is `streaming`.
+      sinks: first image tokens that are stored and read from the start on, beside the ring; the
+        paper's optional sinks are 4 (0).
+      score: "query": w_t of the newest query; or "mean": the mean of w over all queries that had
+        the offset.
+      period: has no effect; see `help(varjax.policies.windows.Ring)`.
+
+    What is read: a query's weights are zero on skipped keys and these are in no sum, but our
+    kernels mask them, so that they fetch all N_r from memory. The bytes of the cache are those of
+    N_r. A plan says both numbers.
+
+    With room for all tokens (budget 1) the cache is the full one and nothing is skipped, as with
+    every policy here.
+
+    All of this is our reading of a description of the paper; text and code could not be had. It
+    says: the text always stays; a window of the newest N_r image keys; a set of skipped offsets for
+    each head, which moves with the query; once t reaches N_att - 1 every step adds the offset with
+    the least attention, until N_r - N_att are skipped. It leaves open, and we take:
+      - whose attention: of the newest query alone, after the softmax. Skipped keys have none.
+        `score=mean` is the other reading.
+      - which offsets may go: all, 0 included. Of equals the larger goes. Offset N_r - 1 never goes,
+        since no query has it before the last one is chosen.
+      - each row of each image has sets of its own, so conditional and unconditional rows differ.
+      - query heads that share keys share a set, by the mean of their weights.
+      - sinks are image tokens, beside the N_r and N_att; t counts from the first token behind them.
+      - N_att / N_r, and which of the two a stated compression counts.
+      - an int8 cache is scored as it is read.
+    """
+
+    budget: float = 0.25
+    share: float = within(0.5, 0, 1, above=True)
+    sinks: int = 0
+    score: str = "query"
+
+    summary = "newest tokens, of which each head reads the distances that it attends to"
+    unsuited = "it skips distances between tokens that are drawn one by one"
+    contents = "known beforehand; what is read, per image"
+    unfit_roles = {"allocate": ALONE, "select": ALONE}
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(total_mass=True) if self.score == "mean" else Needs(scale_mass=True)
+
+    @property
+    def stay_first(self) -> int:
+        return self.sinks
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        choose("score", self.score, SCORES)
+        most = max(1, geometry.schedule.steps - 1)
+        self.require("sinks", 0 <= self.sinks <= most, f" must be 0 to {most}")
+
+    def slots(self, geometry: Geometry, budget: float) -> int:
+        room = image_slots(geometry, budget, self.accounting)
+        if self.accounting == "tokens":
+            room = self.sinks + math.ceil((room - self.sinks) / self.share - 1e-6)
+        return min(room, geometry.schedule.steps)
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StageAllocation:
+        slots = self.slots(geometry, budget)
+        if self.accounting == "tokens":
+            reads = image_slots(geometry, budget, self.accounting) - self.sinks
+        elif slots == geometry.schedule.steps:
+            return StageAllocation.known(geometry, slots)
+        else:
+            reads = max(1, math.floor((slots - self.sinks) * self.share + 1e-6))
+        return StageAllocation.known(geometry, slots, self.sinks, reads)
+
+    def select(self, obs: Observation):
+        score = obs.scale_mass
+        if self.score == "mean":
+            # the queries that had the offset of token i so far: as many as there are tokens up to i
+            score = obs.total_mass / (obs.position - self.sinks + 1)
+        surplus = obs.live.sum(-1) > obs.capacity
+        return obs.live & ~(blocks.least(obs, score, obs.live) & surplus[..., None])
