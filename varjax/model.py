@@ -230,7 +230,8 @@ class Model:
         converted on the host; the model itself keeps its own."""
         if self.weights_dtype == quantized.INT8:
             return self
-        transformer = nnx.merge(*nnx.split(self.transformer))
+        # variables of its own: without a copy both models would share them
+        transformer = nnx.merge(*nnx.split(self.transformer), copy=True)
         quantized.convert(transformer)
         return replace(self, parts={**self.parts, "transformer": transformer})
 
