@@ -4,7 +4,7 @@ is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same fi
 Janus-Pro reads pictures with one network and draws them with another. Only what draws is taken.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ported_weights.rules import Ignore, Rule, linear
 from ported_weights.tables import llama
@@ -32,3 +32,25 @@ def transformer_rules(config: JanusConfig, names: Collection[str] = ()) -> list[
         Ignore(r"vision_model\..*|aligner\..*", "the network that reads pictures"),
         Ignore(r"language_model\.lm_head\.weight", "the head for words"),
     ]
+
+
+def codec_arguments(given: Mapping) -> tuple[dict, str]:
+    """Return the arguments of the image tokenizer that a config.json describes, and a description.
+
+    Published ones say how many codes there are and how wide they are; `vq_tiny` of a model of one's
+    own has the rest.
+    """
+    params = given.get("gen_vision_config", {})
+    params = params.get("params", {}) if isinstance(params, Mapping) else {}
+    names = {"image_token_size": "codebook_size", "n_embed": "codebook_embed_dim"}
+    found = {ours: params[name] for name, ours in names.items() if name in params}
+    return {**found, **given.get("vq_tiny", {}), "has_encoder": False}, "of VQ-16's kind"
+
+
+def with_grid(given: Mapping) -> Mapping:
+    """Return the arguments of a model of one's own with a grid: the released one, or where its
+    context is shorter the largest square that fits."""
+    prompt = given.get("prompt_tokens", JanusConfig.prompt_tokens)
+    released = JanusConfig.grid[0]
+    side = llama.side_that_fits(given.get("language_config"), prompt, lambda n: n * n, released)
+    return given if "grid" in given or side is None else {**given, "grid": [side, side]}

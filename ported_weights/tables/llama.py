@@ -4,6 +4,8 @@
 Published queries, keys and values are one product here, and so are gates and what they let through.
 """
 
+from collections.abc import Callable, Mapping
+
 from ported_weights.rules import Ignore, Rule
 from varjax.models.llama.config import LlamaConfig
 
@@ -38,3 +40,21 @@ def product(
 ) -> Rule:
     """Return the rule for a linear layer without bias."""
     return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
+
+
+def side_that_fits(
+    language: object, prompt: object, tokens: Callable[[int], int], side: int
+) -> int | None:
+    """Return the largest side of a square image, `side` or less, that fits the context behind a
+    prompt; None if `side` does, or if these are no sizes, which the configuration then refuses.
+
+    Args:
+      language: published configuration of the language model.
+      prompt: tokens of a prompt.
+      tokens: function of a side that gives the tokens of an image.
+    """
+    context = language.get("max_position_embeddings") if isinstance(language, Mapping) else None
+    if type(context) is not int or type(prompt) is not int or prompt + tokens(side) <= context:
+        return None
+    fitting = (n for n in range(side, 0, -1) if prompt + tokens(n) <= context)
+    return next(fitting, None)
