@@ -1,5 +1,5 @@
-"""Query heads that share keys and values: what every policy has to keep, and types of heads. Against
-oracles they are tested with their policies (`test_policies`, `test_diagonal`)."""
+"""Query heads that share keys and values: what every policy has to keep, and types of heads.
+Oracles of all policies are in `test_policies` and `test_diagonal`, for groups as well."""
 
 from dataclasses import replace
 
