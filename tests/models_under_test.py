@@ -16,9 +16,11 @@ import varjax
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from varjax import conditions
+from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models import registry
 from varjax.models.labels import Labels
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
