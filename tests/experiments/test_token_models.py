@@ -67,6 +67,7 @@ def test_sweep_and_report(call, texts, tmp_path):
         "linear",
         "rkv",
         "compose",
+        "diagonal",
     }
     for name, cell in cells.items():
         assert cell["status"] == "done", name
