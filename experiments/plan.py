@@ -18,8 +18,9 @@ needs no --calibration here: layers and heads then count as alike.
 `keep_count`, of how many of its tokens.
 Models that draw token by token are given as --geometry='layers=36,heads=20,head_dim=64,tokens=576,
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
-the image is a square). Stages take the place of scales, stage 0 is the condition; one is printed
-where what heads hold begins to grow, drops or stays. --save writes `stages`, their first tokens.
+the image is a square); queries_per_head=8: so many query heads share each of the heads. Stages take
+the place of scales, stage 0 is the condition; one is printed where what heads hold begins to grow,
+drops or stays. --save writes `stages`, their first tokens.
 For LlamaGen-XL and XXL of 384 pixels, Janus-Pro and Lumina-mGPT "papers" are the rows of HeadKV's
 and LineAR's tables at the nearest budget: memory in all (GiB on a GPU), how much less that is than
 their full cache's, which is what our bytes can be compared with, and what the totals are made of:

@@ -56,6 +56,8 @@ class TakesCondition(Protocol):
     @property
     def family(self): ...
 
+    def with_prompt_tokens(self, count: int | None) -> "TakesCondition": ...
+
 
 class ConditionKind(Protocol):
     """A kind of condition, as a family of models takes it.

@@ -63,16 +63,17 @@ class ConditionFlags:
 
         weights: the model will run; if not, it need not have a text encoder or a tokenizer."""
         mine = self._kinds[model.condition]
+        allowed = {holder.name for holder in mine.holders}
         for other in self._kinds.values():
-            for holder in other.holders:
-                if holder.present and holder not in mine.holders:
-                    raise UserError(f"--{holder.name}: {model.name} {mine.words}")
+            for name in _given(*other.holders):
+                if name not in allowed:
+                    raise UserError(f"--{name}: {model.name} {mine.words}")
         return mine.resolve(model, weights)
 
 
-def _given(*holders: FlagHolder | None) -> list[str]:
+def _given(*holders: FlagHolder) -> list[str]:
     """Return the names of the flags that are given."""
-    return [h.name for h in holders if h is not None and h.present]
+    return [h.name for h in holders if h.present]
 
 
 class LabelFlags:
@@ -99,7 +100,8 @@ class LabelFlags:
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        counts = _given(self._num_images, self._each, self._samples)
+        holders = (self._num_images, self._each, self._samples)
+        counts = _given(*(holder for holder in holders if holder is not None))
         if len(counts) > 1:
             raise UserError(f"--{counts[0]} and --{counts[1]} exclude each other: keep one of them")
         if counts and self._labels.present:

@@ -162,6 +162,7 @@ def test_vocabulary():
         (LUMINA, [30, 34, 33], "a prompt of Lumina-mGPT has text"),
         (LUMINA, [1, 30, 33, 34], "ask for an image of 1x2 units, the model draws 2x1"),
         (LUMINA, [1, 5, 30, 34, 33], r"prompt ids \[5\] are image tokens"),
+        (LUMINA, [1, 30, 2, 30, 34, 33], "image start 30 2 times: a prompt asks for one image"),
     ],
 )
 def test_prompts_that_cannot_be(config, ids, message):

@@ -33,6 +33,7 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
     (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=4",)),
+    (BY_TOKEN, "diagonal", {"budget": 0.5}, "int8", ("data=2,model=4",)),
     (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
     (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
     (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=2,model=4",)),

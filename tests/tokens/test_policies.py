@@ -413,3 +413,19 @@ def test_local_heads_are_streaming(period):
     first = (plan.allocation.group_stage + 1) * period  # before it heads have no type
     np.testing.assert_allclose(found[:, first + 1 :], expected[:, first + 1 :], atol=CLOSE)
     assert first < 20
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_copies_of_a_query_head_change_nothing(name):
+    """A group whose query heads are alike attends and decides as one of them alone, whatever the
+    policy does with groups."""
+    policy = get_policy(name, 0.4)
+    one, four = (stand_in.plan_for(policy, group=group) for group in (1, 4))
+    model = stand_in.StandIn.random(one.geometry, ROWS)
+    copies = replace(model, q=np.repeat(model.q, 4, axis=2))
+    (expected, before), (found, state) = stand_in.run(model, one), stand_in.run(copies, four)
+    np.testing.assert_allclose(found, np.repeat(expected, 4, axis=3), atol=CLOSE)
+    for ours, theirs in zip(state, before, strict=True):
+        np.testing.assert_array_equal(ours.position, theirs.position)
+        assert ours.pool.shape == theirs.pool.shape, "memory counts heads of keys"
+    assert four.num_bytes(1, "float32") == one.num_bytes(1, "float32")

@@ -83,6 +83,8 @@ class PromptIds:
             object.__setattr__(self, "prompts", texts)
             if len(texts) != len(lens):
                 raise UserError(f"prompts has {len(texts)} texts for {len(lens)} entries of lens")
+        if self.slots is not None:
+            arguments.integer("slots", self.slots, int(lens.max()), LONGEST)
         numbers = np.arange(len(lens)) if self.numbers is None else self.numbers
         object.__setattr__(self, "numbers", _checked_numbers(numbers, len(lens)))
 

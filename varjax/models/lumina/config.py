@@ -3,6 +3,7 @@ config.json, with the ids of the tokens that an image is written in."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from varjax.errors import UserError, about
 from varjax.models.llama.config import LlamaConfig
@@ -125,6 +126,10 @@ class LuminaConfig(LlamaConfig):
         ids = self.image_ids or range(first, first + self.vocab_size)
         return (*ids, self.new_line)
 
+    @cached_property
+    def _not_text(self) -> frozenset[int]:
+        return frozenset(self.token_ids)
+
     @property
     def opening(self) -> tuple[int, int, int]:
         """Ids that every prompt ends with: image start, height, width."""
@@ -150,8 +155,12 @@ class LuminaConfig(LlamaConfig):
                 f"prompt ids ask for an image of {height}x{width} units, the model draws "
                 f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
             )
-        known = set(self.token_ids)
-        if found := [i for i in ids if i in known]:
+        if ids.count(self.image_start) > 1:
+            raise UserError(
+                f"prompt ids have the image start {self.image_start} {ids.count(self.image_start)} "
+                f"times: a prompt asks for one image, at its end"
+            )
+        if found := [i for i in ids if i in self._not_text]:
             raise UserError(f"prompt ids {found[:8]} are image tokens: prompts hold text only")
 
     def with_grid(self, grid: tuple[int, int]) -> "LuminaConfig":
