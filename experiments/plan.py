@@ -18,11 +18,14 @@ needs no --calibration here: layers and heads then count as alike.
 `keep_count`, of how many of its tokens.
 Models that draw token by token are given as --geometry='layers=36,heads=20,head_dim=64,tokens=576,
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
-the image is a square). Stages take the place of scales, stage 0 is the condition; one is printed
-where what heads hold begins to grow, drops or stays. --save writes `stages`, their first tokens.
-For LlamaGen-XL and XXL of 384 pixels "papers" are the rows of HeadKV's and LineAR's tables at the
-nearest budget: memory in all (GiB on a GPU: weights, keys and values, decoding), and how much less
-that is than their full cache's, which is what our bytes can be compared with.
+the image is a square); queries_per_head=8: so many query heads share each of the heads. Stages take
+the place of scales, stage 0 is the condition; one is printed where what heads hold begins to grow,
+drops or stays. --save writes `stages`, their first tokens.
+For LlamaGen-XL and XXL of 384 pixels, Janus-Pro and Lumina-mGPT "papers" are the rows of HeadKV's
+and LineAR's tables at the nearest budget: memory in all (GiB on a GPU), how much less that is than
+their full cache's, which is what our bytes can be compared with, and what the totals are made of:
+keys and values as the original stores them (Lumina-mGPT: float32 keys, 6 bytes for K and V),
+weights, and the rest (decoding, the framework). Texts' lengths are not printed: they are inferred.
 Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads times the square of
 the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
 """
@@ -81,7 +84,7 @@ def summary(
     excess = plan.fraction - plan.budget
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
     lines = [
-        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
+        f"{name}: {g.num_layers} layers, {g.heads}, "
         f"{g.schedule.counted()}{g.schedule.total_tokens} tokens "
         f"({g.schedule.persistent_tokens} per head in a full cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",

@@ -1,11 +1,13 @@
 """What papers print about memory, beside the bytes of our plans; `experiments.plan` shows it."""
 
+from collections.abc import Iterable
 from functools import singledispatch
 
+from experiments import published_totals
+from experiments.published_totals import FULL, GIB, Totals
 from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
-from varjax.sequence import TokenSequence
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
 MIB = 2**20
@@ -13,28 +15,6 @@ MIB = 2**20
 # not exactly the share that the row is named after.
 HEATKV_FULL = 6425
 HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
-
-GIB = 2**30
-XL, XXL = (36, 20, 64), (48, 24, 64)  # LlamaGen for 384 pixels: layers, heads, size of a head
-# All memory on a GPU, {(table, model, batch): {part of the cache: {method: GiB}}}. Part 1.0 is the
-# full cache. HeadKV: arXiv 2605.20600, tables 4 and 6; LineAR: its repository's efficiency table.
-TOTALS = {
-    ("HeadKV", XL, 128): {
-        1.0: {"full cache": 33.91},
-        1 / 4: {"HeadKV": 14.63, "LineAR": 14.88},
-        1 / 6: {"HeadKV": 12.34, "LineAR": 12.62},
-    },
-    ("LineAR", XL, 256): {
-        1.0: {"full cache": 64.75},
-        1 / 4: {"LineAR": 25.51},
-        1 / 6: {"LineAR": 20.97},
-    },
-    ("LineAR", XXL, 128): {
-        1.0: {"full cache": 51.37},
-        1 / 4: {"LineAR": 19.54},
-        1 / 6: {"LineAR": 15.87},
-    },
-}
 NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 
@@ -85,28 +65,39 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
 
 @memory_lines.register
 def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
-    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, with
-    what our pool saves at their batch sizes. Other models and budgets have none."""
-    g = plan.geometry
-    if g.schedule != TokenSequence(576, g.schedule.condition):
-        return []
+    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget: what
+    their totals are made of, and what our pool saves at their batch sizes. Other models and budgets
+    have none."""
     lines = []
-    for (table, model, batch), rows in TOTALS.items():
-        budget = min(rows, key=lambda row: abs(row - plan.budget))
-        if model != (g.num_layers, g.num_heads, g.head_dim) or abs(budget - plan.budget) > NEAR:
-            continue
-        (full,) = rows[1.0].values()
-        printed = ", ".join(
-            f"{method} {total:.2f} ({full - total:.2f} less)" if budget < 1 else f"{total:.2f}"
-            for method, total in rows[budget].items()
+    for totals, budget in published_totals.rows_near(plan.geometry, plan.budget, NEAR):
+        lines += [_printed(totals, budget, plan, kv_dtype), *_parts(totals, budget)]
+    return [f"{'' if at else 'papers':10s}{line}" for at, line in enumerate(lines)]
+
+
+def _printed(totals: Totals, budget: float, plan: TokenPlan, kv_dtype: str) -> str:
+    """The printed totals, and our keys and values."""
+    full, batch = totals.full, totals.batch
+    compressed = ", ".join(
+        f"{method} {total:.2f} ({full - total:.2f} less)"
+        for method, total in totals.printed[budget].items()
+    )
+    more = "" if budget == 1 else f"; at 1/{round(1 / budget)} {compressed}"
+    ours, dense = plan.num_bytes(batch, kv_dtype) / GIB, plan.dense_bytes(batch, kv_dtype) / GIB
+    return (
+        f"{totals.table}'s table, batch {batch}, GiB in all: {FULL} {full:.2f}{more};"
+        f" ours, keys and values: {ours:.2f} of {dense:.2f} ({dense - ours:.2f} less)"
+    )
+
+
+def _parts(totals: Totals, budget: float) -> Iterable[str]:
+    """What the printed totals are made of."""
+    for part in (1.0, budget) if budget < 1 else (1.0,):
+        held, printed = totals.keys_and_values(part), totals.printed[part]
+        rests = ", ".join(f"{method} {totals.rest(part, method):.2f}" for method in printed)
+        yield (
+            f"  of these: keys and values {held:.2f} ({totals.pair} bytes for K and V, text of"
+            f" {totals.text}), weights {totals.weights:.2f}, the rest: {rests}"
         )
-        ours, dense = plan.num_bytes(batch, kv_dtype) / GIB, plan.dense_bytes(batch, kv_dtype) / GIB
-        lines.append(
-            f"{'' if lines else 'papers':10s}{table}'s table, batch {batch}, GiB in all: full cache"
-            f" {printed if budget == 1 else f'{full:.2f}; at 1/{round(1 / budget)} {printed}'};"
-            f" ours, keys and values: {ours:.2f} of {dense:.2f} ({dense - ours:.2f} less)"
-        )
-    return lines
 
 
 def _show(value: float, decimals: int) -> str:

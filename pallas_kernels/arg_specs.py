@@ -25,6 +25,8 @@ class ArgSpec:
     """One call of an operation.
 
     rows: batch rows, two per image.
+    queries_per_head: query heads that share each of the `heads` of keys and values; more than 1
+      only for operations of models that draw token by token.
     tokens: T, padded length of the scale.
     length: real tokens of the scale.
     entries: M, table entries of every head.
@@ -40,6 +42,7 @@ class ArgSpec:
     name: str
     rows: int = 16
     heads: int
+    queries_per_head: int = 1
     head_dim: int
     tokens: int
     length: int
@@ -303,11 +306,14 @@ _SCALES = {
     # models that draw token by token: one query per row
     ("llamagen-xl", 20, 64): [(1, 1, 36)],
     ("janus-pro-7b", 32, 128): [(1, 1, 36)],
+    ("lumina-mgpt-34b", 8, 128): [(1, 1, 151)],
 }
+_GROUPS = {"lumina-mgpt-34b": 8}  # query heads per head of keys and values, 1 in the others
 _SPECS = (
     ArgSpec(
         name=f"{name}-t{n}",
         heads=heads,
+        queries_per_head=_GROUPS.get(name, 1),
         head_dim=size,
         tokens=t,
         length=n,

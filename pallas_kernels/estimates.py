@@ -188,7 +188,7 @@ def attend_token(
     stored: int = 0,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
-    """Cost of attention of one query per row and head.
+    """Cost of attention of one query per row and query head.
 
     Args:
       mass: sums of weights, which are read and written; None where there are none.
@@ -197,15 +197,15 @@ def attend_token(
         read.
     """
     used = occupancy.share_read(pool.shape[2], step) if step else 1.0
-    pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
+    pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
     # positions, scales and sums are numbers of 4 bytes
     scales = 0 if pool_scale is None else 2 * pairs
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
     moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
     if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
-        moved += 2 * q.size * q.dtype.itemsize
-    pairs *= used
+        moved += 2 * q.size // group * q.dtype.itemsize
+    pairs *= used * group
     return pl.CostEstimate(
         flops=round(4 * pairs * head_dim),
         transcendentals=round(pairs),

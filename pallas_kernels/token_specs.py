@@ -24,7 +24,7 @@ def token_arguments(
     shared: bool = False,
     used: int | None = None,
     poison: bool = True,
-    group: int = 1,
+    group: int | None = None,
 ) -> Arguments:
     """A query, and slots in no order, of which some are empty.
 
@@ -35,7 +35,7 @@ def token_arguments(
       shared: heads have their positions in common.
       used: slots that may hold something, the first ones; None: all, and the call does not say so.
       poison: empty slots hold NaN; int8: their scales do.
-      group: query heads per head of keys and values.
+      group: query heads per head of keys and values; None takes those of the call.
     """
     rng = np.random.default_rng(0)
     slots = slots or spec.entries * spec.block_size
@@ -53,7 +53,7 @@ def token_arguments(
     # as many positions are hidden for being new as for being old
     newest = slots - 1 - slots // 8
     reach = jnp.asarray(rng.integers(1, newest + 2, heads), jnp.int32)
-    q = normal(spec.rows, group * spec.heads, spec.head_dim)
+    q = normal(spec.rows, (group or spec.queries_per_head) * spec.heads, spec.head_dim)
     query = Query(
         q=jnp.asarray(2 * spec.head_dim**-0.5 * q, spec.dtype),
         newest=jnp.int32(newest) if sums else None,

@@ -22,6 +22,12 @@ The networks of experiments.evaluate (docs/howto/evaluate.md says where their fi
     python -m ported_weights --model=lpips-alex --source=alexnet-owt-7be5be79.pth \\
         --heads_source=alex.pth --out=checkpoints/lpips-alex
 
+Janus-Pro needs no --tokenizer_source, since its folder holds everything; Lumina-mGPT takes Meta's:
+
+    python -m ported_weights --model=janus-pro-1b --source=Janus-Pro-1B --out=checkpoints/janus-1b
+    python -m ported_weights --model=lumina-mgpt-7b-768 --source=Lumina-mGPT-7B-768 \\
+        --tokenizer_source=chameleon/tokenizer/vqgan.ckpt --out=checkpoints/lumina-768
+
 Models of other sizes: --model=var-custom or infinity-custom with --config and --tokenizer_config,
 JSON files that use the argument names of the published constructors.
 """
@@ -59,6 +65,16 @@ GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert
     FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
     FLAGS.string("source_key", None, "Which state dict of --source, for example ema."),
     FLAGS.string("tokenizer_source_key", None, "Which state dict of --tokenizer_source."),
+    FLAGS.string(
+        "prompt_tokenizer_source",
+        None,
+        "Janus-Pro, Lumina-mGPT: tokenizer.json of prompts; by default the one beside --source.",
+    ),
+    FLAGS.string(
+        "vocabulary",
+        None,
+        "Lumina-mGPT: JSON file with names and ids of tokens, if none lies beside --source.",
+    ),
     FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth."),
     FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from ported_weights.tables.registry import CUSTOM_DEFAULTS, CustomDefaults
+from ported_weights.tables.registry import BESIDE, CUSTOM_DEFAULTS, Beside, CustomDefaults
 from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.nn.families import Family
@@ -31,6 +31,9 @@ class PublishedModel:
       tokenizer_source_key: the same for `tokenizer_source`.
       class_names: JSON file with a list of names, or {"classes": list}; index = label.
       sampling: JSON file with recommended sampling; None: that of the published size or family.
+      prompt_tokenizer_source: the tokenizer of prompts, a tokenizer.json, to keep beside the
+        weights; None: the one that lies beside `source`, if any. For models of token ids.
+      vocabulary: JSON file that names the image tokens, where `source` has none; for Lumina-mGPT.
     """
 
     model: str
@@ -43,6 +46,8 @@ class PublishedModel:
     tokenizer_source_key: str | None = None
     class_names: str | None = None
     sampling: str | None = None
+    prompt_tokenizer_source: str | None = None
+    vocabulary: str | None = None
 
     @property
     def family(self) -> Family:
@@ -55,12 +60,23 @@ class PublishedModel:
         """What a custom model of this family takes where nothing is given."""
         return CUSTOM_DEFAULTS[self.family.name]
 
-    def check_tokenizer_source(self) -> None:
-        """`UserError` without weights of the image tokenizer."""
-        if not self.tokenizer_source:
+    @property
+    def beside(self) -> Beside:
+        """What this family's files hold beside a transformer."""
+        return BESIDE.get(self.family.name, Beside())
+
+    def check_files(self) -> None:
+        """`UserError` without weights of the image tokenizer, or for files that this family does
+        not have."""
+        name = self.family.parts["transformer"].name
+        if self.prompt_tokenizer_source and not self.beside.prompt_tokenizers:
+            raise UserError(f"--prompt_tokenizer_source: {name} takes no token ids: drop it")
+        if self.vocabulary and not self.beside.has_vocabulary:
+            raise UserError(f"--vocabulary: {name} has no names of image tokens: drop it")
+        if not (self.tokenizer_source or self.beside.codec_prefix):
             raise UserError(
                 "--tokenizer_source is required: the file with the weights of the image tokenizer"
-                f" (published for {self.family.parts['transformer'].name}:"
+                f" (published for {name}:"
                 f" {self.defaults.tokenizer_files}); if --source holds both, give it twice"
             )
 
@@ -71,7 +87,34 @@ class PublishedModel:
         such a file holds several configurations, the name of the weights chooses among them.
         """
         if self.model not in registry.PRESETS:
-            return self._custom_configurations(say)
+            configs, sampling = self._custom_configurations(say)
+        else:
+            configs, sampling = self._published_configurations()
+        complete, folders = self.beside.complete, self._folders()
+        configs["transformer"] = complete(configs["transformer"], self.vocabulary, folders)
+        return configs, sampling
+
+    def _folders(self) -> list[Path]:
+        """The folders in which the weights lie."""
+        given = [Path(path) for path in (self.source, self.tokenizer_source) if path]
+        return [path if path.is_dir() else path.parent for path in given]
+
+    def prompt_tokenizer(self) -> Path | None:
+        """The tokenizer of prompts to keep: the one that was given, or lies beside the weights.
+        `UserError` if it is no tokenizer file."""
+        if given := self.prompt_tokenizer_source:
+            found = Path(given)
+        else:
+            names = self.beside.prompt_tokenizers
+            files = (folder / name for folder in self._folders() for name in names)
+            found = next(filter(Path.is_file, files), None)
+        if found is not None:
+            content = read_json(found)
+            if not (isinstance(content, dict) and isinstance(content.get("model"), dict)):
+                raise UserError(f"{found} is no tokenizer.json of the tokenizers library")
+        return found
+
+    def _published_configurations(self) -> tuple[dict, dict]:
         preset = registry.preset(self.model)
         for flag, given in (("config", self.config), ("tokenizer_config", self.tokenizer_config)):
             if given:
@@ -88,11 +131,16 @@ class PublishedModel:
                 f"--model={self.model} needs --config=FILE.json with the argument names of the"
                 f" published constructor, for example {self.defaults.example}"
             )
-        given = _arguments(self.config, self.source)
+        is_whole = self.defaults.is_whole
+        given = read_json(self.config) if is_whole else _arguments(self.config, self.source)
         codec = self._codec(given, say)
-        if isinstance(given, Mapping):  # what both must agree in may be left out; maps are adapted
+        if (
+            isinstance(given, Mapping) and not is_whole
+        ):  # what both must agree in may be left out; maps are adapted
             shared = {name: getattr(codec, name) for name in family.agreed if name != "schedule"}
             given = shared | given
+        if isinstance(given, Mapping):
+            given = self.defaults.prepare(given)
         with about(self.config):
             transformer = family.parts["transformer"].read(given)
         tell = say if self.tokenizer_config else lambda line: None
@@ -113,7 +161,8 @@ class PublishedModel:
         else:
             known = transformer_arguments if isinstance(transformer_arguments, Mapping) else {}
             given, words = self.defaults.tokenizer(known)
-            say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
+            if not self.defaults.is_whole:
+                say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
         with about(self.tokenizer_config or "published defaults"):
             return self.family.parts["codec"].read(given)
 

@@ -30,6 +30,7 @@ from varjax.text.t5 import SPIECE_FILE
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
+PROMPT_TOKENIZER = "prompt_tokenizer"  # its folder in a checkpoint
 T = TypeVar("T")
 # {name: part}: the networks of evaluation, which belong to no model
 NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
@@ -57,7 +58,7 @@ def convert(
     """
     choose("model", published.model, MODELS)
     _check_output(out, dtype, overwrite)
-    published.check_tokenizer_source()
+    published.check_files()
     family = published.family
     configs, recommended = published.configurations(say)
     transformer, folder = configs["transformer"], published.text_encoder_source
@@ -73,13 +74,17 @@ def convert(
     }
     if published.class_names:
         metadata["class_names"] = published.read_class_names(transformer)
-    weights = {
-        "transformer": (published.source, published.source_key),
-        "codec": (published.tokenizer_source, published.tokenizer_source_key),
-    }
-    opened = {n: _open_part(family.parts[n], configs[n], *given) for n, given in weights.items()}
+    beside, tokenizer = {}, published.prompt_tokenizer()
+    opened = _open_both(published, configs)
     modules, metadata["sources"] = _read_parts(opened | encoder, dtype, say)
-    checkpoint.save(out, family, modules, metadata=metadata, files=files, overwrite=overwrite)
+    if tokenizer is not None:
+        beside[f"{PROMPT_TOKENIZER}/tokenizer.json"] = tokenizer
+        record = {"part": PROMPT_TOKENIZER, **sources.fingerprint(tokenizer)}
+        metadata["sources"].append(record)
+        say(f"tokenizer of prompts: {tokenizer}")
+    checkpoint.save(
+        out, family, modules, metadata=metadata, files=files, beside=beside, overwrite=overwrite
+    )
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
@@ -140,8 +145,9 @@ def _read_parts(
     """
     _for_each(opened, lambda part: part.check())
     modules = _for_each(opened, lambda part: part.read(dtype, say))
-    files = {name: part.source.fingerprints() for name, part in opened.items()}
-    return modules, [{"part": name, **file} for name, of_part in files.items() for file in of_part]
+    used = [(name, path) for name, part in opened.items() for path in part.source.files]
+    records = {path: sources.fingerprint(path) for path in {path for _, path in used}}
+    return modules, [{"part": name, **records[path]} for name, path in used]
 
 
 def _for_each(
@@ -217,15 +223,45 @@ class PublishedPart:
             yield self.rule_table.rules(self.config, self.source.tensors)
 
 
-def _open_part(part: Part, config: object, path: str, key: str | None) -> PublishedPart:
-    """Open the weights of a transformer or codec, unless they are visibly those of another part."""
+def _open_both(
+    published: PublishedModel, configs: Mapping[str, object]
+) -> dict[str, PublishedPart]:
+    """Open the weights of transformer and codec."""
+    parts, prefix = published.family.parts, published.beside.codec_prefix
+    given = published.source, published.source_key
+    opened = {"transformer": _open_part(parts["transformer"], configs["transformer"], *given)}
+    if published.tokenizer_source:
+        given = published.tokenizer_source, published.tokenizer_source_key
+    elif not opened["transformer"].source.below(prefix).tensors:
+        raise UserError(
+            f"--source: {published.source} has no image tokenizer (names that begin with {prefix}):"
+            " give the folder of the whole model, or a file with it as --tokenizer_source"
+        )
+    opened["codec"] = _open_part(parts["codec"], configs["codec"], *given, prefix=prefix)
+    return opened
+
+
+def _open_part(
+    part: Part, config: object, path: str, key: str | None, prefix: str = ""
+) -> PublishedPart:
+    """Open the weights of a transformer or codec, unless they are visibly those of another part.
+
+    prefix: of the names, if the file holds another part, too.
+    """
     table = RULE_TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
+    if prefix and (own := source.below(prefix)).tensors:
+        source = own
     similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
     if similar and table not in similar:
         raise UserError(
             f"{table.flag}: {path} looks like {similar[0].what} weights, not {table.what} weights:"
             f" it belongs to {similar[0].flag}"
+        )
+    if lacking := [f"{what} ({name})" for name, what in table.needed if name not in source.tensors]:
+        raise UserError(
+            f"{table.flag}: {path} lacks {some(lacking)}: it does not draw pictures, and may be a"
+            " model that only reads pictures or text; give the folder of the whole model"
         )
     return PublishedPart(part, config, source, f"the {table.what} configuration")
 
@@ -282,8 +318,12 @@ def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
 
 
 def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (names, reason) for each reason; 8 of the names are shown."""
+    """Return (names, reason) for each reason. More than 8 names are counted instead."""
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)
-    return [(some(names, 8), reason) for reason, names in groups.items()]
+    return [(_counted(names), reason) for reason, names in groups.items()]
+
+
+def _counted(names: Sequence[str]) -> str:
+    return some(names) if len(names) <= 8 else f"{len(names)} tensors, {names[0]} to {names[-1]}"

@@ -29,6 +29,7 @@ TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "flatten": lambda a: a.reshape(-1),
 }
 Stack = int | tuple[int, int, int]
+Section = tuple[int, tuple[int, ...]]
 MAX_LISTED = 100  # problems of one kind that a message shows
 MAX_CHECKED = 2**27  # elements of the largest ignored tensor whose values are read
 
@@ -45,8 +46,11 @@ class Rule:
         and a size, (outer, inner, size), for the index outer * size + inner. None: no such axis.
       row_limit: name of the setting that says how many rows are taken. The source may have more
         rows, which are reported as ignored. None: shapes must be equal.
-      section: (i, n): the source fills the i-th of n equal sections, which lie side by side along
-        the last axis of the target. None: it fills the whole target.
+      rows: which rows of the source are taken, in this order. None: all of them.
+      unused_rows: why the others are not, for the report.
+      section: (i, shares): the source fills the i-th of the sections that lie side by side along
+        the last axis of the target; their widths are in these proportions. None: it fills the
+        whole target.
     """
 
     pattern: str
@@ -54,10 +58,16 @@ class Rule:
     transform: str | tuple[str, ...] | None = None
     stack: Stack | None = None
     row_limit: str | None = None
-    section: tuple[int, int] | None = None
+    rows: tuple[int, ...] | None = None
+    unused_rows: str = "not needed"
+    section: Section | None = None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """Transform an array as the target needs it. `ValueError` if its shape is unsuitable."""
+        """Take the rows and transform an array as the target needs it. `ValueError` or `IndexError`
+        if its shape is unsuitable."""
+        return self._transform(array if self.rows is None else array[np.asarray(self.rows)])
+
+    def _transform(self, array: np.ndarray) -> np.ndarray:
         names = self.transform or ()
         for name in (names,) if isinstance(names, str) else names:
             array = TRANSFORMS[name](array)
@@ -65,9 +75,12 @@ class Rule:
 
     def section_of(self, array: np.ndarray) -> np.ndarray:
         """Return a view of the section of the target's array that the source fills."""
-        number, count = self.section or (0, 1)
-        width = array.shape[-1] // count
-        return array[..., number * width : (number + 1) * width] if count > 1 else array
+        if self.section is None:
+            return array
+        number, shares = self.section
+        first, end, whole = sum(shares[:number]), sum(shares[: number + 1]), sum(shares)
+        width = array.shape[-1]
+        return array[..., first * width // whole : end * width // whole]
 
     def slot(self, match: re.Match) -> int | None:
         """Return the index on the stacked axis, None for a target without one.
@@ -107,6 +120,9 @@ class Rule:
         """Note rows that are not taken, or a wrong shape. whole: the shape of the target's slot."""
         wanted = self.section_of(np.broadcast_to(np.int8(0), tuple(whole))).shape
         shape = self._shape(tensor)
+        if self.rows is not None and shape == wanted and len(self.rows) < tensor.shape[0]:
+            left = f"{tensor.shape[0] - len(self.rows)} of {tensor.shape[0]} rows of {name}"
+            placement.ignored.append((left, self.unused_rows))
         may_differ = self.row_limit and shape and shape[1:] == wanted[1:]
         if may_differ and shape[0] > wanted[0]:
             reason = f"only the first {wanted[0]} are used: {self.row_limit} is {wanted[0]}"
@@ -117,14 +133,20 @@ class Rule:
                 expected += f": set {self.row_limit} to {shape[0]} or less"
             elif shape is None:
                 expected += f" after {self.transform!r}"
+                expected += f" of {len(self.rows)} rows up to {max(self.rows)}" if self.rows else ""
             elif self.transform:
                 expected = f"which becomes {list(shape)} instead of {list(wanted)}"
             placement.problems.append(f"wrong shape: {name} is {list(tensor.shape)}, {expected}")
 
     def _shape(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Return the shape after the transform, without reading values; None if it does not fit."""
+        shape = tensor.shape
+        if self.rows is not None:
+            if not shape or max(self.rows) >= shape[0]:
+                return None
+            shape = (len(self.rows), *shape[1:])
         try:
-            return self.apply(np.broadcast_to(np.int8(0), tensor.shape)).shape
+            return self._transform(np.broadcast_to(np.int8(0), shape)).shape
         except (ValueError, IndexError):
             return None
 
@@ -160,7 +182,7 @@ def layer(
     weight: str,
     transform: str | None,
     stack: Stack | None = None,
-    section: tuple[int, int] | None = None,
+    section: Section | None = None,
 ) -> list[Rule]:
     """Return the rules for weight and bias of a layer. weight: what the target calls the weight."""
     return [

@@ -10,16 +10,18 @@ import pathlib
 import tempfile
 
 import numpy as np
+from flax import nnx
 
 import varjax
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
-from varjax.generator import Generator
+from varjax import conditions
 from varjax.model import Model
+from varjax.models import registry
 from varjax.models.labels import Labels
-from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "var"
 # Of all processes of a test run (conftest.py); of one, where a module of tests is run by itself.
@@ -36,6 +38,7 @@ INFINITY = {  # weights, tokenizer, its name in configs.json; the transformer's 
 }
 LLAMAGEN_FIXTURES = FIXTURES.parent / "llamagen"
 LLAMAGEN = {"llamagen_c2i": "gpt_c2i.pt", "llamagen_t2i": "gpt_t2i.safetensors"}
+JANUS_FIXTURES, LUMINA_FIXTURES = FIXTURES.parent / "janus", FIXTURES.parent / "lumina"
 SMALL = {  # weights of the left under a smaller schedule, which they do not depend on
     "infinity_a_small": ("infinity_a", "1x1;2x2;3x2;6x4;8x5;9x6"),
     "infinity_b_small": ("infinity_b", "1x1;2x2;3x4;4x6"),
@@ -63,6 +66,9 @@ def _converted(name: str, out: pathlib.Path) -> pathlib.Path:
         return _infinity_folder(name, out)
     if name in LLAMAGEN:
         convert(llamagen_files(LLAMAGEN[name]), str(out), say=lambda line: None)
+        return out
+    if name in PROMPT_MODELS:
+        convert(PROMPT_MODELS[name](), str(out), say=lambda line: None)
         return out
     tokenizer = FIXTURES / TOKENIZER[name]
     files = PublishedModel(
@@ -107,8 +113,58 @@ def llamagen_files(weights: str) -> PublishedModel:
     )
 
 
+def janus_files() -> PublishedModel:
+    """A Janus-Pro, whose folder holds everything."""
+    folder = JANUS_FIXTURES / "janus_tiny"
+    config = str(folder / "config.json")
+    return PublishedModel(model="janus-custom", source=str(folder), config=config)
+
+
+def lumina_files() -> PublishedModel:
+    """A Lumina-mGPT, whose image tokenizer has a file of its own."""
+    return PublishedModel(
+        model="lumina-custom",
+        source=str(LUMINA_FIXTURES / "lumina_tiny.safetensors"),
+        tokenizer_source=str(LUMINA_FIXTURES / "lumina_tiny_vqgan.ckpt"),
+        config=str(LUMINA_FIXTURES / "lumina_tiny_config.json"),
+    )
+
+
+PROMPT_MODELS = {"janus_tiny": janus_files, "lumina_tiny": lumina_files}
+
+
+# Models that draw token by token, small enough to run with every policy.
+PROMPT_SHAPES = {
+    "janus_small": ("janus_tiny", (6, 6), 14),
+    "lumina_small": ("lumina_tiny", (3, 2), 15),
+}
+GROUPS = "lumina_groups"  # 4 query heads for 2 heads of keys, norms after the branches
+TOKEN_MODELS = ("llamagen_c2i", *PROMPT_SHAPES, GROUPS)
+
+
+def _grouped_model() -> Model:
+    """A Lumina-mGPT of random numbers with the options of the 34B family."""
+    family = registry.family("lumina")
+    published = json.loads((LUMINA_FIXTURES / "lumina_tiny_config.json").read_text())
+    given = published | {"units": [3, 2], "prompt_tokens": 15}
+    given["model"] |= {"num_key_value_heads": 2, "swin_norm": True, "model_parallel_size": 2}
+    config = family.parts["transformer"].read(given)
+    transformer = family.parts["transformer"].module(config, rngs=nnx.Rngs(0))
+    # the initial weights give logits that are almost alike
+    for parameter in (transformer.token_embedding, transformer.head.kernel):
+        parameter.set_value(20 * parameter[...])
+    parts = {"transformer": transformer, "codec": fixture_model("lumina_tiny").codec}
+    sampling = registry.lumina_sampling(config)
+    return Model(GROUPS, parts, {"family": "lumina", "sampling": sampling})
+
+
 @functools.cache
 def fixture_model(name: str) -> Model:
+    if name == GROUPS:
+        return _grouped_model()
+    if name in PROMPT_SHAPES:
+        of, grid, slots = PROMPT_SHAPES[name]
+        return fixture_model(of).with_grid(grid).with_prompt_tokens(slots)
     if name not in SMALL:
         return varjax.load(checkpoint_folder(name), "float32")
     name, maps = SMALL[name]
@@ -130,17 +186,28 @@ def llamagen_fixture(file: str) -> dict[str, np.ndarray]:
     return _arrays(LLAMAGEN_FIXTURES / f"{file}.npz")
 
 
+def janus_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(JANUS_FIXTURES / f"{file}.npz")
+
+
+def lumina_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(LUMINA_FIXTURES / f"{file}.npz")
+
+
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     with np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
 
 
-def condition(model: Model, numbers) -> Labels | TextFeatures:
-    """What some images of a model are made of: their numbers stand for labels, or for texts cut out
-    of a fixture's, with an even number of a shorter one."""
+def condition(model: Model, numbers) -> Labels | TextFeatures | PromptIds:
+    """What some images of a model are made of: their numbers stand for labels, for texts cut out of
+    a fixture's, or for prompts; every second one is shorter than the others."""
     numbers = np.asarray(numbers, np.int32)
     if model.condition == "labels":
         return Labels.of(numbers % model.num_classes, model.num_classes)
+    if model.condition == "prompt_ids":
+        prompts = [prompt(model, i) for i in range(16)]
+        return conditions.resolve(model, prompt_ids=[prompts[n % 16] for n in numbers])
     width = model.config.text_channels
     rows = np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)
     lens = np.array([8 + 4 * (i % 2) for i in range(16)])
@@ -148,31 +215,19 @@ def condition(model: Model, numbers) -> Labels | TextFeatures:
     return TextFeatures(kv=kv, lens=lens, numbers=numbers % 16)
 
 
-def arrays_of(model: Model, numbers):
-    """What `Generator.run_batch` takes for the images `numbers`."""
-    return condition(model, numbers).take(np.arange(len(numbers)))
+def prompt(model: Model, number: int) -> np.ndarray:
+    """Token ids of a prompt; ids from 200 on stand for text in every fixture that has so many."""
+    config = model.config
+    end = list(getattr(config, "opening", (config.text_vocab_size - 1,)))
+    length = config.prompt_tokens - len(end) - 3 * (number % 2)
+    first = min(200, config.text_vocab_size // 2)
+    most = config.text_vocab_size - 1
+    text = np.random.default_rng(number).integers(first, most, length)
+    return np.concatenate([text, end]).astype(np.int32)
 
 
-def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **options) -> Generator:
-    """Greedy float32 generation with everything kept that a test may look at; in one segment, which
-    compiles fastest and gives the same tokens."""
-    options = {"keep_logits": True, "matmul_precision": "highest", "segments": 1, **options}
-    return Generator(
-        model,
-        policy,
-        sampling=Sampling(cfg=cfg, greedy=True),
-        batch_size=batch_size,
-        **options,
-    )
-
-
-# Segments of six scales with the last one alone: it then stores nothing, so the final state holds
-# what it saw. Sharing a segment, it evicts everything, as nothing reads the cache after it.
-LAST_ALONE = 3
-
-
-def unpack_keep_token(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """bool keep_token of an `evict_token_*` fixture."""
-    shape = tuple(arrays["keep_token_shape"])
-    bits = np.unpackbits(arrays["keep_token_packed"], axis=-1, bitorder="little", count=shape[-1])
-    return bits.astype(bool).reshape(shape)
+def given(model: Model, numbers) -> dict:
+    """The argument of the Python API that gives `condition`."""
+    if model.condition == "labels":
+        return {"labels": list(numbers)}
+    return {"prompt_ids": [prompt(model, n) for n in numbers]}

@@ -17,6 +17,7 @@ from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
 
 USUAL_BATCH = 8  # images per call of the program, unless told otherwise
 
@@ -62,6 +63,7 @@ def generate(
     *,
     prompts: Sequence[str] | None = None,
     text_features: TextFeatures | None = None,
+    prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     sampling: Sampling | None = None,
@@ -76,9 +78,11 @@ def generate(
     Args:
       model: from `load`.
       labels: class numbers, for class-conditional models.
-      prompts: texts, for text-conditional models whose checkpoint holds the text encoder; it is
-        loaded, used and freed before anything is compiled for the model.
+      prompts: texts, for text-conditional models whose checkpoint holds the text encoder, which is
+        loaded, used and freed before anything is compiled for the model, or the tokenizer.
       text_features: what the text encoder makes of prompts, computed beforehand (`varjax.text`).
+      prompt_ids: token ids of prompts, one list per image, for models that read these: as a
+        published processor makes them, or read by `varjax.text.prompt_ids.load`.
       policy, budget: how the KV cache is compressed: a policy with its arguments, as
         `varjax.policies.HeadKV(budget=0.1, window=8)`, or the name of one and a budget.
       seed: image i depends on (seed, i, label or prompt) only, never on the batch size.
@@ -99,7 +103,9 @@ def generate(
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     check_seed(seed)
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+    given["prompt_ids"] = prompt_ids
     count = conditions.check(model, **given)
+    model = conditions.fitted(model, **given)
     generator = Generator(
         model,
         policy,

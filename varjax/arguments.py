@@ -6,6 +6,7 @@ not a whole number.
 """
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -67,6 +68,18 @@ def number(
     if (low, high) == (-LARGEST_FLOAT, LARGEST_FLOAT):
         raise UserError(f"{name}={found:g}: it must be a finite number")
     raise UserError(f"{name}={found:g} is outside {'(' if above else '['}{low:g}, {high:g}]{note}")
+
+
+def height_width(name: str, value: object) -> tuple[int, int]:
+    """Check a height and a width: two whole numbers from 1 on, or a text such as "3x2"."""
+    given, words = value, "write height x width, for example 3x2"
+    if isinstance(value, str):
+        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", value)
+        value = [int(side) for side in found.groups()] if found else ()
+    sides = integers(name, value, words, 2)
+    if len(sides) != 2 or min(sides) < 1:
+        raise wrong(name, given, words)
+    return int(sides[0]), int(sides[1])
 
 
 def flag(name: str, value: object) -> bool:

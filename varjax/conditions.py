@@ -1,9 +1,9 @@
 """What the images of a run are made of: one condition per image.
 
 A kind of condition belongs to the families that take it: class labels are `varjax.models.labels`,
-texts are `varjax.text.condition`. Each kind brings its checks, its arguments of the Python API and
-its file format. This module holds what the kinds have in common, and `check` and `resolve`, which
-ask the kind that a model takes.
+texts are `varjax.text.condition`, prompts as token ids are `varjax.text.prompt_ids`. Each kind
+brings its checks, its arguments of the Python API and its file format. This module holds what the
+kinds have in common, and `check`, `fitted` and `resolve`, which ask the kind that a model takes.
 """
 
 import os
@@ -56,6 +56,8 @@ class TakesCondition(Protocol):
     @property
     def family(self): ...
 
+    def with_prompt_tokens(self, count: int | None) -> "TakesCondition": ...
+
 
 class ConditionKind(Protocol):
     """A kind of condition, as a family of models takes it.
@@ -73,6 +75,9 @@ class ConditionKind(Protocol):
     def resolve(self, model: TakesCondition, **given) -> Condition:
         """The condition that an argument gives. `UserError` if it is not usable."""
 
+    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
+        """The model as it has to be for an argument. `UserError` if there is no such model."""
+
 
 def check(model: TakesCondition, **given) -> int:
     """How many images are asked for. given: arguments of the Python API by name, None where the
@@ -86,6 +91,13 @@ def resolve(model: TakesCondition, **given) -> Condition:
     encoded by the text encoder of the model's checkpoint: `UserError` if there is none."""
     kind, chosen = _chosen(model, given)
     return kind.resolve(model, **chosen)
+
+
+def fitted(model: TakesCondition, **given) -> TakesCondition:
+    """The model as it has to be for these images: prompts of token ids decide how many places it
+    has for them. given: as in `check`, which raises the same errors."""
+    kind, chosen = _chosen(model, given)
+    return kind.fitted(model, **chosen)
 
 
 def _chosen(model: TakesCondition, given: Mapping) -> tuple[ConditionKind, dict]:

@@ -37,6 +37,7 @@ from varjax.policies.registry import resolve_policy
 from varjax.progress import reporter
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
 
 MATMUL_PRECISIONS = ("default", "highest")
 
@@ -302,6 +303,7 @@ class Generator:
         *,
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
+        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         progress: bool | Callable[[int, int], None] = False,
     ) -> np.ndarray:
@@ -310,9 +312,8 @@ class Generator:
         `progress`."""
         sampling_lib.check_seed(seed)
         report = reporter(progress, "image")
-        condition = conditions.resolve(
-            self.model, labels=labels, prompts=prompts, text_features=text_features
-        )
+        given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+        condition = conditions.resolve(self.model, **given, prompt_ids=prompt_ids)
         self.policy.check_images(len(condition))
         report(0, len(condition))
         images = []

@@ -4,7 +4,7 @@ A model may be abstract: configurations and shapes without weights. That is enou
 to check every argument and to compile for chips that are not here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def condition(self) -> str:
-        """What images are made of, "labels" or "text"."""
+        """What images are made of, "labels", "text" or "prompt_ids"."""
         return self.config.condition
 
     @property
@@ -150,6 +150,7 @@ class Model:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rows_per_image=2 if config.is_guided(sampling) else 1,
+            queries_per_head=config.queries_per_head,
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
@@ -162,7 +163,7 @@ class Model:
         own, whole = (self.geometry_for(sampling, one_slot=flag) for flag in (True, False))
         if planned.schedule == whole.schedule:  # every token of the condition in its own slot
             own = whole
-        for name in ("schedule", "num_layers", "num_heads", "head_dim"):
+        for name in ("schedule", "num_layers", "num_heads", "head_dim", "queries_per_head"):
             given, wanted = getattr(planned, name), getattr(own, name)
             if given != wanted:
                 raise UserError(
@@ -182,6 +183,25 @@ class Model:
     def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
         """This model for pictures of another shape; `UserError` if there is no such template."""
         return self.with_config(self.config.with_template(aspect, size))
+
+    def with_grid(self, grid: str | Sequence[int] | None) -> "Model":
+        """This model for pictures of another grid: height and width in the units that the model
+        counts in, as "3x2" or (3, 2). `UserError` if it has no such grids."""
+        if grid is None:
+            return self
+        return self.with_config(self.config.with_grid(arguments.height_width("grid", grid)))
+
+    def with_prompt_tokens(self, count: int | None) -> "Model":
+        """This model with so many places for the token ids of a prompt; None keeps them.
+        `UserError` if it takes none, or an image has no room beside so many."""
+        return self if count is None else self.with_config(self.config.with_prompt_tokens(count))
+
+    def _shaped(self, aspect, size, grid, prompt_tokens) -> "Model":
+        """This model with the arguments of `load` of these names."""
+        if grid is not None and (aspect is not None or size is not None):
+            raise UserError("grid and size (or aspect) exclude each other: both say the shape")
+        shaped = self.with_template(aspect, size).with_grid(grid)
+        return shaped.with_prompt_tokens(prompt_tokens)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -218,14 +238,16 @@ def describe(
     *,
     aspect: float | str | None = None,
     size: str | None = None,
+    grid: str | Sequence[int] | None = None,
+    prompt_tokens: int | None = None,
 ) -> Model:
     """An abstract model: the embedded demo (None), another embedded one ("demo-llamagen"), a
     checkpoint folder, or a published name.
 
-    aspect, size: as in `load`.
+    aspect, size, grid, prompt_tokens: as in `load`.
 
     Raises:
-      UserError: there is no usable checkpoint there, or no such template.
+      UserError: there is no usable checkpoint there, or no such shape.
     """
     if name_or_directory is not None:
         arguments.path("model", name_or_directory)
@@ -241,7 +263,8 @@ def describe(
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
             raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")
-    return Model(name, parts, metadata, directory).with_template(aspect, size)
+    found = Model(name, parts, metadata, directory)
+    return found._shaped(aspect, size, grid, prompt_tokens)
 
 
 def _place(given: str | Path | None) -> tuple[str, Path]:
@@ -258,6 +281,8 @@ def load(
     *,
     aspect: float | str | None = None,
     size: str | None = None,
+    grid: str | Sequence[int] | None = None,
+    prompt_tokens: int | None = None,
     on_host: bool = False,
 ) -> Model:
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
@@ -268,12 +293,18 @@ def load(
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
       aspect, size: height / width and pixel count of the pictures, as 1.5 and "0.25M", for models
-        that have templates (Infinity); None keeps the checkpoint's.
+        that have templates (Infinity); for Lumina-mGPT a size is "768x512", height x width in
+        pixels. None keeps the checkpoint's.
+      grid: height and width of the pictures in units of the model, as "3x2": 32 pixels for
+        Lumina-mGPT, tokens for Janus-Pro.
+      prompt_tokens: places for the token ids of a prompt, for models that read these; shorter ones
+        are padded. `varjax.generate` takes as many as its longest prompt has.
       on_host: keep the weights in host memory, for a `Generator` over several devices, which puts
         every device's share where it belongs.
 
     Raises:
-      UserError: there is no usable checkpoint there, or no such template.
+      UserError: there is no usable checkpoint there, or no such shape.
     """
-    model = describe(path, aspect=aspect, size=size)
+    shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
+    model = describe(path, **shape)
     return model.load_weights(dtype, on_host=on_host)

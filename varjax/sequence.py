@@ -14,7 +14,10 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from varjax.arguments import integer
+from varjax.errors import UserError
 from varjax.schedule import LARGEST_TOKENS, Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
@@ -27,14 +30,17 @@ class TokenSequence:
     """The order in which a model draws single tokens: the condition, then image tokens row by row.
     Hashable; `UserError` for impossible numbers.
 
-    image_tokens: N, tokens that are drawn one after the other.
+    image_tokens: N, tokens that come one after the other.
     condition: M, slots that the condition takes in the cache.
     line: n, tokens of a line of the image; 0: the image is a square.
+    new_lines: whether the last token of every line is a new line. It is known beforehand, so it is
+      not drawn, and it is no part of the picture; but the cache holds it like any other.
     """
 
     image_tokens: int
     condition: int = 1
     line: int = 0
+    new_lines: bool = False
 
     kind: ClassVar[str] = TOKENS
 
@@ -48,6 +54,11 @@ class TokenSequence:
             object.__setattr__(self, name, value)
         line = self.line or max(1, math.isqrt(self.image_tokens))
         object.__setattr__(self, "line", min(line, self.image_tokens))
+        if self.new_lines and (self.image_tokens % self.line or self.line < 2):
+            raise UserError(
+                f"token sequence: {self.image_tokens} tokens are no lines of {self.line}, which "
+                f"include a new line each"
+            )
 
     def __str__(self) -> str:
         return f"{self.condition}+{self.image_tokens}"
@@ -55,11 +66,17 @@ class TokenSequence:
     @property
     def num_drawn(self) -> int:
         """How many steps draw an image; a step draws one token."""
-        return self.image_tokens
+        return self.image_tokens - self.new_lines * (self.image_tokens // self.line)
 
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""
-        return min(count, self.image_tokens)
+        return min(count, self.num_drawn)
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64: which of the N tokens are drawn."""
+        number = np.arange(self.image_tokens)
+        return number[(number + 1) % self.line != 0] if self.new_lines else number
 
     @property
     def num_stages(self) -> int | None:

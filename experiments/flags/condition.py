@@ -4,24 +4,30 @@ Each kind of condition (`Model.condition`) has its class of flags. Flags of anot
 with a hint at the right ones.
 """
 
-import contextlib
 import pathlib
 
 import numpy as np
 from absl.flags import FlagHolder
 
-from experiments.flags.prompts import NegativeFlags, PromptFlags, plain
-from experiments.prompts.condition import Text, check_text_tokens, encoder_folder
-from experiments.prompts.layouts import check_layout
+from experiments.flags.prompts import ImagePromptFlags, NegativeFlags, plain
+from experiments.prompts.condition import (
+    Text,
+    TokenizedPrompts,
+    check_text_tokens,
+    encoder_folder,
+    tokenized,
+)
 from experiments.prompts.sets import PromptSet
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import MOST_IMAGES, Condition
-from varjax.errors import MissingExtra, UserError
+from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
+from varjax.text import prompt_ids
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_tokenizer import has_tokenizer
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
@@ -44,25 +50,30 @@ class ConditionFlags:
                 lower_bound=1,
                 upper_bound=10**6,
             )
+        prompts = ImagePromptFlags(flags, samples=samples is not None)
         self._kinds = {
             "labels": LabelFlags(flags, self._samples),
-            "text": TextFlags(flags, self._samples),
+            "text": TextFlags(flags, self._samples, prompts),
+            "prompt_ids": PromptIdFlags(flags, prompts),
         }
 
     def resolve(self, model: Model, *, weights: bool = True) -> Condition:
-        """Return the condition (`varjax.conditions`), checked; prompts are not encoded yet.
+        """Return the condition (`varjax.conditions`), checked; prompts are not encoded yet, nor put
+        into places of the model (`ModelFlags.fitted`).
 
-        weights: the model will run; if not, it need not have a text encoder."""
+        weights: the model will run; if not, it need not have a text encoder or a tokenizer."""
         mine = self._kinds[model.condition]
-        for kind, other in self._kinds.items():
-            if kind != model.condition and (given := other.given()):
-                raise UserError(f"--{given[0]}: {model.name} {mine.words}")
+        allowed = {holder.name for holder in mine.holders}
+        for other in self._kinds.values():
+            for name in _given(*other.holders):
+                if name not in allowed:
+                    raise UserError(f"--{name}: {model.name} {mine.words}")
         return mine.resolve(model, weights)
 
 
-def _given(*holders: FlagHolder | None) -> list[str]:
+def _given(*holders: FlagHolder) -> list[str]:
     """Return the names of the flags that are given."""
-    return [h.name for h in holders if h is not None and h.present]
+    return [h.name for h in holders if h.present]
 
 
 class LabelFlags:
@@ -81,16 +92,16 @@ class LabelFlags:
             self._each = flags.integer(
                 "images_per_class", None, "So many images of every class, in turn.", lower_bound=1
             )
-
-    def given(self) -> list[str]:
-        return _given(self._labels, self._num_images, self._each)
+        all_of_them = (self._labels, self._num_images, self._each)
+        self.holders = tuple(holder for holder in all_of_them if holder is not None)
 
     def resolve(self, model: Model, weights: bool) -> Labels:
         chosen = self._chosen(model.num_classes)
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        counts = _given(self._num_images, self._each, self._samples)
+        holders = (self._num_images, self._each, self._samples)
+        counts = _given(*(holder for holder in holders if holder is not None))
         if len(counts) > 1:
             raise UserError(f"--{counts[0]} and --{counts[1]} exclude each other: keep one of them")
         if counts and self._labels.present:
@@ -125,21 +136,14 @@ def _number(asked: int | None, num_classes: int) -> int:
 
 
 class TextFlags:
-    """--prompt, --prompts, --prompt_set, --images_per_prompt, --negative_prompt,
-    --negative_prompts, --text_features and --text_tokens."""
+    """Prompts with --negative_prompt, --negative_prompts, --text_features and --text_tokens."""
 
     words = "draws from text; give --prompt=TEXT, --prompts=FILE or --text_features=FILE.npz"
 
-    def __init__(self, flags: CommandFlags, samples: FlagHolder[int] | None):
-        self._samples, self._prompts = samples, PromptFlags(flags)
-        self._each = None
-        if samples is None:
-            self._each = flags.integer(
-                "images_per_prompt",
-                None,
-                "Images of every prompt; default: as the prompt set's scorer expects, else 1.",
-                lower_bound=1,
-            )
+    def __init__(
+        self, flags: CommandFlags, samples: FlagHolder[int] | None, prompts: ImagePromptFlags
+    ):
+        self._samples, self._prompts = samples, prompts
         self._negative = NegativeFlags(flags)
         self._features = flags.string(
             "text_features",
@@ -153,10 +157,8 @@ class TextFlags:
             "Padded length of texts to plan with before they are encoded; default: the most.",
             lower_bound=1,
         )
-
-    def given(self) -> list[str]:
-        texts = (*self._prompts.holders, self._each, *self._negative.holders)
-        return _given(*texts, self._features, self._tokens)
+        own = (*self._negative.holders, self._features, self._tokens)
+        self.holders = (*prompts.holders, *own)
 
     def resolve(self, model: Model, weights: bool) -> Text:
         config = model.config
@@ -170,10 +172,8 @@ class TextFlags:
         if features is not None and (given := _given(*self._negative.holders)):
             raise UserError(f"--{given[0]}: --text_features holds its own, leave it out")
         negative = self._negative.read(prompts)
-        each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
         encoder = _encoder(model) if weights and features is None else None
-        if self._each is not None:
-            _check_layout(prompts, each, model)
+        each = self._prompts.each(prompts, *model.pixels)
         text = Text(
             prompts=prompts,
             each=each,
@@ -186,30 +186,9 @@ class TextFlags:
         return text if self._samples is None else text.spread(self._samples.value)
 
     def _read_prompts(self, features: TextFeatures | None) -> PromptSet | None:
-        found = self._prompts.read()
         if features is None:
-            return found
-        if found is None:
-            names = [f"{self._features.value}, text {i}" for i in range(len(features.lens))]
-            unnamed = [f"text {i}" for i in range(len(names))]
-            return plain(features.prompts or unnamed, names)
-        _check_same(found, features)
-        return found
-
-
-def _check_same(prompts: PromptSet, features: TextFeatures) -> None:
-    """Raise `UserError` if the features say that they were made from other texts."""
-    if len(features.lens) != len(prompts):
-        raise UserError(
-            f"--text_features holds {len(features.lens)} texts, there are {len(prompts)} prompts: "
-            f"encode these prompts"
-        )
-    for prompt, text in zip(prompts.prompts, features.prompts or (), strict=False):
-        if prompt.text.strip() != text:
-            raise UserError(
-                f"--text_features was made of {text!r:.60}, but {prompt.where} is "
-                f"{prompt.text!r:.60}: encode these prompts"
-            )
+            return self._prompts.read()
+        return self._prompts.read_beside(self._features, features.prompts, len(features.lens))
 
 
 def _encoder(model: Model) -> pathlib.Path:
@@ -228,8 +207,34 @@ def _encoder(model: Model) -> pathlib.Path:
     return folder
 
 
-def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
-    """Refuse what the prompt set's scorer cannot read. Without pillow no files are written."""
-    height, width = model.pixels
-    with contextlib.suppress(MissingExtra):
-        check_layout(prompts, each, height, width)
+class PromptIdFlags:
+    """Prompts with --prompt_ids. Only models that draw token by token take them, which no command
+    measures with a few samples."""
+
+    words = "reads prompts as token ids; give --prompt=TEXT, --prompts=FILE or --prompt_ids=FILE"
+
+    def __init__(self, flags: CommandFlags, prompts: ImagePromptFlags):
+        self._prompts = prompts
+        self._ids = flags.string(
+            "prompt_ids",
+            None,
+            "npz file with `ids` and `lens`, token ids as the model's published processor makes "
+            "them: no tokenizer is needed. Prompts beside it are the texts it was made of.",
+        )
+        self.holders = (*prompts.holders, self._ids)
+
+    def resolve(self, model: Model, weights: bool) -> TokenizedPrompts:
+        ids = prompt_ids.load(self._ids.value) if self._ids.value else None
+        if ids is not None:
+            prompts = self._prompts.read_beside(self._ids, ids.prompts, len(ids.lens))
+        else:
+            prompts = self._prompts.read()
+            if prompts is None and weights:
+                raise UserError(f"{model.name} {self.words}")
+            if prompts is not None and (weights or has_tokenizer(model.directory)):
+                ids = tokenized(prompts, model)
+        prompts = prompts or plain([""], ["--dry_run"])
+        each = self._prompts.each(prompts, *model.pixels)
+        if ids is not None:
+            ids = ids.checked(model.config, prompts.names).repeat(each)
+        return TokenizedPrompts(prompts=prompts, each=each, ids=ids)

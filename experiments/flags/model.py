@@ -1,8 +1,11 @@
-"""The flags that name a model, --checkpoint and --model, and the shape of its pictures."""
+"""The flags that name a model, --checkpoint and --model, the shape of its pictures, and its places
+for prompts."""
 
 from absl.flags import FlagHolder
 
+from experiments.prompts.condition import TokenizedPrompts
 from varjax.cli.flags import CommandFlags
+from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model, describe
 from varjax.models import registry
@@ -10,7 +13,8 @@ from varjax.models.infinity.schedules import SIZES, TEMPLATES
 
 
 class ModelFlags:
-    """--checkpoint, --aspect, --size and, for commands that can do without weights, --model.
+    """--checkpoint, --aspect, --size, --grid, --prompt_tokens and, for commands that can do without
+    weights, --model.
 
     published: what the help says about --model; None: the command has no such flag.
     """
@@ -33,7 +37,24 @@ class ModelFlags:
             f"{', '.join(sorted(TEMPLATES, key=float))} is taken; default: the checkpoint's.",
         )
         self._size = flags.string(
-            "size", None, f"Their pixels: {', '.join(SIZES)}; default: the checkpoint's."
+            "size",
+            None,
+            f"Their pixels: {', '.join(SIZES)}, or for Lumina-mGPT height x width, as 768x512; "
+            "default: the checkpoint's.",
+        )
+        self._grid = flags.string(
+            "grid",
+            None,
+            "Their height x width in units of the model, as 24x16: 32 pixels for Lumina-mGPT, "
+            "tokens for a Janus of one's own; default: the checkpoint's.",
+        )
+        self._prompt_tokens = flags.integer(
+            "prompt_tokens",
+            None,
+            "Places for the token ids of a prompt (Janus-Pro, Lumina-mGPT), which shorter ones do "
+            "not fill; the same number in several runs gives them the same plan. Default: as many "
+            "as the longest prompt has, and without prompts the model's own.",
+            lower_bound=1,
         )
 
     def check_alone(self, *others: FlagHolder) -> None:
@@ -42,12 +63,13 @@ class ModelFlags:
         given = [f"--{holder.name}" for holder in holders if holder is not None and holder.value]
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} exclude each other: name one model")
-        shape = [f"--{h.name}" for h in (self._aspect, self._size) if h.value]
+        holders = (self._aspect, self._size, self._grid, self._prompt_tokens)
+        shape = [f"--{h.name}" for h in holders if h.value]
         if shape and any(holder.value for holder in others):
             raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
     def named(self) -> Model:
-        """Return the model that is named, without --aspect and --size."""
+        """Return the model that is named, in the shape that it has by itself."""
         self.check_alone()
         holders = (holder for holder in (self._model, self._checkpoint) if holder is not None)
         return describe(next((holder.value for holder in holders if holder.value), None))
@@ -62,7 +84,11 @@ class ModelFlags:
         if name:
             choose("model", name, registry.PRESETS)
         model = describe(
-            name or self._checkpoint.value, aspect=self._aspect.value, size=self._size.value
+            name or self._checkpoint.value,
+            aspect=self._aspect.value,
+            size=self._size.value,
+            grid=self._grid.value,
+            prompt_tokens=self._prompt_tokens.value,
         )
         if weights and model.directory is None:
             raise UserError(
@@ -71,3 +97,10 @@ class ModelFlags:
                 f"folder"
             )
         return model
+
+    def fitted(self, model: Model, condition: Condition) -> tuple[Model, Condition]:
+        """Return both as they fit together: prompts decide how many places the model has for their
+        token ids, unless --prompt_tokens does. `UserError` if a prompt does not fit."""
+        if not isinstance(condition, TokenizedPrompts):
+            return model, condition
+        return condition.fitted(model, self._prompt_tokens.value)

@@ -1,14 +1,16 @@
-"""The flags that give texts: --prompt, --prompts and --prompt_set, --negative_prompt and
---negative_prompts."""
+"""The flags that give texts: --prompt, --prompts, --prompt_set and --images_per_prompt,
+--negative_prompt and --negative_prompts."""
 
+import contextlib
 from collections.abc import Sequence
 
 from absl.flags import FlagHolder
 
 from experiments.prompts import sets
+from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.errors import UserError
+from varjax.errors import MissingExtra, UserError
 from varjax.text.encoder import negative_texts
 
 
@@ -36,6 +38,59 @@ class PromptFlags:
                 f"out, or give --prompts=FILE"
             )
         return typed
+
+
+class ImagePromptFlags(PromptFlags):
+    """--prompt, --prompts and --prompt_set of a command that draws images; --images_per_prompt
+    unless `samples` says that it takes a few examples only."""
+
+    def __init__(self, flags: CommandFlags, *, samples: bool):
+        super().__init__(flags)
+        self._each = None
+        if not samples:
+            self._each = flags.integer(
+                "images_per_prompt",
+                None,
+                "Images of every prompt; default: as the prompt set's scorer expects, else 1.",
+                lower_bound=1,
+            )
+            self.holders += (self._each,)
+
+    def each(self, prompts: PromptSet, height: int, width: int) -> int:
+        """Return how many images every prompt has. `UserError` if the prompt set's scorer cannot
+        read so many of this size. Without pillow no files are written."""
+        if self._each is None:
+            return 1
+        each = self._each.value or prompts.images_per_prompt
+        with contextlib.suppress(MissingExtra):
+            check_layout(prompts, each, height, width)
+        return each
+
+    def read_beside(
+        self, holder: FlagHolder[str], texts: Sequence[str] | None, count: int
+    ) -> PromptSet:
+        """Return the prompts that a file of `count` prepared texts was made of: as they are given,
+        else as the file has them (`texts`). holder: the flag that names the file.
+
+        Raises:
+          UserError: the given prompts are others, or not as many.
+        """
+        found = self.read()
+        if found is None:
+            names = [f"{holder.value}, text {i}" for i in range(count)]
+            return plain(texts or [f"text {i}" for i in range(count)], names)
+        if count != len(found):
+            raise UserError(
+                f"--{holder.name} holds {count} texts, there are {len(found)} prompts: encode these"
+                f" prompts"
+            )
+        for prompt, text in zip(found.prompts, texts or (), strict=False):
+            if prompt.text.strip() != text:
+                raise UserError(
+                    f"--{holder.name} was made of {text!r:.60}, but {prompt.where} is "
+                    f"{prompt.text!r:.60}: encode these prompts"
+                )
+        return found
 
 
 class NegativeFlags:

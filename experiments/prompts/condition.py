@@ -1,8 +1,9 @@
-"""Prompts that images are made of, before and after they are encoded.
+"""Prompts that images are made of: conditions (`varjax.conditions.Condition`) that know the set of
+prompts which they come from.
 
-`Text` is a `varjax.conditions.Condition` whose features may still be missing. Planning, checks and
-reports need the prompts only. So the encoder runs last, alone on the device, and its memory is free
-again before the model is loaded.
+`Text` is for models that read features, which may still be missing. Planning, checks and reports
+need the prompts only. So the encoder runs last, alone on the device, and its memory is free again
+before the model is loaded. `TokenizedPrompts` is for models that read token ids.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -22,12 +24,60 @@ from varjax.model import Model
 from varjax.storage import manifest
 from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder
+from varjax.text import prompt_ids
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
+from varjax.text.prompt_tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Text:
-    """P prompts, `each` images of every prompt in turn.
+class FromPrompts:
+    """P prompts, `each` images of every prompt in turn."""
+
+    prompts: PromptSet
+    each: int
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.each
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.prompts), dtype=np.int32), self.each)
+
+    @property
+    def captions(self) -> list[str]:
+        return [text for text in self.prompts.texts for _ in range(self.each)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenizedPrompts(FromPrompts):
+    """Prompts of a model that reads token ids.
+
+    ids: of the prompts, for all images; None: not known, in a dry run without a tokenizer.
+    """
+
+    ids: PromptIds | None
+
+    def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        return self.ids.take(index)
+
+    def describe(self) -> dict:
+        """Return what decides the images."""
+        found = {"kind": self.prompts.kind, "images_per_prompt": self.each}
+        return found | ({} if self.ids is None else {"ids": self.ids.describe()})
+
+    def fitted(self, model: Model, slots: int | None) -> tuple[Model, Self]:
+        """Return the model with `slots` places for token ids (None: as many as the longest prompt
+        has), and these prompts in them. `UserError` if one does not fit."""
+        if self.ids is None:
+            return model, self
+        model = model.with_prompt_tokens(slots or self.ids.longest)
+        return model, replace(self, ids=self.ids.fitted(model.config, self.prompts.names))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Text(FromPrompts):
+    """Prompts of a model that reads features.
 
     negative: texts that guidance leads away from: one for each prompt or one for all; None: the
       model's own unconditional text.
@@ -37,8 +87,6 @@ class Text:
     peak_bytes: bytes that encoding took on the device; None: not encoded here.
     """
 
-    prompts: PromptSet
-    each: int
     text_maxlen: int
     negative: PromptSet | None = None
     encoder: pathlib.Path | None = None
@@ -46,19 +94,8 @@ class Text:
     features: TextFeatures | None = None
     peak_bytes: int | None = None
 
-    def __len__(self) -> int:
-        return len(self.prompts) * self.each
-
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
         return self.features.take(index)
-
-    @property
-    def numbers(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.prompts), dtype=np.int32), self.each)
-
-    @property
-    def captions(self) -> list[str]:
-        return [text for text in self.prompts.texts for _ in range(self.each)]
 
     @property
     def padded_length(self) -> int:
@@ -100,6 +137,13 @@ class Text:
         return replace(
             self, prompts=some(self.prompts), each=1, negative=negative, features=features
         )
+
+
+def tokenized(prompts: PromptSet, model: Model) -> PromptIds:
+    """Return the token ids of prompts. `UserError` without a tokenizer in the model's checkpoint,
+    or if it is another model's."""
+    tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
+    return prompt_ids.encode(prompts.texts, model.config, tokenizer)
 
 
 # --- encoding -------------------------------------------------------------------------------------

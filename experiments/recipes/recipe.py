@@ -82,7 +82,7 @@ class Recipe:
 
     def check_model(self, model: Model) -> None:
         """Raise `UserError` for a model of another family, which has other flags."""
-        condition = "labels" if "per_class" in self.content["images"] else "text"
+        condition = registry.preset(self.content["models"][0]).configs["transformer"].condition
         if (model.family.name, model.condition) != (self.family, condition):
             raise UserError(
                 f"recipe {self.name} is of {', '.join(self.content['models'])}; {model.name} is a"

@@ -103,9 +103,11 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
 def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     """Return what was run, on which model, device and settings."""
     s, g, versions = report["settings"], report["geometry"], report["versions"]
+    group = g.get("queries_per_head", 1)
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
+        + (f"each of {group} query heads, " if group > 1 else "")
         + sequence.parse(g["schedule"]).outline(),
         "full cache": f"{show_bytes(report['reference']['kv']['dense_bytes'])} for a batch",
         "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),

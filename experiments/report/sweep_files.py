@@ -152,6 +152,7 @@ def check_report(report: dict) -> Geometry:
             num_heads=said["num_heads"],
             head_dim=said["head_dim"],
             rows_per_image=said["rows_per_image"],
+            queries_per_head=said.get("queries_per_head", 1),
         )
     except UserError as error:
         raise Damaged(f"geometry: {error}") from None

@@ -83,7 +83,7 @@ def resolve() -> Run:
     if recipe := RECIPE.recipe:
         recipe.check_model(MODEL.named())
     model = MODEL.resolve(weights=not dry_run, otherwise="add --dry_run, or ")
-    condition = CONDITION.resolve(model, weights=not dry_run)
+    model, condition = MODEL.fitted(model, CONDITION.resolve(model, weights=not dry_run))
     policy = POLICY.resolve()
     policy.check_images(len(condition))
     with RECIPE.about():

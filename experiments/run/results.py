@@ -15,7 +15,7 @@ import numpy as np
 from experiments.batch_files import Series
 from experiments.generation import Run, cache_report, environment, time_report
 from experiments.output import BatchStore
-from experiments.prompts.condition import Text, text_tokens
+from experiments.prompts.condition import FromPrompts, Text, text_tokens
 from experiments.prompts.layouts import write_images
 from experiments.summary import aligned
 from experiments.work_folder import PIXELS
@@ -110,13 +110,13 @@ def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
 
 def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
     condition = run.condition
-    order = _order(len(pixels)) if not isinstance(condition, Text) else None
+    order = _order(len(pixels)) if not isinstance(condition, FromPrompts) else None
     images.save_samples_npz(out / "samples.npz", pixels, condition.numbers, order)
     shown = max(1, GRID_PIXELS // (pixels.shape[1] * pixels.shape[2]))
     captions = condition.captions and condition.captions[:shown]
     try:
         images.save_grid(out / "grid.png", pixels[:shown], labels=captions)
-        if isinstance(condition, Text):
+        if isinstance(condition, FromPrompts):
             write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)

@@ -76,7 +76,7 @@ def resolve() -> Sweep:
     budgets = plan.parse_budgets(BUDGETS.value)
     model = MODEL.resolve()
     require("dm_pix", extra="eval", purpose="PSNR and SSIM")
-    condition = CONDITION.resolve(model)
+    model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     sampling = SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path, calibration = _calibration(model, sampling)

@@ -65,6 +65,8 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
         "geometry": {
             "schedule": str(g.schedule),
             **{n: getattr(g, n) for n in ("num_layers", "num_heads", "head_dim", "rows_per_image")},
+            # left out where there are no groups, as in reports of versions that knew none
+            **({"queries_per_head": g.queries_per_head} if g.queries_per_head > 1 else {}),
         },
         **environment(),
         "sample_names": shown[: sweep.samples],

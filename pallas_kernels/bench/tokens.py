@@ -20,10 +20,11 @@ from pallas_kernels.token_attention import HeadSlots, NewToken, Query
 from pallas_kernels.token_attention import api as token_api
 from pallas_kernels.token_specs import awaiting_token, in_float32, token_arguments
 
-MODELS = ("llamagen", "janus")  # that draw token by token
+MODELS = ("llamagen", "janus", "lumina")  # that draw token by token
 STAGE = 8  # tokens between two decisions, the last slots of every head
 WINDOW = 6  # queries of a window whose scores are checked
-CODES = {"var": 4096, "llamagen": 16384, "janus": 16384}  # entries to choose from
+# entries to choose from
+CODES = {"var": 4096, "llamagen": 16384, "janus": 16384, "lumina": 8192}
 FILTERS = {"top_k": 900, "top_p": 0.96}
 
 
@@ -35,9 +36,10 @@ def _heads(spec: ArgSpec) -> int:
 
 
 def _attend_work(spec: ArgSpec) -> Work:
-    token = 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    moved = token + slots(spec) * (stored_bytes(spec) + 4)  # 4: positions
-    return Work(4 * _heads(spec) * slots(spec) * spec.head_dim, _heads(spec) * moved)
+    group = spec.queries_per_head
+    queries = 2 * group * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    moved = queries + slots(spec) * (stored_bytes(spec) + 4)  # 4: positions
+    return Work(4 * group * _heads(spec) * slots(spec) * spec.head_dim, _heads(spec) * moved)
 
 
 def _store_work(spec: ArgSpec) -> Work:
@@ -71,7 +73,7 @@ def _with_token(spec: ArgSpec, **options) -> tuple[Query, HeadSlots, NewToken]:
     """Arguments of storing a token."""
     rng, slot = np.random.default_rng(1), slots(spec) // 2
     query, held = awaiting_token(*token_arguments(spec, **options), slot)
-    shape = query.q.shape
+    shape = spec.rows, spec.heads, spec.head_dim
     k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype) for _ in "kv")
     return query, held, NewToken(k, v, jnp.int32(slot))
 
@@ -120,9 +122,9 @@ def _meant(pool, scale):
 
 def _scores_work(spec: ArgSpec) -> Work:
     """For a float32 query: keys are read, scores written."""
-    keys = slots(spec) - _condition(spec)
-    moved = 4 * spec.head_dim + keys * (stored_bytes(spec) / 2 + 4)
-    return Work(2 * _heads(spec) * keys * spec.head_dim, _heads(spec) * moved)
+    keys, group = slots(spec) - _condition(spec), spec.queries_per_head
+    moved = 4 * group * spec.head_dim + keys * (stored_bytes(spec) / 2 + 4 * group)
+    return Work(2 * group * _heads(spec) * keys * spec.head_dim, _heads(spec) * moved)
 
 
 def _condition(spec: ArgSpec) -> int:
@@ -138,7 +140,7 @@ def _scores(q, held: HeadSlots, name: str):
 
 def _queries(spec: ArgSpec, count: int, dtype: str):
     rng = np.random.default_rng(2)
-    shape = (spec.rows, spec.heads, count, spec.head_dim)
+    shape = (spec.rows, spec.heads * spec.queries_per_head, count, spec.head_dim)
     return jnp.asarray(rng.standard_normal(shape, np.float32) * spec.head_dim**-0.5, dtype)
 
 
@@ -147,9 +149,9 @@ def _scores_candidate(spec: ArgSpec, name: str) -> Candidate:
         return _scores(q + never(found), held, name)
 
     _, held = token_arguments(spec, sums=False, poison=False)
-    keys = slots(spec) - _condition(spec)
-    found = jnp.zeros((spec.rows, spec.heads, 1, keys), jnp.float32)
-    return Candidate(name, step, found, (held, _queries(spec, 1, "float32")))
+    q = _queries(spec, 1, "float32")
+    found = jnp.zeros((*q.shape[:3], slots(spec) - _condition(spec)), jnp.float32)
+    return Candidate(name, step, found, (held, q))
 
 
 def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:

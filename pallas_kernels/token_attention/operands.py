@@ -102,15 +102,17 @@ def visible(
     return seen & ((position < protected) | (position > newest - reach))
 
 
-def kernel_operands(query: Query, slots: HeadSlots, kernel: str) -> tuple[Query, HeadSlots]:
+def kernel_operands(
+    query: Query, slots: HeadSlots, kernel: str, *, groups: bool = False
+) -> tuple[Query, HeadSlots]:
     """Both as a Pallas kernel takes them: only the arrays that it reads, and single numbers as
-    arrays of one.
+    arrays of one. groups: whether the kernel serves heads that share keys and values.
 
     Raises:
-      NotImplementedError: heads share keys and values, which no kernel serves.
+      NotImplementedError: heads share keys and values, which this kernel does not serve.
     """
     group = slots.group_size(query.q)
-    if group > 1:
+    if group > 1 and not groups:
         raise NotImplementedError(
             f"{kernel} serves one query per head of keys and values, not groups of {group}: use "
             f"implementation='reference' (--attention=reference)"

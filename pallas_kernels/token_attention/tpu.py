@@ -3,7 +3,8 @@
 Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`).
 Pallas fetches their part of the pool in one piece while the last step's is in use. The scores of a
 row are one matrix [N, C], heads by slots, which is how positions and sums are stored. So all heads
-have one softmax together.
+have one softmax together. Where G query heads share keys and values the matrix has G lines for each
+head (`tpu_row.Lines`).
 
 The matrix unit takes as long for one query as for many. So a head's slots are multiplied with the
 queries of all heads of the row, and the head's own row of the product is kept. The unit has time
@@ -101,7 +102,7 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
 def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     """What the kernel takes; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
-    query, held = kernel_operands(query, held, "TPU token attention")
+    query, held = kernel_operands(query, held, "TPU token attention", groups=True)
     if token is None:
         return Prefetched(), Operands(query, held, None)
     slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
@@ -126,11 +127,12 @@ def _attend(
       tile: slots that are written for the token.
     """
     (together, some), (rows, heads) = tiles, given.slots.pool.shape[:2]
+    group = given.slots.group_size(given.query.q)
     spec = partial(_spec, rows=together, heads=some)
     result_spec = partial(_result_spec, rows=together, heads=some, tile=tile)
     # a list of one, because Pallas takes a tuple of results apart
     (found,) = pl.pallas_call(
-        partial(_attend_rows, some),
+        partial(_attend_rows, some, group),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows // together, heads // some),
@@ -169,7 +171,14 @@ def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.Bl
     return _spec(name, array, rows=rows, heads=heads)
 
 
-def _attend_rows(some: int, numbers: Prefetched, given: Operands, results: Results, rows_ref=None):
+def _attend_rows(
+    some: int,
+    group: int,
+    numbers: Prefetched,
+    given: Operands,
+    results: Results,
+    rows_ref=None,
+):
     pool = given.slots.pool
     # the interpreter knows program numbers here, but not inside of the loop
     begin, first = pl.program_id(0) * len(pool), pl.program_id(1) * some
@@ -179,28 +188,28 @@ def _attend_rows(some: int, numbers: Prefetched, given: Operands, results: Resul
             # into the slots that are here, before anything is computed from them
             tpu_token.put_beside(i, given.token, rows_ref)
             tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
-        _attend_row(i, begin + i, first, some, given, results)
+        _attend_row(i, begin + i, first, some, group, given, results)
         return 0
 
     jax.lax.fori_loop(0, len(pool), row, 0)
 
 
-def _attend_row(i, row, first, some: int, given: Operands, results: Results) -> None:
+def _attend_row(i, row, first, some: int, group: int, given: Operands, results: Results) -> None:
     """Attend for row i of the grid step, which is number `row` of all: for `some` heads from number
-    `first` on."""
+    `first` on, each of `group` query heads."""
     query, slots = given.query, given.slots
     queries = tpu_row.padded(query.q[i], slots.pool.shape[-1])
-    heads, shape = len(queries), (len(queries), slots.pool.shape[2])
-    number = tpu_row.iota((heads, 1), 0)
-    mine = [number == first + j for j in range(some)]
+    shape = len(queries), slots.pool.shape[2]
+    lines, heads = tpu_row.Lines.of(len(queries), group), len(queries) // group
+    mine = [lines.head(first + j) for j in range(some)]
     # lines of heads that are not here hold 0 and are left out at the end
     scores = tpu_row.scores(queries, mine, slots.pool.at[i])
     if slots.scale is not None:
         # a product of the finished scores, so whole numbers enter the matrix unit
-        scores *= slots.scale[i, 0]
+        scores *= lines.spread(slots.scale[i, 0])
     if query.first_bias is not None:
         scores += jnp.where(tpu_row.iota(shape, 1) == 0, query.first_bias[row], 0.0)
-    seen = jnp.broadcast_to(_visible(i, row, heads, given), shape)
+    seen = jnp.broadcast_to(_visible(i, row, lines, given), shape)
     scores = jnp.where(seen, scores, -jnp.inf)
     # every head sees a slot, so no maximum is -inf
     weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
@@ -208,31 +217,31 @@ def _attend_row(i, row, first, some: int, given: Operands, results: Results) -> 
     factors = weights
     if slots.scale is not None:
         # the scale of an empty slot may be NaN, and its weight of 0 would become NaN
-        factors = jnp.where(seen, weights * slots.scale[i, 1], 0.0)
+        factors = jnp.where(seen, weights * lines.spread(slots.scale[i, 1]), 0.0)
     size = results.out.shape[-1]
     width = tpu_row.columns(size, slots.pool.shape[-1])
     out = tpu_row.mean(factors, mine, slots.pool.at[i], queries.dtype, width)
     whole = some == heads
-    here = None if whole else (number >= first) & (number < first + some)
 
-    def put(ref, new) -> None:
+    def put(ref, lines, new) -> None:
         # grid steps that serve other heads of the row write other lines of the same result
-        ref[i] = new if whole else jnp.where(here, new, ref[i])
+        ref[i] = new if whole else jnp.where(lines.between(first, first + some), new, ref[i])
 
-    put(results.out, out[:, -size:].astype(queries.dtype))
+    put(results.out, lines, out[:, -size:].astype(queries.dtype))
     if results.mass is not None:
-        put(results.mass, slots.mass[i] + query.mass_weight[0] * weights)
+        # a group's queries read the same slots, so they count in the same sums
+        sums = slots.mass[i] + query.mass_weight[0] * lines.gathered(weights)
+        put(results.mass, lines if group == 1 else tpu_row.Lines.of(heads, 1), sums)
 
 
-def _visible(i, row, heads: int, given: Operands):
-    """Which slots are seen [N, C]; [1, C] where all heads see the same."""
+def _visible(i, row, lines: tpu_row.Lines, given: Operands):
+    """Which slots are seen [G N, C]; [1, C] where all heads see the same."""
     (query, slots, _), reach, newest = given, None, None
-    position = slots.position[i if len(slots.position) > 1 else 0]
+    position = lines.spread(slots.position[i if len(slots.position) > 1 else 0])
     if query.newest is not None:
         newest = query.newest[0]
         if slots.reach is not None:
-            number = tpu_row.iota((heads, 1), 0)
-            reach = jnp.zeros((heads, 1), jnp.int32)
-            for head in range(heads):  # from scalar memory into a column
-                reach = jnp.where(number == head, slots.reach[row, head], reach)
+            reach = jnp.zeros_like(lines.number)
+            for head in range(slots.reach.shape[1]):  # from scalar memory into a column
+                reach = jnp.where(lines.head(head), slots.reach[row, head], reach)
     return visible(position, newest, reach, query.protected)

@@ -1,5 +1,8 @@
-"""Arithmetic of a row in the TPU kernels of token attention: between its queries [N, W] and the
-slots of some of its heads."""
+"""Arithmetic of a row in the TPU kernels of token attention: between its queries [G N, W] and the
+slots of some of its heads. A matrix has a line for every query head, G neighbouring lines for each
+head of keys and values."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,53 @@ from pallas_kernels.tpu_operands import LANES
 
 def iota(shape: tuple[int, int], axis: int):
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+class Lines(NamedTuple):
+    """Which lines of a row's matrices belong to which head.
+
+    number: of every line, int32 [G N, 1]. group: lines of a head, G.
+    """
+
+    number: jax.Array
+    group: int
+
+    @classmethod
+    def of(cls, queries: int, group: int) -> "Lines":
+        """queries: G N."""
+        return cls(iota((queries, 1), 0), group)
+
+    def head(self, head):
+        """A mask [G N, 1] of the lines of a head."""
+        return self.number == head if self.group == 1 else self.between(head, head + 1)
+
+    def between(self, first, last):
+        """A mask [G N, 1] of the lines of heads from number `first` on, `last` not included."""
+        if self.group > 1:
+            first, last = self.group * first, self.group * last
+        return (self.number >= first) & (self.number < last)
+
+    def spread(self, array):
+        """Lines of query heads from those of heads [N, C]; one line that all share stays one."""
+        if self.group == 1 or len(array) == 1:
+            return array
+        # selected line by line: lines cannot be repeated at any place of a tile
+        found = jnp.broadcast_to(array[:1], (len(self.number), array.shape[1]))
+        for head in range(1, len(array)):
+            found = jnp.where(self.head(head), array[head : head + 1], found)
+        return found
+
+    def gathered(self, array):
+        """Sums over the lines of every head [N, C]: the inverse of `spread`."""
+        if self.group == 1:
+            return array
+        heads = len(array) // self.group
+        number = iota((heads, 1), 0)
+        found = jnp.zeros((heads, array.shape[1]), array.dtype)
+        for head in range(heads):
+            total = jnp.where(self.head(head), array, 0).sum(axis=0, keepdims=True)
+            found = jnp.where(number == head, total, found)
+        return found
 
 
 def padded(q, width: int):

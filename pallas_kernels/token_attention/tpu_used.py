@@ -30,8 +30,8 @@ def slots_of_piece(pool, heads: int) -> int:
 
 
 class Running(NamedTuple):
-    """The softmax of a row's heads so far. top: largest score [N, 1]. total: sum of weights [N, 1],
-    sums: weighted values [N, W], both relative to `top`."""
+    """The softmax of a row's query heads so far. top: largest score [G N, 1]. total: sum of weights
+    [G N, 1], sums: weighted values [G N, W], both relative to `top`."""
 
     top: Array
     total: Array
@@ -59,11 +59,12 @@ def attend(
     """
     pool, size = given.slots.pool, given.query.q.shape[-1]
     rows, every, slots, width = pool.shape
-    line, sums = (every, 1), (every, tpu_row.columns(size, width))
+    group, queries = given.slots.group_size(given.query.q), given.query.q.shape[1]
+    line, sums = (queries, 1), (queries, tpu_row.columns(size, width))
     running = Running(*(pltpu.VMEM(shape, jnp.float32) for shape in (line, line, sums)))
     # a list of one, because Pallas takes a tuple of results apart
     (found,) = pl.pallas_call(
-        partial(_attend_piece, heads, slots),
+        partial(_attend_piece, heads, group, slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows, every // heads, pl.cdiv(slots, piece)),
@@ -111,7 +112,9 @@ def _result_spec(name: str, array, *, heads: int, tile: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, *array.shape[1:]), lambda r, *_: (r, 0, 0))
 
 
-def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_ref=None):
+def _attend_piece(
+    some: int, group: int, slots: int, numbers, given, results, running, rows_ref=None
+):
     # the interpreter knows program numbers here, but not inside of what `when` runs
     row, first, part = pl.program_id(0), pl.program_id(1) * some, pl.program_id(2)
 
@@ -136,40 +139,41 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
     # behind the last piece in use nothing new was fetched: the same piece is there once more
     @pl.when(part * piece < numbers.used[0])
     def _():
-        _add_piece(row, first, part, some, slots, given, running)
+        lines = tpu_row.Lines.of(given.query.q.shape[1], group)
+        mine = [lines.head(first + j) for j in range(some)]
+        _add_piece(row, part, lines, mine, slots, given, running)
 
     @pl.when(part == pl.num_programs(2) - 1)
     def _():
         out_ref = results.out
-        number = tpu_row.iota((out_ref.shape[1], 1), 0)
         # lines of other heads are written by the grid steps that serve these
-        mine = (number >= first) & (number < first + some)
+        mine = tpu_row.Lines.of(out_ref.shape[1], group).between(first, first + some)
         found = (running.sums[...] / running.total[...])[:, -out_ref.shape[2] :]
         out_ref[0] = jnp.where(mine, found.astype(out_ref.dtype), out_ref[0])
 
 
-def _add_piece(row, first, part, some: int, slots: int, given: Operands, running: Running) -> None:
-    """Add a piece of the heads from number `first` on to the running softmax."""
+def _add_piece(
+    row, part, lines: tpu_row.Lines, mine: list, slots: int, given: Operands, running: Running
+) -> None:
+    """Add a piece of the heads that are here to the running softmax. mine: see `tpu_row.scores`."""
     query, held = given.query, given.slots
     size, width = held.pool.shape[2:]
     queries = tpu_row.padded(query.q[0], width)
-    number = tpu_row.iota((len(queries), 1), 0)
-    mine = [number == first + j for j in range(some)]
     scores = tpu_row.scores(queries, mine, held.pool.at[0])
     if held.scale is not None:
-        scores *= held.scale[0, 0]
+        scores *= lines.spread(held.scale[0, 0])
     slot = tpu_row.iota(scores.shape, 1) + part * size
     if query.first_bias is not None:
         scores += jnp.where(slot == 0, query.first_bias[row], 0.0)
     # what lies beyond the end of the array may be anything
-    visible = (held.position[0] >= 0) & (slot < slots)
+    visible = (lines.spread(held.position[0]) >= 0) & (slot < slots)
     # a piece without a visible slot leaves the maximum at LOWEST or above: no -inf minus -inf
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jnp.maximum(running.top[...], scores.max(axis=1, keepdims=True))
     weights, rescale = jnp.exp(scores - top), jnp.exp(running.top[...] - top)
     running.total[...] = running.total[...] * rescale + weights.sum(axis=1, keepdims=True)
     if held.scale is not None:
-        weights = jnp.where(visible, weights * held.scale[0, 1], 0.0)
+        weights = jnp.where(visible, weights * lines.spread(held.scale[0, 1]), 0.0)
     width = running.sums.shape[1]
     found = tpu_row.mean(weights, mine, held.pool.at[0], queries.dtype, width)
     running.sums[...] = running.sums[...] * rescale + found

@@ -5,10 +5,11 @@ one member `data/KEY` per storage. `PickleProgram` interprets the pickle and run
 are read only when asked for, in both kinds of files. `readers.legacy` has torch's old format.
 """
 
+import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -247,7 +248,7 @@ def _is_counts(values: object) -> bool:
 
 
 class SafeOpen(Protocol):
-    """The part of an open safetensors file that is used here."""
+    """The part of an open safetensors file (`safetensors.safe_open`) that is used here."""
 
     def get_tensor(self, name: str) -> np.ndarray: ...
 
@@ -256,15 +257,18 @@ class SafeOpen(Protocol):
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor of a safetensors file. file: its open handle (`safetensors.safe_open`)."""
+    """A tensor of the safetensors file `path`."""
 
-    file: SafeOpen
+    path: Path
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        return self.file.get_tensor(self.name)
+        """Read the values. The file is opened for each tensor: an open one stays mapped, and what
+        was read of it would count as memory of this process."""
+        with _opened(self.path) as file:
+            return file.get_tensor(self.name)
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
@@ -274,10 +278,17 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
       UserError: the file is damaged, or has a type that no weights have.
       MissingExtra: the package `safetensors` is not installed.
     """
+    with _opened(path) as file:
+        return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[SafeOpen]:
+    """Open a file for a while. `UserError` if it is damaged, also while it is read."""
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
-        file = safetensors.safe_open(path, framework="np")
-        return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
+        with safetensors.safe_open(path, framework="np") as file:
+            yield file
     except safetensors.SafetensorError as error:
         reason = f"{error!s:.200}"
         raise UserError(f"{path} is damaged or incomplete ({reason}): download it again") from error
@@ -293,4 +304,4 @@ def _tensor(path: Path, file: SafeOpen, name: str) -> SafeTensor:
             f"{path}: tensor {name} has the element type {entry.get_dtype()}, which is not"
             f" supported; supported are {', '.join(SAFETENSORS)}"
         )
-    return SafeTensor(file, name, dtype, tuple(entry.get_shape()))
+    return SafeTensor(path, name, dtype, tuple(entry.get_shape()))

@@ -28,8 +28,10 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _SKIPPED = frozenset(("PROTO", "FRAME"))  # version and size of what follows
 _STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
-# Classes of notes that training scripts leave beside weights; an empty dictionary stands for them.
+# Classes of notes that training scripts leave beside weights; an empty dictionary stands for their
+# objects. PyTorch Lightning keeps states of callbacks, under their classes, and arguments.
 NOTES = frozenset(("argparse.Namespace",))
+NOTE_PACKAGES = ("pytorch_lightning.", "lightning.", "omegaconf.")
 _INSTANCES = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"))
 
 
@@ -42,7 +44,12 @@ class Symbol:
     @property
     def is_note(self) -> bool:
         """Whether it is a class of notes; an empty dictionary stands for its objects."""
-        return self.name in NOTES
+        return self.name in NOTES or self.name.startswith(NOTE_PACKAGES)
+
+
+def is_note(item: object) -> bool:
+    """Whether it is a class of notes."""
+    return isinstance(item, Symbol) and item.is_note
 
 
 def name_of(item: object) -> str:
@@ -136,9 +143,7 @@ class PickleProgram:
 
     def _makes_note(self) -> bool:
         """Whether a class of notes is called without arguments."""
-        return (
-            self.stack[-1] == () and isinstance(self.stack[-2], Symbol) and self.stack[-2].is_note
-        )
+        return self.stack[-1] == () and is_note(self.stack[-2])
 
     # --- names and calls --------------------------------------------------------------------------
 
@@ -232,6 +237,7 @@ class PickleProgram:
         if not isinstance(target, Dictionary) or len(items) % 2:
             raise TypeError("keys are set on something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
+            key = key.name if is_note(key) else key
             if not isinstance(key, _SCALARS):
                 raise self._refused(f"a key is a {type(key).__name__}")
             if isinstance(key, str) and len(key) > LONGEST_NAME:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ WELL_KNOWN = frozenset(
     "state_dict model module trainer vae_local var_wo_ddp vae var"
     " ema model_ema ema_state_dict model_state_dict net weights".split()
 )
+_NUMBERS = re.compile(r"-[0-9]{5}-of-[0-9]{5}")  # in the name of a shard
 MAX_NESTING = 3
 # Entries that the search for state dicts looks at. A dictionary may lie in many others.
 MAX_ENTRIES = 2**18
@@ -66,16 +68,19 @@ class Source:
     files: tuple[Path, ...]
     taken: str = ""
 
-    def fingerprints(self) -> list[dict]:
-        """Return file name, size and SHA-256 of every file."""
-        found = []
-        for path in self.files:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            # a name may have any bytes, JSON holds only text
-            name = os.fsencode(path.name).decode(errors="replace")
-            found.append({"file": name, "size": path.stat().st_size, "sha256": digest})
-        return found
+    def below(self, prefix: str) -> "Source":
+        """Return the tensors whose names begin with `prefix`, without it."""
+        found = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+        return dataclasses.replace(self, tensors=found)
+
+
+def fingerprint(path: Path) -> dict:
+    """Return name, size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # a name may have any bytes, JSON holds only text
+    name = os.fsencode(path.name).decode(errors="replace")
+    return {"file": name, "size": path.stat().st_size, "sha256": digest}
 
 
 def joined(first: Source, second: Source) -> Source:
@@ -238,14 +243,25 @@ def _open_folder(path: Path) -> Source:
     names = sorted(set(mapping.values()))
     if missing := [n for n in names if not (path.parent / n).is_file()]:
         raise UserError(f"{path} refers to shards that are not there: {some(missing)}")
+    if unnamed := [f for f in _numbered_like(path.parent, names) if f not in names]:
+        raise UserError(
+            f"{path} names {some(names)}, but {some(unnamed)} lies beside them: the index is not"
+            " that of these shards, download it again"
+        )
     shards = {name: _shard(path.parent / name) for name in names}
     _check_index(path, mapping, shards)
     found = {n: shards[file][n] for n, file in mapping.items()}
     return Source(path.parent, found, (path, *(path.parent / n for n in names)))
 
 
+def _numbered_like(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the files of a folder that are called as one of these shards but for their numbers."""
+    found = {_NUMBERS.sub("*", name) for name in names if _NUMBERS.search(name)}
+    return sorted(f.name for f in folder.iterdir() if _NUMBERS.sub("*", f.name) in found)
+
+
 def _open_single(path: Path, indices: list[Path]) -> Source:
-    endings = (".safetensors", ".pth", ".pt", ".bin")
+    endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
     files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
     if indices or len(files) != 1:
         listed = some(f.name for f in indices or files) or "none"

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, layer
+from ported_weights.rules import Ignore, Refuse, Rule, Section, layer
 from varjax.codecs.vq.config import VQConfig
 from varjax.models.llamagen.config import LlamaGenConfig
 
@@ -23,6 +23,7 @@ _LINEAR = {  # {published name in a layer: ours}
 _GATE_UP = r"feed_forward\.w1", r"feed_forward\.w3"  # side by side in one product here
 _NORMS = {"attention_norm": "attention_norm", "ffn_norm": "feed_forward_norm"}
 _TEXT, _LABELS = r"cls_embedding\.(cap_proj\..*|uncond_embedding)", r"cls_embedding\.embedding_.*"
+_THIRDS = (1, 1, 1)  # queries, keys and values side by side
 _USED = 65536  # length of the tokenizer's record of the codes that it used last
 
 
@@ -46,7 +47,7 @@ def _layers() -> list[Rule]:
     """Return the rules for what every layer has."""
     rules = [_linear(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()]
     for number, name in enumerate(_GATE_UP):
-        rules.append(_linear(_N + name, "blocks/gate_up", 1, section=(number, 2)))
+        rules.append(_linear(_N + name, "blocks/gate_up", 1, section=(number, (1, 1))))
     for name, target in _NORMS.items():
         rules.append(Rule(rf"{_N}{name}\.weight", f"blocks/{target}", stack=1))
     return rules
@@ -71,7 +72,7 @@ def _linear(
     pattern: str,
     target: str,
     stack: int | None = None,
-    section: tuple[int, int] | None = None,
+    section: Section | None = None,
 ) -> Rule:
     """Return the rule for a linear layer without bias."""
     return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
@@ -81,15 +82,21 @@ def _linear(
 
 
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a tokenizer."""
+    """Return the rule table of a tokenizer. Without `has_encoder`, what only the encoder needs is
+    ignored."""
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
-        *_product("quant_conv", "quant_conv"),
         *_product("post_quant_conv", "post_quant_conv"),
         Ignore(r"quantize\.codebook_used", "statistics of the training run", _check_used),
     ]
-    levels = len(config.ch_mult)
-    for net, ours in (("encoder", "down"), ("decoder", "up")):
+    nets, levels = [("decoder", "up")], len(config.ch_mult)
+    if config.has_encoder:
+        rules += _product("quant_conv", "quant_conv")
+        nets.append(("encoder", "down"))
+    else:
+        reason = "the encoder: generation only decodes"
+        rules.append(Ignore(r"encoder\..*|quant_conv\..*", reason))
+    for net, ours in nets:
         rules += _ends(net)
         for i in range(levels):
             level = i if net == "encoder" else levels - 1 - i
@@ -130,15 +137,15 @@ def _residual(source: str, target: str, number: int = 1) -> list[Rule]:
 def _attention(source: str, target: str) -> list[Rule]:
     """Return the rules for attention. Queries, keys and values are sections of one product here."""
     return [
-        *_product(rf"{source}\.q", f"{target}/qkv", (0, 3)),
-        *_product(rf"{source}\.k", f"{target}/qkv", (1, 3)),
-        *_product(rf"{source}\.v", f"{target}/qkv", (2, 3)),
+        *_product(rf"{source}\.q", f"{target}/qkv", (0, _THIRDS)),
+        *_product(rf"{source}\.k", f"{target}/qkv", (1, _THIRDS)),
+        *_product(rf"{source}\.v", f"{target}/qkv", (2, _THIRDS)),
         *_product(rf"{source}\.proj_out", f"{target}/proj_out"),
         *layer(rf"{source}\.norm", f"{target}/norm", "scale", None),
     ]
 
 
-def _product(source: str, target: str, section: tuple[int, int] | None = None) -> list[Rule]:
+def _product(source: str, target: str, section: Section | None = None) -> list[Rule]:
     """Return the rules for a 1x1 convolution, which is a matrix product here."""
     return layer(source, target, "kernel", "conv1x1_to_linear", section=section)
 

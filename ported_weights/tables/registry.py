@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ported_weights.readers.sources import Tensor
 from ported_weights.rules import Entry
-from ported_weights.tables import codecs, evaluation, llamagen, transformers
+from ported_weights.tables import codecs, evaluation, janus, llamagen, lumina, transformers
 from varjax.models import registry
 
 
@@ -21,6 +21,8 @@ class RuleTable:
       storage_dtype: function of the tensors that returns the type to store them as, unless the user
         asks for one; None: types stay.
       ignored: what the ignored tensors are, in words. They are then counted; otherwise listed.
+      needed: (name, what it belongs to) of tensors without which the weights do not draw pictures,
+        but do something else, as those of a model that only reads.
     """
 
     what: str
@@ -29,6 +31,7 @@ class RuleTable:
     rules: Callable[[object, Collection[str]], Sequence[Entry]]
     storage_dtype: Callable[[Mapping[str, Tensor]], str] | None = None
     ignored: str = ""
+    needed: Sequence[tuple[str, str]] = ()
 
 
 # By the name of the `Part`. A file may look like two parts; messages name the first.
@@ -71,6 +74,26 @@ RULE_TABLES = {
         ("tok_embeddings.weight", "cls_embedding.embedding_table.weight"),
         llamagen.transformer_rules,
     ),
+    "Janus": RuleTable(
+        "Janus-Pro transformer",
+        "--source",
+        ("gen_head.vision_head.weight", "gen_embed.weight"),
+        janus.transformer_rules,
+        needed=janus.NEEDED,
+    ),
+    "Lumina": RuleTable(
+        "Lumina-mGPT transformer",
+        "--source",
+        ("model.layers.0.self_attn.q_norm.weight",),
+        lumina.transformer_rules,
+        needed=lumina.NEEDED,
+    ),
+    "ChameleonVQ": RuleTable(
+        "Chameleon tokenizer",
+        "--tokenizer_source",
+        ("decoder.mid.attn_1.q.weight", "encoder.mid.attn_1.q.weight"),
+        lumina.tokenizer_rules,
+    ),
     "T5": RuleTable(
         "text encoder",
         "--text_encoder_source",
@@ -110,6 +133,10 @@ class CustomDefaults:
       sampling: function of the transformer's configuration that returns recommended sampling.
       adapt: function (codec's configuration, transformer's, say) that returns the codec's
         configuration under the transformer's; `UserError` if that is impossible.
+      prepare: function of the transformer's arguments that returns them with what is left out and
+        must not have the released value.
+      is_whole: whether a configuration file describes the whole model, as a published config.json
+        does; otherwise it may hold several configurations, one of which is chosen.
     """
 
     example: str
@@ -117,6 +144,8 @@ class CustomDefaults:
     tokenizer: Callable[[Mapping], tuple[dict, str]]
     sampling: Callable[[object], Mapping]
     adapt: Callable = lambda codec, transformer, say: codec
+    prepare: Callable[[Mapping], Mapping] = lambda given: given
+    is_whole: bool = False
 
 
 # By the name of the `Family`.
@@ -151,5 +180,48 @@ CUSTOM_DEFAULTS = {
         tokenizer_files="vq_ds16_c2i.pt or vq_ds16_t2i.pt",
         tokenizer=lambda given: ({}, "16384 codes of 8 channels, 16 pixels per token"),
         sampling=registry.llamagen_sampling,
+    ),
+    "janus": CustomDefaults(
+        example="the config.json that is published with the weights",
+        tokenizer_files="the files of the transformer hold it",
+        tokenizer=janus.codec_arguments,
+        sampling=lambda config: registry.JANUS_SAMPLING,
+        prepare=janus.with_grid,
+        is_whole=True,
+    ),
+    "lumina": CustomDefaults(
+        example="the config.json that is published with the weights",
+        tokenizer_files="vqgan.ckpt of Meta's Chameleon, in its folder tokenizer",
+        tokenizer=lumina.codec_arguments,
+        sampling=registry.lumina_sampling,
+        prepare=lumina.with_units,
+        is_whole=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a family's published folders hold beside a transformer's weights.
+
+    Attributes:
+      codec_prefix: before the names of the image tokenizer, if the transformer's files hold it.
+      prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
+      complete: function (transformer's configuration, file with the vocabulary or None, folders)
+        that returns the configuration with what only other files say.
+      has_vocabulary: whether `complete` reads a vocabulary.
+    """
+
+    codec_prefix: str = ""
+    prompt_tokenizers: Sequence[str] = ()
+    complete: Callable = lambda config, vocabulary, folders: config
+    has_vocabulary: bool = False
+
+
+# By the name of the `Family`; others have nothing of this kind.
+BESIDE = {
+    "janus": Beside(codec_prefix=janus.CODEC, prompt_tokenizers=("tokenizer.json",)),
+    "lumina": Beside(
+        prompt_tokenizers=lumina.TOKENIZERS, complete=lumina.with_image_ids, has_vocabulary=True
     ),
 }

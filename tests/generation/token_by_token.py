@@ -47,8 +47,11 @@ def draw(
     prefill, step = _programs(graph, sampling, guided, one_slot)
     context, cache, scores, found = prefill(weights, condition, keys)
     tokens, kept = [], []
+    places = transformer.sequence().places
     for index in range(transformer.config.image_tokens):
         tokens.append(np.asarray(found) if given is None else given[:, index : index + 1])
+        if index not in places:  # a new line
+            tokens[-1] = np.full_like(tokens[-1], transformer.config.vocab_size)
         kept.append(jax.device_get(scores))
         if index + 1 < transformer.config.image_tokens:
             cache, scores, found = step(weights, context, cache, tokens[-1], index, keys)
@@ -110,6 +113,8 @@ def _programs(graph, sampling: Sampling, guided: bool, one_slot: bool) -> tuple[
 def attend(q, k, v, bias):
     """Softmax attention [R, T, N, H]; bias [R, 1, T, K] is added to the scores."""
     chex.assert_equal_shape([k, v])
+    groups = q.shape[1] // k.shape[1]  # query heads that share a head of keys
+    k, v = (jnp.repeat(a, groups, axis=1) for a in (k, v))
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32) + bias
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("rntk,rnkh->rnth", weights, v).transpose(0, 2, 1, 3)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import implementations
+from pallas_kernels import estimates, implementations, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import (
     HeadSlots,
@@ -22,6 +22,7 @@ from pallas_kernels.token_attention import (
     tpu,
 )
 from pallas_kernels.token_specs import PROTECTED, awaiting_token, token_arguments
+from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 QUERY_HEADS = 8
 FLOAT = replace(SPECS["llamagen-xl-t1"], rows=2, dtype="float32")
@@ -32,6 +33,7 @@ OPTIONS = {
     "used-shared": {"slots": 150, "used": 140, "sums": False, "shared": True},
 }
 CASES = [(heads, options) for heads in (1, 2) for options in OPTIONS]
+IMPLEMENTATIONS = ("reference", "tpu-interpret")
 
 
 def problem(heads: int, kv_dtype: str | None = None, **options):
@@ -76,25 +78,28 @@ def by_hand(query, slots: HeadSlots):
     return out, mass
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize(("heads", "options"), CASES)
-def test_attention(heads, options, kv_dtype):
+def test_attention(heads, options, kv_dtype, implementation):
     query, slots = problem(heads, kv_dtype, **OPTIONS[options])
     expected, sums = by_hand(query, slots)
-    out, mass = jax.jit(attend)(query, slots)
+    out, mass = jax.jit(partial(attend, implementation=implementation))(query, slots)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     assert (mass is None) == (sums is None)
     if mass is not None:
         np.testing.assert_allclose(mass, sums, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "options"), CASES)
-def test_storing(heads, options):
+def test_storing(heads, options, implementation):
     """One key and one value per head, whatever the number of its queries."""
     query, slots = awaiting_token(*problem(heads, **OPTIONS[options]), 7)
     shape = (len(slots.pool), heads, FLOAT.head_dim)
     k, v = jax.random.normal(jax.random.key(1), (2, *shape))
-    out, found = jax.jit(store_and_attend)(query, slots, NewToken(k, v, jnp.int32(7)))
+    run = jax.jit(partial(store_and_attend, implementation=implementation))
+    out, found = run(query, slots, NewToken(k, v, jnp.int32(7)))
     np.testing.assert_array_equal(found.pool[:, :, 7], jnp.concatenate([k, v], axis=-1))
     expected, sums = by_hand(query, replace(slots, pool=found.pool))
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -150,17 +155,54 @@ def test_query_heads_that_cannot_share():
         scores(q[:, :2, None], slots)
 
 
-@pytest.mark.parametrize("kernel", [tpu.attend, mosaic_gpu.attend])
-def test_kernels_leave_groups_to_the_reference(kernel):
+@pytest.mark.parametrize("used", [None, 200])
+@pytest.mark.parametrize("cores", CORES)
+def test_heads_of_a_row_in_several_steps(used, cores):
+    """Each step fills the lines of its own heads, in the output and in the sums."""
+    query, slots = problem(4, slots=300, used=used, sums=used is None)
+    most = 2 * 304 * 2 * FLOAT.head_dim * 4  # two of the four heads
+    assert tpu_slots.steps(slots.pool, "", most) == (1, 2)
+    run = simulated(tpu.attend, cores, piece=128, most_bytes=most)
+    out, mass = jax.block_until_ready(jax.jit(lambda *given: run(*given))(query, slots))
+    assert not has_races()
+    expected, sums = by_hand(query, slots)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    if sums is not None:
+        np.testing.assert_allclose(mass, sums, atol=1e-5)
+
+
+def test_the_gpu_kernel_leaves_groups_to_the_reference():
     query, slots = problem(2, slots=41)
     with pytest.raises(NotImplementedError, match="not groups of 4: .*--attention=reference"):
-        kernel(query, slots, interpret=False)
+        mosaic_gpu.attend(query, slots, interpret=False)
 
 
-def test_dispatch_falls_back(monkeypatch):
-    """On a TPU nobody has to name the reference, but is told that it runs."""
-    monkeypatch.setattr(implementations.target, "platform", lambda: "tpu")
-    query, slots = problem(2, slots=41)
-    with pytest.warns(UserWarning, match="reference runs instead: TPU token attention serves one"):
-        jaxpr = str(jax.make_jaxpr(lambda *given: attend(*given))(query, slots))  # traced anew
-    assert "pallas_call" not in jaxpr
+def traced(name, platform, monkeypatch) -> bool:
+    """Whether a kernel is in a program for such a chip."""
+    monkeypatch.setattr(implementations.target, "platform", lambda: platform)
+    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
+    given = problem(2, slots=41)
+    jaxpr = jax.make_jaxpr(lambda *given: attend(*given, implementation=name))(*given)
+    return "pallas_call" in str(jaxpr)
+
+
+def test_dispatch(monkeypatch, recwarn):
+    """Nobody has to name the reference where the kernel does not serve groups; one that is named is
+    refused."""
+    assert traced(None, "tpu", monkeypatch)
+    assert not traced(None, "gpu", monkeypatch)
+    assert not traced(None, "cpu", monkeypatch)
+    assert not recwarn.list
+    with pytest.raises(NotImplementedError, match="Mosaic token attention serves one query per"):
+        traced("mosaic", "gpu", monkeypatch)
+
+
+def test_estimate():
+    """Every query head has its products; keys and values are read once."""
+    (one, slots), (groups, _) = (problem(2, slots=40), problem(2, slots=40))
+    one = replace(one, q=one.q[:, :2])
+    given = slots.pool, slots.position, slots.scale, slots.mass
+    ours, theirs = (estimates.attend_token(q, *given, stored=8) for q in (groups.q, one.q))
+    assert (ours.flops, ours.transcendentals) == (4 * theirs.flops, 4 * theirs.transcendentals)
+    # only queries and results are more
+    assert ours.bytes_accessed - theirs.bytes_accessed == 2 * 4 * (groups.q.size - one.q.size)

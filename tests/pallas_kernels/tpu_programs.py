@@ -9,7 +9,8 @@ Runs in a process of its own, because some errors of the compiler end the proces
 
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
 with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used
-behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token.
+behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token;
+-gG: G query heads share each of 8 heads of keys and values.
 stage-POOLTYPE-hHEADDIM-sSLOTS-qQUERIES, with the same results, "temp" without the scores: what
 happens to a cache after stages of 8 tokens; the mean of a window asks (float32), or several queries
 do.
@@ -143,9 +144,11 @@ def scan_arguments(spec: ArgSpec):
 
 def token_arguments(case: str) -> tuple[Query, HeadSlots]:
     _, kv_dtype, head_dim, slots, *options = case.split("-")
-    spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n20")
+    (group,) = [int(o[1:]) for o in options if o[0] == "g"] or [1]
+    spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n{20 if group == 1 else 8}")
     options = {"used": 1, "sums": False, "shared": True} if "used" in options else {}
-    return abstract_token_arguments(replace(spec, rows=64), int(slots[1:]), **options)
+    spec = replace(spec, rows=64)
+    return abstract_token_arguments(spec, int(slots[1:]), group=group, **options)
 
 
 def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, steps):
@@ -154,7 +157,8 @@ def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, s
 
     def token(held, slot):
         slots = replace(shared, pool=held.pool, mass=held.mass, scale=held.scale)
-        new = NewToken(query.q, query.q, slot)
+        one_of_group = query.q[:, : held.pool.shape[1]]
+        new = NewToken(one_of_group, one_of_group, slot)
         out, slots = store_and_attend(query, slots, new, interpret=False)
         return only(slots, *CHANGED), out
 

@@ -5,6 +5,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.shar
 
 import gc
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -21,6 +22,8 @@ BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
+    # contents decided by every head for itself: positions, sums and reaches divided
+    (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
@@ -33,6 +36,13 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (BY_TOKEN, "diagonal", {"budget": 0.5}, "int8", ("data=2,model=4",)),
     (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
     (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
+    (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=2,model=4",)),
+    (BY_TOKEN, "h2o", {"budget": 0.5}, "int8", ("model=4",)),
+    (TOKEN_TEXT, "snapkv", {"budget": 0.5}, None, ("model=2", "data=4,model=2")),
+    (BY_TOKEN, "rkv", {"budget": 0.5}, "int8", ("model=2",)),
+    (TOKEN_TEXT, "linear", {"budget": 0.5}, None, ("model=2",)),
+    (BY_TOKEN, "compose", {"budget": 0.5}, None, ("model=2",)),
+    (BY_TOKEN, "table", {}, None, ("data=2,model=2",)),
 ]
 APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a mesh
 
@@ -42,6 +52,30 @@ def load(name: str):
     if name == DEMO:
         return varjax.load(dtype="float32", on_host=True)
     return models.fixture_model(name)
+
+
+def plan_for(model, policy: str, arguments: dict, folder: str):
+    """The plan of a case; for `table` of what random heads see, each something else."""
+    if policy != "table":
+        return varjax.plan(model, policy, **arguments)
+    geometry, period = model.geometry, 8
+    sequence = geometry.schedule
+    shape = (geometry.num_layers, geometry.num_heads, sequence.image_tokens)
+    drawn = np.arange(sequence.image_tokens)
+    keep, kept = [np.zeros(shape, bool)], np.random.default_rng(0).random(shape)
+    for stage in range(-(-sequence.steps // period)):  # ever fewer of what is there
+        keep.append((drawn < stage * period) & (kept > (stage - drawn // period) / 5))
+    path = f"{folder}/table.npz"
+    np.savez(path, keep_token=np.stack(keep))
+    return varjax.plan(model, varjax.policies.Table(path=path))
+
+
+def check_decisions(found, expected) -> None:
+    """What heads hold at the end is the same, and each device holds that of its heads."""
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours.position, theirs.position)
+        if theirs.reach is not None:
+            np.testing.assert_array_equal(ours.reach, theirs.reach)
 
 
 def check_weights(generator: Generator) -> None:
@@ -69,7 +103,8 @@ def main(cases, images: int) -> None:
     assert len(jax.devices()) == 8
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in cases:
-        plan = varjax.plan(load(name), policy, **arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            plan = plan_for(load(name), policy, arguments, folder)
         by_token = name in (BY_TOKEN, TOKEN_TEXT)
 
         def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):
@@ -85,16 +120,18 @@ def main(cases, images: int) -> None:
                 # separate weights are divided as stacked ones are
                 layers="unroll" if by_token or (name, policy, bool(mesh)) == APART else "scan",
             )
-            return generator, generator.run_batch(models.arrays_of(model, index), index)[0]
+            return generator, generator.run_batch(models.arrays_of(model, index), index)
 
-        _, expected = run("")
+        _, (expected, held) = run("")
         for mesh in meshes:
-            generator, found = run(mesh)
+            generator, (found, state) = run(mesh)
             np.testing.assert_array_equal(found["tokens"], expected["tokens"])
             np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
             if name == DEMO:
                 check_weights(generator)
             spec = generator.mesh
+            if by_token and spec.data == 1:  # else rows are in another order
+                check_decisions(state, held)
             assert len(found["images"].sharding.device_set) == spec.num_devices
             pool, *_ = generator.plan.kv_arrays(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}

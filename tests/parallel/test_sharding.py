@@ -56,6 +56,16 @@ def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
         plans.check_plan(plan, MeshSpec(model=2))
 
 
+def test_heads_that_are_compared_lie_on_one_device():
+    """Token by token every head decides by itself, but for a quota."""
+    model, quota = fixture_model("llamagen_c2i"), policies.HeadKV(budget=0.5, global_heads=2)
+    plans.check_plan(varjax.plan(model, policies.HeadKV(budget=0.5)), MeshSpec(model=2))
+    plans.check_plan(varjax.plan(model, quota), MeshSpec(data=2))
+    message = r"'headkv' compares heads \(global_heads=2\).*use data only"
+    with pytest.raises(UserError, match=message):
+        plans.check_plan(varjax.plan(model, quota), MeshSpec(model=2))
+
+
 @pytest.mark.parametrize("name", ["a_k10", "llamagen_c2i"])
 @pytest.mark.parametrize("images", [1, 2])
 def test_contents_of_single_images_stay_on_one_device(name, images, tmp_path):

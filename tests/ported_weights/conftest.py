@@ -17,7 +17,7 @@ STORAGE_NAMES = {"f4": "Float", "f2": "Half", "f8": "Double", "i8": "Long", "i4"
 STORAGE_NAMES |= {"i2": "Short", "i1": "Char", "u1": "Byte", "b1": "Bool"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Name:
     """A global of the pickle."""
 

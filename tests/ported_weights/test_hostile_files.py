@@ -14,7 +14,7 @@ from ported_weights import rules
 from ported_weights.configurations import PublishedModel
 from ported_weights.readers import files, pickle_program, sources
 from ported_weights.readers.files import TorchFile, tensors
-from ported_weights.readers.sources import open_source
+from ported_weights.readers.sources import fingerprint, open_source
 from varjax.errors import LONGEST_MESSAGE, UserError
 from varjax.storage import manifest
 from varjax.storage.manifest import read_json
@@ -283,7 +283,7 @@ class Classes:
 def test_file_names_of_any_bytes(tmp_path):
     path = tmp_path / "\udcff.safetensors"
     save_file({"a": np.zeros(2, "f4")}, path)
-    (entry,) = open_source(path).fingerprints()
+    entry = fingerprint(path)
     entry["file"].encode("utf-8")
 
 

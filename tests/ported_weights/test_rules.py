@@ -192,8 +192,8 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
 
 
 SECTIONS = [
-    Rule(r"blocks\.(\d+)\.a", "layers/kernel", "linear", stack=1, section=(0, 2)),
-    Rule(r"blocks\.(\d+)\.b", "layers/kernel", "linear", stack=1, section=(1, 2)),
+    Rule(r"blocks\.(\d+)\.a", "layers/kernel", "linear", stack=1, section=(0, (1, 1))),
+    Rule(r"blocks\.(\d+)\.b", "layers/kernel", "linear", stack=1, section=(1, (1, 1))),
     *TABLE[1:],
 ]
 

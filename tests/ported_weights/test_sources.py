@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ported_weights.readers.sources import open_source
+from ported_weights.readers.sources import fingerprint, open_source
 from varjax.errors import UserError
 
 ARRAYS = {
@@ -35,7 +35,7 @@ def test_content_decides_not_the_name(tmp_path, torch_zip, name):
 
 def test_fingerprints(tmp_path):
     save_file(ARRAYS, tmp_path / "w.safetensors")
-    (entry,) = open_source(tmp_path / "w.safetensors").fingerprints()
+    entry = fingerprint(tmp_path / "w.safetensors")
     assert entry["file"] == "w.safetensors" and len(entry["sha256"]) == 64
     assert entry["size"] == (tmp_path / "w.safetensors").stat().st_size
 
@@ -135,7 +135,7 @@ def test_shards_of_both_kinds(tmp_path, torch_zip):
     for path in (tmp_path, index):
         source = open_source(path)
         _same(source, ARRAYS)
-        assert [f["file"] for f in source.fingerprints()] == [index.name, "one", "two"]
+        assert [path.name for path in source.files] == [index.name, "one", "two"]
 
 
 WRONG_MAPS = {
@@ -153,6 +153,33 @@ def test_wrong_indices(tmp_path, torch_zip, case):
     _shards(tmp_path, torch_zip, weight_map)
     with pytest.raises(UserError, match=reason):
         open_source(tmp_path)
+
+
+def test_a_shard_that_the_index_does_not_name(tmp_path):
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in names:
+        save_file({name[:11]: ARRAYS["a.weight"]}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {names[0][:11]: names[0]}}))
+    with pytest.raises(UserError, match="model-00002-of-00002.safetensors lies beside them"):
+        open_source(tmp_path)
+
+
+def test_a_checkpoint_of_lightning(tmp_path, torch_zip):
+    """With the states of its callbacks under their classes, an optimiser, and its arguments."""
+    name = torch_zip.Name("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint")
+    arguments = torch_zip.Name("pytorch_lightning.utilities.parsing", "AttributeDict")
+    content = {
+        "epoch": 3,
+        "callbacks": {name: {"best_model_score": ARRAYS["b"], "dirpath": "/runs"}},
+        "optimizer_states": [{"state": {0: {"step": 5}}}],
+        "hyper_parameters": torch_zip.Instance(arguments, {"lr": 1e-4}),
+        "state_dict": ARRAYS,
+    }
+    source = open_source(torch_zip.save(tmp_path / "vqgan.ckpt", content), ["b"])
+    _same(source, ARRAYS)
+    assert source.taken == "state_dict"
+    _same(open_source(tmp_path, ["a.weight"]), ARRAYS)  # the folder
 
 
 def test_folder_with_one_file_or_several(tmp_path):

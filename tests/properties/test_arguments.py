@@ -30,6 +30,7 @@ from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
 
 SMALL = Geometry(schedule=Schedule.parse("1x1;2x2;3x3;4x5"), num_layers=3, num_heads=2, head_dim=4)
 ODD = [
@@ -193,6 +194,20 @@ def test_text_features(data):
         assert np.isfinite(taken["kv"]).all() and taken["kv"].shape[0] == len(found) > 0
 
 
+@given(st.data())
+def test_prompt_ids(data):
+    arrays = st.lists(st.integers(-2, 5) | st.floats(), max_size=4).map(np.array)
+    given = {"ids": np.arange(3), "lens": np.array([1, 2])}
+    names = ("ids", "lens", "prompts", "numbers", "slots")
+    with contextlib.suppress(UserError):
+        found = PromptIds(**given | data.draw(some_of(names, values | arrays)))
+        taken = found.take(np.arange(len(found)))
+        assert taken["ids"].shape[0] == len(found) > 0 and (taken["length"] > 0).all()
+        assert taken["ids"].shape[1] >= found.longest
+    with contextlib.suppress(UserError):
+        assert PromptIds.of(data.draw(values | st.lists(values | arrays, max_size=3))).longest > 0
+
+
 # --- generating ---
 
 
@@ -209,6 +224,7 @@ def demo():
 
 
 GENERATE = ("model", "labels", "policy", "budget", "prompts", "text_features", "seed")
+GENERATE += ("prompt_ids",)
 GENERATE += ("batch_size", "sampling", "calibration", "kv_dtype")
 GENERATOR = ("sampling", "batch_size", "segments", "attention", "kv_dtype", "calibration", "plan")
 GENERATOR += ("mesh", "matmul_precision", "keep_logits", "unroll", "decode_batch")
@@ -242,6 +258,9 @@ def test_loading(name, aspect, size):
     for model in ("var-d16", "infinity-2b"):
         with contextlib.suppress(UserError):
             assert varjax.describe(model, aspect=aspect, size=size).geometry is not None
+    for shape in ({"grid": aspect}, {"size": size}, {"prompt_tokens": size}):
+        with contextlib.suppress(UserError):
+            assert varjax.describe("lumina-mgpt-7b-512", **shape).geometry is not None
 
 
 # --- the command says the same ---

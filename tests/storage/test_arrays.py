@@ -63,11 +63,11 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
     text = "RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"
     for said, raised in ((text, OSError), ("shapes differ", kind)):
 
-        def fail(self, folder, tree, said=said):
+        def fail(self, folder, tree, save_args, said=said):
             (folder.parent / f"{folder.name}.orbax-checkpoint-tmp-1").mkdir()
             raise kind(said)
 
-        monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "save", fail)
+        monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", fail)
         with pytest.raises(raised) as caught:
             arrays.write(tmp_path / "params", {"a": np.zeros(2)})
         assert raised is kind or caught.value.errno == errno.ENOSPC

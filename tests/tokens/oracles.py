@@ -1,6 +1,6 @@
-"""What every policy does on models that draw token by token, for one head, with lists and loops in
-float64: written from the papers' formulas and our readings of them (the manuals), not from the
-program."""
+"""What every policy does on models that draw token by token, for one head of keys and values and
+the G query heads that share it, with lists and loops in float64: written from the papers' formulas
+and our readings of them (the manuals), not from the program."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass
 class Token:
-    """An image token in the cache. seen: weight and score of every query since it came."""
+    """An image token in the cache. seen: weight of every query since it came, the mean over the
+    group's query heads."""
 
     number: int
     key: np.ndarray
@@ -19,12 +20,12 @@ class Token:
 
     def weights(self, queries: int) -> float:
         """Mean over the newest queries; those before the token existed count 0."""
-        return sum(w for w, _ in self.seen[-queries:]) / queries
+        return sum(self.seen[-queries:]) / queries
 
 
 @dataclass
 class Stage:
-    """What a decision may look at."""
+    """What a decision may look at. queries: [G, H] each."""
 
     tokens: list[Token]
     capacity: int
@@ -41,37 +42,38 @@ class Stage:
 def simulate(
     q, k, v, visible, *, slots, period, decide, window=None, group=None, kept=None, full=True
 ):
-    """Outputs [steps, H] of image tokens and the numbers held at the end.
+    """Outputs [steps, G, H] of image tokens and the numbers held at the end.
 
-    q, k, v: [M + N, H] of one head. group: (stage, function of weights newest first) -> local.
-    kept: capacity from the grouping on. full: heads hold as much as they may.
+    q: [G, M + N, H], of query heads that share keys and values. k, v: [M + N, H]. group: (stage,
+    function of weights newest first -> whether a query head is local). kept: capacity from the
+    grouping on. full: heads hold as much as they may.
     """
     condition = len(visible)
-    steps = len(q) - condition - 1
+    steps = len(k) - condition - 1
     decided = math.ceil(steps / period) - 1
     fixed = [i for i in range(condition) if visible[i]]
     tokens, outputs, queries, local = [], [], [], False
     for t in range(steps):
-        query = q[condition + t].astype(np.float64)
+        query = q[:, condition + t].astype(np.float64)
         queries.append(query)
         tokens.append(Token(t, k[condition + t].astype(np.float64), v[condition + t]))
         seen = [x for x in tokens if not local or x.number > t - window]
         keys = np.array([k[i] for i in fixed] + [x.key for x in seen], np.float64)
         values = np.array([v[i] for i in fixed] + [x.value for x in seen], np.float64)
-        scores = keys @ query
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        outputs.append(weights @ values)
-        ours = dict(zip([x.number for x in seen], weights[len(fixed) :], strict=True))
+        weights = [softmax(keys @ one) for one in query]
+        outputs.append([w @ values for w in weights])
+        mean = sum(weights) / len(weights)
+        ours = dict(zip([x.number for x in seen], mean[len(fixed) :], strict=True))
         for x in tokens:
-            x.seen.append((ours.get(x.number, 0.0), float(x.key @ query)))
+            x.seen.append(ours.get(x.number, 0.0))
         assert len(tokens) <= slots
         stage = t // period
         if (t + 1) % period or stage >= decided:
             continue
         if group is not None and stage == group[0]:
-            newest_first = list(weights[len(fixed) :][::-1]) + list(weights[: len(fixed)][::-1])
-            local = group[1](newest_first)
+            # the condition lies behind all image tokens; one global query head makes all global
+            newest_first = ([*w[len(fixed) :][::-1], *w[: len(fixed)][::-1]] for w in weights)
+            local = all([group[1](w) for w in newest_first])
         capacity = slots - period
         if kept is not None and stage >= group[0]:
             capacity = kept
@@ -80,6 +82,11 @@ def simulate(
             tokens = decide(now)
             assert len(tokens) == capacity or (not full and len(tokens) < capacity)
     return np.array(outputs), [x.number for x in tokens]
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
 
 
 def need(weights_newest_first, threshold):
@@ -99,7 +106,7 @@ def without_lowest(tokens, score, count):
 
 
 def mean_logit(stage):
-    mean = sum(stage.queries) / len(stage.queries)
+    mean = np.mean(stage.queries, axis=(0, 1))  # over queries and their groups
     return lambda x: float(x.key @ mean)
 
 
@@ -147,7 +154,7 @@ def h2o(share=0.5):
         newest = math.floor(share * stage.capacity + 1e-9)
         split = len(stage.tokens) - newest
         heavy, recent = stage.tokens[:split], stage.tokens[split:]
-        return without_lowest(heavy, lambda x: sum(w for w, _ in x.seen), stage.surplus) + recent
+        return without_lowest(heavy, lambda x: sum(x.seen), stage.surplus) + recent
 
     return decide
 
@@ -170,9 +177,8 @@ def rkv(window, mix=0.1, kernel=7):
         old, newest = stage.tokens[:-window], stage.tokens[-window:]
         importance = np.zeros(len(old))
         for query in stage.queries[-window:]:
-            scores = np.array([x.key @ query for x in old])
-            weights = np.exp(scores - scores.max())
-            importance += weights / weights.sum() / window
+            scores = np.array([(query @ x.key).max() for x in old])  # the largest of the group
+            importance += softmax(scores) / window
         side = kernel // 2
         importance = [importance[max(0, i - side) : i + side + 1].max() for i in range(len(old))]
         n = len(stage.tokens)
@@ -185,7 +191,7 @@ def rkv(window, mix=0.1, kernel=7):
             if like:
                 similar[i, like[-1]] = 0
         mean = similar.mean(0)
-        redundancy = np.exp(mean - mean.max()) / np.exp(mean - mean.max()).sum()
+        redundancy = softmax(mean)
         score = {
             x.number: mix * importance[i] - (1 - mix) * redundancy[i] for i, x in enumerate(old)
         }

@@ -4,12 +4,12 @@ found, so that a program's results can be compared with it number by number."""
 
 import dataclasses
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.projection import Projection
 from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
@@ -20,10 +20,28 @@ from varjax.sequence import TokenSequence
 GREEDY = Sampling(cfg=1.0, greedy=True)
 
 
+class Projected(NamedTuple):
+    """Finished queries, keys and values, as a `Projection` gives them, the last two of fewer heads
+    where they are shared."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+    def queries(self):
+        return self.q
+
+    def keys(self):
+        return self.k
+
+    def values(self):
+        return self.v
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StandIn:
-    """Queries, keys and values float32 [L, R, N, M + N_image, H] and which of the condition's
-    tokens count, bool [R, M]."""
+    """Keys and values float32 [L, R, N, M + N_image, H], queries of G times as many heads, and
+    which of the condition's tokens count, bool [R, M]."""
 
     q: np.ndarray
     k: np.ndarray
@@ -37,10 +55,13 @@ class StandIn:
         """Queries resemble the keys of some earlier tokens, so that attention is not even."""
         g, rng = geometry, np.random.default_rng(seed)
         condition, total = g.schedule.condition, g.schedule.total_tokens
-        shape = (g.num_layers, rows, g.num_heads, total, g.head_dim)
-        q, k, v = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
-        back = rng.integers(0, 1 + np.minimum(np.arange(total), 3 + np.arange(total) // 2))
-        q = (q + 1.5 * k[..., np.arange(total) - back, :]) / np.sqrt(g.head_dim)
+        heads = (g.query_heads, g.num_heads, g.num_heads)
+        shapes = [(g.num_layers, rows, n, total, g.head_dim) for n in heads]
+        q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+        for i in range(g.queries_per_head):  # every query head of a group looks elsewhere
+            back = rng.integers(0, 1 + np.minimum(np.arange(total), 3 + np.arange(total) // 2))
+            q[:, :, i :: g.queries_per_head] += 1.5 * k[..., np.arange(total) - back, :]
+        q = q / np.sqrt(g.head_dim)
         padded = rng.integers(0, condition, rows) if padding else np.zeros(rows, int)
         visible = np.arange(condition) >= padded[:, None]
         return cls(q.astype(np.float32), k, v, visible)
@@ -68,7 +89,7 @@ class StandIn:
     def project(self, block, rotation, x):
         (index,) = rotation
         arrays = (jnp.asarray(a)[block["number"]][:, :, index] for a in (self.q, self.k, self.v))
-        return Projection.of(*arrays)
+        return Projected(*arrays)
 
     def post_attention(self, block, x, attended):
         by_layer = x.reshape(*x.shape[:2], len(self.q), *attended.shape[2:])
@@ -90,13 +111,14 @@ class StandIn:
         return jnp.argmax(scores.plain, -1).astype(jnp.int32), None
 
 
-def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8) -> Geometry:
+def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8, group=1) -> Geometry:
     return Geometry(
         schedule=TokenSequence(tokens, condition, line),
         num_layers=layers,
         num_heads=heads,
         head_dim=size,
         rows_per_image=1,
+        queries_per_head=group,
     )
 
 
@@ -122,11 +144,25 @@ def traced(model: StandIn, plan, dtype="float32", decide=None, attention="refere
 
 
 def run(model: StandIn, plan, **options):
-    """float32 [R, N, L, heads, H], what the attention of every step found, and the final caches."""
+    """float32 [R, N, L, query heads, H], what the attention of every step found, and the final
+    caches."""
     program, arguments = traced(model, plan, **options)
     results, state = program(*arguments)
     layers, rows, heads, _, size = model.q.shape
     return np.asarray(results["logits"]).reshape(rows, -1, layers, heads, size), state
+
+
+def of_head(model: StandIn, layer: int, row: int, head: int):
+    """What `oracles.simulate` takes of a head of keys and values: the queries of its group
+    [G, T, H], k and v [T, H]."""
+    k, v = (a[layer, row, head] for a in (model.k, model.v))
+    return model.q[layer, row, of_group(model, head)], k, v
+
+
+def of_group(model: StandIn, head: int) -> slice:
+    """The query heads that share a head of keys and values."""
+    group = model.q.shape[2] // model.k.shape[2]
+    return slice(head * group, (head + 1) * group)
 
 
 def plan_for(policy, **shape):
@@ -138,9 +174,10 @@ class Endless(StandIn):
 
     def __init__(self, geometry: Geometry, rows: int):
         g = geometry
-        shape = (g.num_layers, rows, g.num_heads, 1, g.head_dim)
+        heads = (g.query_heads, g.num_heads, g.num_heads)
+        shapes = [(g.num_layers, rows, n, 1, g.head_dim) for n in heads]
         visible = np.ones((rows, g.schedule.condition), bool)
-        super().__init__(*(np.ones(shape, np.float32) for _ in range(3)), visible)
+        super().__init__(*(np.ones(shape, np.float32) for shape in shapes), visible)
 
     def rotation(self, context, index):
         return (jnp.zeros_like(index),)

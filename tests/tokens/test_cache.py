@@ -18,6 +18,7 @@ from varjax import policies
 from varjax.cache import token_decision, token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.engine import cost
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
 
@@ -235,11 +236,39 @@ def test_arguments_of_tokens_on_scales():
         ("layers=2,heads=2,head_dim=8,tokens=1", "image_tokens=1: choose 2 to"),
         ("layers=2,heads=2,head_dim=8,tokens=16,condition=0", "condition=0: choose 1 to"),
         ("layers=64,heads=64,head_dim=8,tokens=100000", "at most"),
+        (
+            "layers=2,heads=2,head_dim=8,tokens=16,queries_per_head=0",
+            "queries_per_head=0: choose 1",
+        ),
+        ("layers=2,heads=2,head_dim=8,schedule=1x1,queries_per_head=2", "cannot read 'queries_per"),
     ],
 )
 def test_geometries_that_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         Geometry.parse(text)
+
+
+def test_geometry_of_groups():
+    """Memory counts heads of keys and values. Without groups a plan is what it was before."""
+    text = "layers=48,heads=8,head_dim=128,tokens=2352,condition=64,line=49"
+    one, groups = Geometry.parse(text), Geometry.parse(f"{text},queries_per_head=8")
+    assert (groups.num_heads, groups.queries_per_head, groups.query_heads) == (8, 8, 64)
+    assert one.dense_tokens == groups.dense_tokens and one != groups
+    assert "queries_per_head" not in repr(one) and "queries_per_head=8" in repr(groups)
+    plans = [plan_cache(g, policies.LineAR(budget=0.25)) for g in (one, groups)]
+    assert plans[0].num_bytes(1, "bfloat16") == plans[1].num_bytes(1, "bfloat16")
+    assert plans[0] != plans[1]  # another program
+    assert "8 heads of 128, each of 8 query heads" in str(plans[1].facts())
+    (half, other) = plans[1].divide(2)
+    assert half.geometry.query_heads == other.geometry.query_heads == 32
+    flops = [cost.token_attention_flops(plan)["attention"] for plan in plans]
+    assert flops[1] == 8 * flops[0]
+
+
+def test_scales_have_no_groups():
+    scales = Geometry.parse("layers=2,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
+    with pytest.raises(UserError, match="queries_per_head is 2, but models that draw scale by"):
+        dataclasses.replace(scales, queries_per_head=2)
 
 
 @pytest.mark.parametrize("name", ["full", "headkv"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tokens import stand_in
+from tests.tokens import oracles, stand_in
 from varjax import policies
 from varjax.cache import token_decision
 from varjax.cache.allocation import Geometry
@@ -25,23 +25,23 @@ XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=
 
 
 def oracle(q, k, v, visible, *, ring, reads, sinks=0, score="mean"):
-    """Outputs [steps, H] of one head, its skipped offsets, and how many image keys queries read.
+    """Outputs [steps, G, H] of one head of keys, its skipped offsets, and how many image keys
+    queries read.
 
-    q, k, v: [M + N, H]. As the manual says it, with lists.
+    q: [G, M + N, H]. k, v: [M + N, H]. As the manual says it, with lists.
     """
     condition = len(visible)
     skipped, seen_by_offset, outputs, counts = [], {}, [], []
-    for t in range(len(q) - condition - 1):
-        query = q[condition + t].astype(np.float64)
+    for t in range(len(k) - condition - 1):
+        query = q[:, condition + t].astype(np.float64)
         window = [i for i in range(sinks, t + 1) if t - i < ring]
         read = [i for i in window if t - i not in skipped]
         tokens = [i for i in range(condition) if visible[i]]
         tokens += [condition + i for i in range(min(sinks, t + 1))]
         tokens += [condition + i for i in read]
-        scores = k[tokens].astype(np.float64) @ query
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        outputs.append(weights @ v[tokens].astype(np.float64))
+        weights = [oracles.softmax(k[tokens].astype(np.float64) @ one) for one in query]
+        outputs.append([w @ v[tokens].astype(np.float64) for w in weights])
+        weights = sum(weights) / len(weights)
         counts.append(len(read))
         for i, weight in zip(read, weights[len(tokens) - len(read) :], strict=True):
             seen_by_offset.setdefault(t - i, []).append(weight)
@@ -75,18 +75,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_against_the_oracle(case):
-    plan = stand_in.plan_for(policies.Diagonal(**CASES[case]), layers=2)
+@pytest.mark.parametrize(
+    ("case", "shared"), [*((case, 1) for case in CASES), ("sinks", 2), ("query", 2)]
+)
+def test_against_the_oracle(case, shared):
+    plan = stand_in.plan_for(policies.Diagonal(**CASES[case]), layers=2, group=shared)
     model = stand_in.StandIn.random(plan.geometry, ROWS, seed=len(case))
     out, state = stand_in.run(model, plan)
     step, last = token_step(plan, 0, None), plan.sequence.steps - 1
     assert isinstance(step, OffsetStep)
     different = set()
-    for layer, row, head in np.ndindex(*model.q.shape[:3]):
-        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
+    for layer, row, head in np.ndindex(*model.k.shape[:3]):
+        arrays = stand_in.of_head(model, layer, row, head)
         expected, skipped, counts = oracle(*arrays, model.visible[row], **arguments_of(plan))
-        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        attended = out[row, 1:, layer, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(attended, expected, atol=CLOSE)
         found = np.asarray(skipped_offsets(step, state[layer], last))[row, head]
         assert set(np.flatnonzero(found).tolist()) == skipped
         assert len(skipped) == step.slots - step.protected - step.reads

@@ -1,6 +1,8 @@
 """Every policy on models that draw token by token, against its oracle (`oracles.py`) and against
 what all of them have to keep."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,30 +34,31 @@ def held(state, condition: int):
     return found
 
 
-def check(policy, budget=None, group=None, seed=0, **simulated):
-    """The program's attention, and what it holds, against the oracle's, in every head."""
-    plan = stand_in.plan_for(policy)
+def check(policy, shared=1, group=None, seed=0, **simulated):
+    """The program's attention, and what it holds, against the oracle's, in every head. shared: by
+    how many query heads a head of keys and values is."""
+    plan = stand_in.plan_for(policy, group=shared)
     model = stand_in.StandIn.random(plan.geometry, ROWS, seed)
     out, state = stand_in.run(model, plan)
     condition = plan.sequence.condition
     contents = None if plan.static_content else held(state, condition)
-    kinds = set()
-    for layer, row, head in np.ndindex(*model.q.shape[:3]):
-        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
-        options = simulated
+    kinds = {}
+    for layer, row, head in np.ndindex(*model.k.shape[:3]):
+        arrays, options = stand_in.of_head(model, layer, row, head), simulated
         if group is not None:
             stage, threshold, window = group
 
-            def local(weights, threshold=threshold, window=window):
-                kinds.add(oracles.need(weights, threshold) < window)
-                return oracles.need(weights, threshold) < window
+            def local(weights, place=(layer, row, head), threshold=threshold, window=window):
+                kinds.setdefault(place, []).append(oracles.need(weights, threshold) < window)
+                return kinds[place][-1]
 
             options = simulated | {"group": (stage, local), "window": window}
         expected, numbers = oracles.simulate(*arrays, model.visible[row], **options)
-        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        found = out[row, 1:, layer, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
         if contents is not None:
             assert contents[layer, row, head] == set(numbers)
-    return plan, kinds
+    return plan, list(kinds.values())
 
 
 def sizes(policy):
@@ -65,34 +68,40 @@ def sizes(policy):
 
 
 @pytest.mark.parametrize(
-    ("recent_share", "seed"), [(0.5, 0), (0.0, 1), (0.9, 0), *slow((0.5, 1), (0.0, 0), (0.9, 1))]
+    ("recent_share", "seed", "shared"),
+    [(0.5, 0, 1), (0.0, 1, 2), (0.9, 0, 1), *slow((0.5, 1, 2), (0.0, 0, 1), (0.9, 1, 4))],
 )
-def test_h2o(recent_share, seed):
+def test_h2o(recent_share, seed, shared):
     policy = policies.H2O(budget=0.4, recent_share=recent_share, period=4)
-    check(policy, seed=seed, **sizes(policy), decide=oracles.h2o(recent_share))
-
-
-@pytest.mark.parametrize(("period", "window", "kernel"), [(5, 0, None), (4, 2, 3), (6, 6, 1)])
-def test_snapkv(period, window, kernel):
-    policy = policies.SnapKV(budget=0.45, period=period, window=window, kernel=kernel)
-    rule = oracles.snapkv(window or period, kernel or 5)
-    check(policy, **sizes(policy), decide=rule)
+    check(policy, shared, seed=seed, **sizes(policy), decide=oracles.h2o(recent_share))
 
 
 @pytest.mark.parametrize(
-    ("score", "period", "window", "sinks"),
+    ("period", "window", "kernel", "shared"),
+    [(5, 0, None, 1), (4, 2, 3, 2), (6, 6, 1, 1), *slow((5, 0, None, 4))],
+)
+def test_snapkv(period, window, kernel, shared):
+    policy = policies.SnapKV(budget=0.45, period=period, window=window, kernel=kernel)
+    rule = oracles.snapkv(window or period, kernel or 5)
+    check(policy, shared, **sizes(policy), decide=rule)
+
+
+@pytest.mark.parametrize(
+    ("score", "period", "window", "sinks", "shared"),
     [
-        ("attention", None, None, 0),
-        ("logit", 5, 3, 2),
-        *slow(("attention", 5, 3, 2), ("logit", None, None, 0)),
+        ("attention", None, None, 0, 1),
+        ("logit", 5, 3, 2, 1),
+        ("attention", 5, 3, 2, 2),
+        ("logit", None, None, 0, 4),
+        *slow(("attention", None, None, 0, 4), ("logit", 5, 3, 2, 2)),
     ],
 )
-def test_linear(score, period, window, sinks):
+def test_linear(score, period, window, sinks, shared):
     policy = policies.LineAR(budget=0.6, score=score, period=period, window=window, sinks=sinks)
     planned = stand_in.plan_for(policy).policy
     found = {"attention": oracles.mean_attention, "logit": oracles.mean_logit}[score]
     rule = oracles.linear(planned.window, found, sinks)
-    check(policy, **sizes(policy), decide=rule)
+    check(policy, shared, **sizes(policy), decide=rule)
 
 
 def test_lines_are_the_default():
@@ -100,22 +109,24 @@ def test_lines_are_the_default():
     assert (planned.period, planned.window) == (7, 14)
 
 
-@pytest.mark.parametrize(("mix", "kernel"), [(0.1, 7), (0.9, 3)])
-def test_rkv(mix, kernel):
+@pytest.mark.parametrize(("mix", "kernel", "shared"), [(0.1, 7, 1), (0.9, 3, 2)])
+def test_rkv(mix, kernel, shared):
     policy = policies.RKV(budget=0.5, period=5, window=3, mix=mix, kernel=kernel)
-    check(policy, **sizes(policy), decide=oracles.rkv(3, mix, kernel))
+    check(policy, shared, **sizes(policy), decide=oracles.rkv(3, mix, kernel))
 
 
 @pytest.mark.parametrize(
-    ("score", "ratio", "group_after", "budget", "sinks"),
+    ("score", "ratio", "group_after", "budget", "sinks", "shared"),
     [
-        ("logit", 0.5, 12, 0.6, 0),
-        ("attention", 0.5, 100, 0.4, 0),
-        ("attention", 0.3, 10, 0.5, 2),
-        ("logit", 0.75, 15, 0.5, 0),
+        ("logit", 0.5, 12, 0.6, 0, 1),
+        ("attention", 0.5, 100, 0.4, 0, 1),
+        ("attention", 0.3, 10, 0.5, 2, 1),
+        ("logit", 0.75, 15, 0.5, 0, 1),
+        ("logit", 0.5, 12, 0.6, 0, 2),
+        ("attention", 0.3, 10, 0.5, 2, 2),
     ],
 )
-def test_headkv(score, ratio, group_after, budget, sinks):
+def test_headkv(score, ratio, group_after, budget, sinks, shared):
     """Grouping before the budget is full and when it is full; odd numbers of tokens to drop."""
     arguments = dict(budget=budget, ratio=ratio, group_after=group_after, sinks=sinks)
     policy = policies.HeadKV(score=score, period=3, window=6, threshold=0.6, **arguments)
@@ -125,8 +136,10 @@ def test_headkv(score, ratio, group_after, budget, sinks):
     stages = range(100)
     # the first stage after which more is held than the threshold, or than may stay
     full = (n for n in stages if 3 * (n + 1) + 3 > group_after or 3 * (n + 1) > size["slots"] - 3)
-    _, kinds = check(policy, group=(next(full), 0.6, 6), seed=2, **size, decide=rule)
-    assert kinds == {True, False}, "all heads are alike: the test says little"
+    seed = 2 if shared == 1 else 7
+    _, kinds = check(policy, shared, (next(full), 0.6, 6), seed=seed, **size, decide=rule)
+    assert {all(k) for k in kinds} == {True, False}, "all heads are alike: the test says little"
+    assert shared == 1 or {True, False} in map(set, kinds), "groups agree: the test says little"
 
 
 @pytest.mark.parametrize("most", [1024, 4])
@@ -160,17 +173,19 @@ def test_headkv_grouping_as_in_the_paper():
     check(policy, group=(7, 0.6, 6), slots=24, period=3, kept=kept, decide=rule)
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_streaming(sinks):
+@pytest.mark.parametrize(("sinks", "shared"), [(0, 1), (4, 2)])
+def test_streaming(sinks, shared):
     policy = policies.Streaming(budget=0.4, sinks=sinks)
     slots = int(stand_in.plan_for(policy).allocation.slots[0])
-    check(policy, **oracles.ring(slots, sinks))
+    check(policy, shared, **oracles.ring(slots, sinks))
 
 
-@pytest.mark.parametrize("policy", [policies.Full(), policies.SlidingWindow(budget=0.3)])
-def test_known_contents(policy):
+@pytest.mark.parametrize(
+    ("policy", "shared"), [(policies.Full(), 2), (policies.SlidingWindow(budget=0.3), 1)]
+)
+def test_known_contents(policy, shared):
     slots = int(stand_in.plan_for(policy).allocation.slots[0])
-    check(policy, **oracles.ring(slots))
+    check(policy, shared, **oracles.ring(slots))
 
 
 # --- tables and compositions ---
@@ -187,15 +202,15 @@ def random_table(rows: int, period: int, seed: int = 0, tokens: int = 49, heads:
 
 
 @pytest.mark.parametrize(
-    ("per_row", "period", "some"),
+    ("per_row", "period", "some", "shared"),
     [
-        (True, 4, True),
-        (False, 5, True),
-        (False, 4, False),
-        *slow((True, 5, True), (False, 4, True)),
+        (True, 4, True, 1),
+        (False, 5, True, 2),
+        (False, 4, False, 1),
+        *slow((True, 5, True, 2), (False, 4, True, 1)),
     ],
 )
-def test_table(tmp_path, period, per_row, some):
+def test_table(tmp_path, period, per_row, some, shared):
     """A pattern of every row's own, and one for all rows; nothing but the condition and a stage's
     own tokens, so that a head has no other slots."""
     keep = random_table(ROWS, period) & some
@@ -204,18 +219,19 @@ def test_table(tmp_path, period, per_row, some):
     path = tmp_path / "keep.npz"
     np.savez(path, keep_token=keep if per_row else keep[:, :, 0])
     policy = policies.Table(path=str(path))
-    plan = stand_in.plan_for(policy)
+    plan = stand_in.plan_for(policy, group=shared)
     model = stand_in.StandIn.random(plan.geometry, ROWS)
     out, state = stand_in.run(model, plan)
     slots = int(plan.allocation.slots[0])
     assert slots == keep.sum(-1)[:, :, : ROWS if per_row else None].max() + period
     contents = held(state, 3)
     for row, head in np.ndindex(ROWS, 3):
-        arrays = (a[0, row, head] for a in (model.q, model.k, model.v))
+        arrays = stand_in.of_head(model, 0, row, head)
         rule = oracles.table(keep[:, 0, row, head])
         more = dict(slots=slots, period=period, decide=rule, full=False)
         expected, numbers = oracles.simulate(*arrays, model.visible[row], **more)
-        np.testing.assert_allclose(out[row, 1:, 0, head], expected, atol=CLOSE)
+        found = out[row, 1:, 0, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
         assert contents[0, row, head] == set(numbers)
 
 
@@ -290,10 +306,11 @@ def test_a_table_gives_layers_their_room(tmp_path):
     model = stand_in.StandIn.random(plan.geometry, ROWS)
     out, _ = stand_in.run(model, plan)
     for layer, row, head in np.ndindex(2, ROWS, 3):
-        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
+        arrays = stand_in.of_head(model, layer, row, head)
         more = dict(slots=int(slots[layer]), period=4, decide=oracles.snapkv(2))
         expected, _ = oracles.simulate(*arrays, model.visible[row], **more)
-        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+        found = out[row, 1:, layer, stand_in.of_group(model, head)]
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
     with pytest.raises(UserError, match="leaves a layer 6 image tokens .* snapkv needs 8"):
         narrow = dict(parts, allocate_path=str(_narrow(tmp_path)))
         stand_in.plan_for(composed(**narrow))
@@ -341,6 +358,29 @@ def test_a_quota_of_global_heads():
     assert local()[0] == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("most", [1024, 2])
+@pytest.mark.parametrize("shared", [2, 4])
+def test_the_neediest_query_head_counts(shared, most, monkeypatch):
+    """A head whose group has a global query head is what it is with copies of that one."""
+    monkeypatch.setattr(stage_blocks, "MOST_COMPARED", most)
+    rng, shape = np.random.default_rng(0), (3, 5, shared, 6)
+    mass = rng.dirichlet(np.full(6, 0.3), shape[:-1]).astype(np.float32)
+    heads = jnp.zeros(shape[:2], jnp.int32)
+    position = rng.permuted(np.broadcast_to(np.arange(6, dtype=np.int32), (3, 5, 6)), axis=-1)
+    obs = Observation(jnp.int32(0), jnp.asarray(position > 0), jnp.asarray(position), heads, heads)
+
+    def local(mass, **arguments):
+        policy = policies.HeadKV(window=3, threshold=0.8, **arguments)
+        name = "group_mass" if mass.ndim == 4 else "newest_mass"
+        seen = replace(obs, **{name: jnp.asarray(mass)})
+        return np.asarray(policy.rule("tokens").regroup(seen))
+
+    each = np.stack([local(mass[:, :, i]) for i in range(shared)])
+    assert (each.min(0) != each.max(0)).any()
+    np.testing.assert_array_equal(local(mass), each.min(0))  # 0: global
+    assert (local(mass, global_heads=2).sum(-1) == 3).all()
+
+
 # --- invariants ---
 
 SPECIAL = (
@@ -373,3 +413,19 @@ def test_local_heads_are_streaming(period):
     first = (plan.allocation.group_stage + 1) * period  # before it heads have no type
     np.testing.assert_allclose(found[:, first + 1 :], expected[:, first + 1 :], atol=CLOSE)
     assert first < 20
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_copies_of_a_query_head_change_nothing(name):
+    """A group whose query heads are alike attends and decides as one of them alone, whatever the
+    policy does with groups."""
+    policy = get_policy(name, 0.4)
+    one, four = (stand_in.plan_for(policy, group=group) for group in (1, 4))
+    model = stand_in.StandIn.random(one.geometry, ROWS)
+    copies = replace(model, q=np.repeat(model.q, 4, axis=2))
+    (expected, before), (found, state) = stand_in.run(model, one), stand_in.run(copies, four)
+    np.testing.assert_allclose(found, np.repeat(expected, 4, axis=3), atol=CLOSE)
+    for ours, theirs in zip(state, before, strict=True):
+        np.testing.assert_array_equal(ours.position, theirs.position)
+        assert ours.pool.shape == theirs.pool.shape, "memory counts heads of keys"
+    assert four.num_bytes(1, "float32") == one.num_bytes(1, "float32")

@@ -7,7 +7,7 @@ returns, so one number per token, its last use, says everything.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
 LARGEST = 10**6  # size of a head
+NUMBERS = ("num_layers", "num_heads", "head_dim", "rows_per_image", "queries_per_head")
 LARGEST_HEADS = 2**12  # layers times heads; the largest published model has a third of them
 
 
@@ -27,6 +28,7 @@ class Geometry:
     schedule: what is drawn in which order: scales, or single tokens.
     num_layers, num_heads, head_dim: L layers with N key/value heads of size H.
     rows_per_image: cache rows that an image needs: two with guidance.
+    queries_per_head: G query heads share each head of keys and values (token by token only).
     """
 
     schedule: Schedule | TokenSequence
@@ -34,16 +36,30 @@ class Geometry:
     num_heads: int
     head_dim: int
     rows_per_image: int = 2
+    queries_per_head: int = 1
 
     def __post_init__(self):
         kinds = (Schedule, TokenSequence)
         arguments.instance("schedule", self.schedule, kinds, "a Schedule or a TokenSequence")
-        for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
+        for name in NUMBERS:
             value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
             # As Python numbers, whatever was given: the text of a geometry is part of the digest
             # that identifies plans.
             object.__setattr__(self, name, value)
+        if self.queries_per_head > 1 and isinstance(self.schedule, Schedule):
+            raise UserError(
+                f"geometry: queries_per_head is {self.queries_per_head}, but models that draw "
+                f"scale by scale have a head of keys and values for every query head: it must be 1"
+            )
         self._check_size()
+
+    def __repr__(self) -> str:
+        # It is part of the digest that identifies plans. Without groups it is what it was before
+        # there were any, so that interrupted runs can go on.
+        names = [f.name for f in fields(self)]
+        if self.queries_per_head == 1:
+            names.remove("queries_per_head")
+        return f"Geometry({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def _check_size(self) -> None:
         heads = self.num_layers * self.num_heads
@@ -58,20 +74,18 @@ class Geometry:
     @classmethod
     def parse(cls, text: str) -> "Geometry":
         """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`, or for a model that draws
-        token by token `"layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24"`."""
+        token by token `"layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24"`. Such a
+        model may have `queries_per_head=8`; `heads` are those of keys and values."""
         arguments.text("geometry", text)
         names = [name for name, _, _ in (part.partition("=") for part in text.split(","))]
         by_token = "tokens" in map(str.strip, names)
-        order = ("tokens", "condition", "line") if by_token else ("schedule",)
-        given = _parse_parts(text, ("layers", "heads", "head_dim", *order))
-        optional = ("condition", "line")
-        missing = [
-            k for k in ("layers", "heads", "head_dim", *order) if k not in (*given, *optional)
-        ]
-        if missing:
+        needed = ("layers", "heads", "head_dim", "tokens" if by_token else "schedule")
+        optional = ("condition", "line", "queries_per_head") if by_token else ()
+        given = _parse_parts(text, (*needed, *optional))
+        if missing := [name for name in needed if name not in given]:
             raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
         if by_token:
-            more = {name: given[name] for name in optional if name in given}
+            more = {name: given[name] for name in ("condition", "line") if name in given}
             schedule = TokenSequence(given["tokens"], **more)
         else:
             schedule = given["schedule"]
@@ -80,12 +94,24 @@ class Geometry:
             num_layers=given["layers"],
             num_heads=given["heads"],
             head_dim=given["head_dim"],
+            queries_per_head=given.get("queries_per_head", 1),
         )
 
     @property
     def kind(self) -> str:
         """What the model draws at a time: "scales" or "tokens"."""
         return self.schedule.kind
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of a layer: G * N."""
+        return self.num_heads * self.queries_per_head
+
+    @property
+    def heads(self) -> str:
+        """The heads of a layer in words."""
+        shared = f", each of {self.queries_per_head} query heads" * (self.queries_per_head > 1)
+        return f"{self.num_heads} heads of {self.head_dim}{shared}"
 
     @property
     def dense_tokens(self) -> int:

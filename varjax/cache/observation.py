@@ -25,7 +25,8 @@ class Needs:
     key_similarity: costs a copy of one scale's keys of all layers.
     newest_mass: attention of the newest query, for `regroup` of models that draw token by token.
     window_scores, keys: for models that draw token by token only.
-    Every other field asks for the field of `Observation` with its name.
+    Every other field asks for the field of `Observation` with its name; `newest_mass` brings
+      `group_mass`.
     """
 
     # `engine.memory` and `engine.cost` read these, too: what is asked for is predicted.
@@ -78,10 +79,15 @@ class Observation:
     always stays and is no candidate. `position` counts image tokens. Queries are the stage's: the
     window is its newest W, `scale_mass` the mean over all. Sums are taken as the tokens are drawn,
     so weights are normalised over what each query saw, the condition included.
+    Where query heads share keys and values, N counts heads of keys and values, which are what stays
+    or goes. Their G query heads have been joined: masses and `window_logits` are means over the
+    group, `window_scores` the largest of the group's scores. So a `select` need not know of groups.
     local: heads that `Rule.regroup` found to be local; none before it has been asked, None where
       heads are not grouped.
     newest_mass: attention of the newest query, in `regroup` only, where K lists the slots of the
       condition too and `position` counts from its first token.
+    group_mass: with `newest_mass`, the same for every query head of a group; None where heads have
+      one query head.
     window_scores: attention scores of each window query before the softmax, in no order of queries.
     keys: as they are stored, rotated.
     implementation: static, the kernel that the user chose for operations of policies
@@ -112,6 +118,7 @@ class Observation:
     window_scores: Float[Array, "R N W K"] | None = None
     keys: Float[Array, "R N K H"] | None = None
     newest_mass: Float[Array, "R N K"] | None = None
+    group_mass: Float[Array, "R N G K"] | None = None
     implementation: str | None = field(default=None, metadata=dict(static=True))
 
 
@@ -119,10 +126,13 @@ class Rule(Protocol):
     """What a policy does on one kind of model, as planner, cache and engine see it;
     `varjax.policies.rule` says what each member means. Models that draw token by token are never
     asked for `window_tokens`, `init_state` and `update_state`, the others never for `local_window`,
-    `slots` and `minimum_slots`."""
+    `slots`, `minimum_slots`,
+    `compares_heads` and `inputs_heads`."""
 
     policy: "Policy"
     needs: Needs
+    compares_heads: str | None
+    inputs_heads: int | None
     selects: bool
     local_window: int | None
 

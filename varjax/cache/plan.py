@@ -54,6 +54,17 @@ class CachePlan(PlanView):
 
     with_known_contents: ClassVar[str]  # names of policies, for messages
 
+    @property
+    def whole_because(self) -> str | None:
+        """Why heads cannot lie on several devices, as the end of a sentence about the policy, with
+        what to do instead; None if they can."""
+        if self.static_content:
+            return None
+        return (
+            f"{NOT_DIVIDED}: use data only, or a policy whose contents are known beforehand "
+            f"({self.with_known_contents})"
+        )
+
     @cached_property
     def rule(self) -> Rule | None:
         """What the policy does on this kind of model; None where the plan knows no policy."""

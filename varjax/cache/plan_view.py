@@ -75,8 +75,7 @@ class PlanView:
         contents = f"contents {'known beforehand' if self.static_content else 'decided per image'}"
         return {
             "plan": f"{name}, budget {self.budget:g}, accounting {self.accounting}, {contents}",
-            "model": f"{g.num_layers} layers, {g.num_heads} heads of {g.head_dim}; "
-            f"{g.schedule.outline()}",
+            "model": f"{g.num_layers} layers, {g.heads}; {g.schedule.outline()}",
             "pool": f"{self.pool_blocks} blocks of {self.block_size} slots = {self.pool_tokens} "
             f"tokens, {self.fraction:.2%} of a full cache ({g.dense_tokens} tokens)",
             "peak": f"{self.peak_live_fraction:.2%} of a full cache is live at most",

@@ -130,7 +130,6 @@ class TokenPlan(CachePlan):
     allocation: StageAllocation
 
     decided_after = "stage"
-    with_known_contents = "full, swa, streaming"
 
     @property
     def sequence(self) -> TokenSequence:
@@ -165,6 +164,14 @@ class TokenPlan(CachePlan):
         """All slots at any time: every head has its own from the start."""
         return np.full_like(self.live_tokens, self.pool_tokens)
 
+    @property
+    def whole_because(self) -> str | None:
+        # Every head decides by itself about slots of its own, so it may do so anywhere.
+        compares = None if self.static_content else self.rule.compares_heads
+        if compares is None:
+            return None
+        return f"compares heads ({compares}), so they must lie on one device: use data only"
+
     # --- the cache on the device ------------------------------------------------------------------
 
     def empty_state(
@@ -190,18 +197,19 @@ class TokenPlan(CachePlan):
     def heads_over(
         self, specs: tuple[LayerCache, ...], rows: str, heads: str
     ) -> tuple[LayerCache, ...]:
-        # An int8 pool's scales have an axis for keys and values before that of the heads.
-        pool, scale = PartitionSpec(rows, heads), PartitionSpec(rows, None, heads)
-        return tuple(
-            replace(
-                layer,
-                pool=pool,
-                scale=None if layer.scale is None else scale,
-                mass=None if layer.mass is None else pool,
-                skipped=None if layer.skipped is None else pool,
-            )
-            for layer in specs
-        )
+        by_head = PartitionSpec(rows, heads)
+        divided = {"pool", "mass", "reach", "query_sum", "queries", "skipped"}
+        # Where contents are known all heads have the same positions.
+        if not self.static_content:
+            divided |= {"position"}
+
+        def layer_over(layer: LayerCache) -> LayerCache:
+            held = {name: by_head for name in divided if getattr(layer, name) is not None}
+            if layer.scale is not None:  # with an axis for keys and values before that of the heads
+                held["scale"] = PartitionSpec(rows, None, heads)
+            return replace(layer, **held)
+
+        return tuple(map(layer_over, specs))
 
     # --- for people -------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class StageDecision:
     period: slots of the buffer, the last ones.
     kept: tokens that stay after `group_stage`, or after every stage if heads are not grouped.
     group_stage: the stage after which heads are grouped; None: they are not.
+    queries_per_head: query heads that share a head of keys and values (G). They decide as one.
     attention: implementation of the kernels.
     """
 
@@ -65,6 +66,7 @@ class StageDecision:
     kept: int
     group_stage: int | None
     attention: str | None
+    queries_per_head: int = 1
 
     @property
     def needs(self) -> Needs:
@@ -115,17 +117,9 @@ class StageDecision:
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
         """Return each head's reach, measured by the newest query's attention."""
-        masses = []
-        for cache in caches:
-            # The newest query sees everything that is held, also in heads that were local. Sums
-            # start at 0, so they are this query's weights.
-            sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
-            _, mass = token_attention.attend(
-                Query(cache.queries[:, :, -1], first_bias=bias),
-                replace(cache, mass=sums, reach=None),
-                implementation=self.attention,
-            )
-            masses.append(mass)
+        mass, of_group = _together([self._newest_mass(cache, bias) for cache in caches]), None
+        if self.queries_per_head > 1:
+            mass, of_group = mass.mean(2), mass
         live, heads = position >= 0, position.shape[:2]
         number = jnp.arange(heads[1], dtype=jnp.int32)
         obs = Observation(
@@ -134,11 +128,31 @@ class StageDecision:
             position=jnp.where(live, position, 0),
             capacity=jnp.full(heads, self.kept, jnp.int32),
             regions=jnp.broadcast_to(number, heads),
-            newest_mass=_together(masses),
+            newest_mass=mass,
+            group_mass=of_group,
             implementation=self.attention,
         )
         local = self.rule.regroup(obs) > 0
         return jnp.where(local, jnp.int32(self.rule.local_window), EVERYTHING)
+
+    def _newest_mass(self, cache: LayerCache, bias) -> Float[Array, "R N *G C"]:
+        """Attention weights of the newest query; with groups, of each query head of a group."""
+        # The newest query sees everything that is held, also in heads that were local. Sums start
+        # at 0, so they are this query's weights.
+        sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
+
+        def weights(q: Float[Array, "R N H"]) -> Float[Array, "R N C"]:
+            slots = replace(cache, mass=sums, reach=None)
+            query = Query(q, first_bias=bias)
+            return token_attention.attend(query, slots, implementation=self.attention)[1]
+
+        newest = cache.queries[:, :, -1]
+        if self.queries_per_head == 1:
+            return weights(newest)
+        # Sums would mix the query heads of a group, so one of each group attends at a time: once
+        # per image.
+        in_groups = newest.reshape(len(newest), -1, self.queries_per_head, newest.shape[-1])
+        return jnp.moveaxis(jax.lax.map(weights, jnp.moveaxis(in_groups, 2, 0)), 0, 2)
 
     def _look(self, cache: LayerCache) -> Look:
         needs, window_logits, window_scores, keys = self.needs, None, None, None
@@ -153,7 +167,7 @@ class StageDecision:
             mean = cache.query_sum / needs.window
             window_logits = scores(mean[:, :, None])[:, :, 0]
         if needs.window_scores:
-            window_scores = scores(cache.queries)
+            window_scores = cache.by_head(scores(cache.queries), jnp.max)
         if needs.keys:
             keys = cache.pool[:, :, self.condition :, : cache.pool.shape[-1] // 2]
             if cache.scale is not None:
@@ -198,10 +212,11 @@ class StageDecision:
         )
 
     def _mean_mass(self, mass, live) -> Float[Array, "LR N K"]:
-        """Sums of attention as a mean over the queries that count, `total_mass` apart; 0 outside of
-        `live`."""
+        """Sums of attention as a mean over the query heads of a group, and over the queries that
+        count, `total_mass` apart; 0 outside of `live`."""
         queries = self.needs.window if self.needs.window_mass else self.period
-        mass = mass[:, :, self.condition :] / (1 if self.needs.total_mass else queries)
+        queries = self.queries_per_head * (1 if self.needs.total_mass else queries)
+        mass = mass[:, :, self.condition :] / queries
         return jnp.where(live, mass, 0)
 
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:

@@ -1,5 +1,6 @@
 """The cache of one layer of a model that draws token by token, and what is written into it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,18 +26,30 @@ class LayerCache(HeadSlots):
     position: as in `HeadSlots`; in the buffer, of the tokens that the stage will write there. The
       tokens of the condition count. Where contents are known it is int32 [R, 1, M], of the
       condition's slots only: the rest follows from the number of tokens drawn.
+    mass: with groups, the sum over all G query heads of a group.
     reach: `EVERYTHING` for heads that see all.
     used: None between tokens; a step of known contents says it to the kernel.
-    query_sum: float32, sum of the queries of the window in this stage.
-    queries: the newest W queries.
+    query_sum: float32, sum of the queries of the window in this stage; with groups, of the means
+      over each group.
+    queries: the newest W queries of every query head.
     skipped: slots of the ring that the newest query left out (`token_offsets`). `mass` is then what
       the image tokens' offsets got, as slots lie now.
     """
 
     position: Int[Array, "R _ _"] | None = None
     query_sum: Float[Array, "R N H"] | None = None
-    queries: Float[Array, "R N W H"] | None = None
+    queries: Float[Array, "R GN W H"] | None = None
     skipped: Bool[Array, "R N _"] | None = None
+
+    def by_head(
+        self, numbers: Float[Array, "R GN *rest"], join: Callable[..., Array]
+    ) -> Float[Array, "R N *rest"]:
+        """Numbers of query heads, joined to one for each head of keys and values: `join` (`jnp.max`
+        for example) goes along the axis of a group. As they are where heads have one query head."""
+        group = self.group_size(numbers)
+        if group == 1:
+            return numbers
+        return join(numbers.reshape(len(numbers), -1, group, *numbers.shape[2:]), axis=2)
 
     def with_condition(
         self, k: Float[Array, "R N M H"], v: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
@@ -106,7 +119,8 @@ def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCa
     # heads are grouped by the attention of the newest query
     kept = needs.window if needs.window_scores else int(groups and needs.newest_mass)
     if kept:
-        cache = replace(cache, queries=jnp.zeros((rows, heads, kept, size), compute_dtype))
+        shape = rows, plan.geometry.query_heads, kept, size
+        cache = replace(cache, queries=jnp.zeros(shape, compute_dtype))
     if groups:  # all heads are global until the stage that groups them
         cache = replace(cache, reach=jnp.full((rows, heads), EVERYTHING, jnp.int32))
     return cache

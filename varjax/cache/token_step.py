@@ -28,9 +28,10 @@ from varjax.cache.token_state import LayerCache
 @dataclass(frozen=True)
 class Heads:
     """What a layer projects for one token of every row: finished queries (with the attention scale)
-    and keys, and values. bias: float32, added to the score of the condition's first slot."""
+    and keys, and values. Query head i reads the keys and values of head i // G. bias: float32,
+    added to the score of the condition's first slot."""
 
-    q: Float[Array, "R Q H"]
+    q: Float[Array, "R GN H"]
     k: Float[Array, "R N H"]
     v: Float[Array, "R N H"]
     bias: Float[Array, " R"] | None = None
@@ -69,7 +70,7 @@ class TokenStep(Protocol):
 
     def attend(
         self, cache: LayerCache, heads: Heads, current: CurrentToken
-    ) -> tuple[Float[Array, "R N H"], LayerCache]:
+    ) -> tuple[Float[Array, "R GN H"], LayerCache]:
         """Store a token and attend for it."""
         ...
 
@@ -196,12 +197,14 @@ class StageStep(StageDecision):
         # a weight of 0 in place of a branch: every token runs the same program
         return (place >= self.period - self.needs.window).astype(jnp.float32)
 
-    def _observe_query(self, cache: LayerCache, q: Float[Array, "R N H"], place) -> LayerCache:
+    def _observe_query(self, cache: LayerCache, q: Float[Array, "R GN H"], place) -> LayerCache:
         if cache.query_sum is not None:
             weight = (place >= self.period - self.needs.window).astype(jnp.float32)
             # a stage begins at 0, with the first token of it
             before = jnp.where(place == 0, 0.0, cache.query_sum)
-            cache = replace(cache, query_sum=before + weight * q.astype(jnp.float32))
+            # scores are linear in the query: the mean query has the mean of the group's scores
+            mean = cache.by_head(q.astype(jnp.float32), jnp.mean)
+            cache = replace(cache, query_sum=before + weight * mean)
         if cache.queries is not None:  # a ring, in no order; a ring of one holds the newest query
             start = (0, 0, place % cache.queries.shape[2], 0)
             new = q[:, :, None].astype(cache.queries.dtype)
@@ -222,7 +225,7 @@ class StageStep(StageDecision):
         return replace(cache, position=jnp.where(drawn, cache.position, -1))
 
 
-def _computed_once(q: Float[Array, "R N H"]) -> Float[Array, "R N H"]:
+def _computed_once(q: Float[Array, "R GN H"]) -> Float[Array, "R GN H"]:
     """Queries that a policy observes, too.
 
     XLA's TPU compiler would compute them again for the policy, for all layers at the end of the

@@ -23,5 +23,6 @@ def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
         period=allocation.period,
         kept=main if allocation.kept is None else int(allocation.kept[layer]),
         group_stage=allocation.group_stage,
+        queries_per_head=plan.geometry.queries_per_head,
         attention=attention,
     )

@@ -1,6 +1,6 @@
 """The convolutional encoder and decoder that image codecs share, channels last.
 
-The layout is that of VQGAN's network: levels of residual blocks, attention at the coarsest level
+The layout is that of VQGAN's network: levels of residual blocks, attention at the levels
 where a codec has it, stride-2 convolutions down, nearest-neighbour doubling plus convolution up.
 Everything runs in the type of the input and the weights; normalisation statistics and the
 attention softmax are float32.
@@ -39,7 +39,7 @@ class CoderSizes:
     num_resamplings: int
     group_choices: tuple[int, ...]  # normalisation groups: the first that divides a width
     epsilon: float = 1e-6  # of the normalisation
-    attend_coarsest: bool = False  # attention after every block of the coarsest level
+    attended_levels: tuple[int, ...] = ()  # attention after every block of these, finest is 0
     attend_middle: bool = False  # attention between the two middle blocks
 
     def groups(self, channels: int) -> int:
@@ -133,12 +133,12 @@ class Middle(nnx.Module):
 
 
 class Level(nnx.Module):
-    """Residual blocks of one size. `attn` is empty except at the coarsest level."""
+    """Residual blocks of one size. `attn` is empty where the level has no attention."""
 
-    def __init__(self, c_in, c_out, coarsest: bool, sizes: CoderSizes, *, rngs: nnx.Rngs):
+    def __init__(self, c_in, c_out, number: int, sizes: CoderSizes, *, rngs: nnx.Rngs):
         widths = pairwise([c_in] + [c_out] * sizes.num_blocks)
         self.block = nnx.List([ResidualBlock(a, b, sizes, rngs=rngs) for a, b in widths])
-        attentions = sizes.num_blocks if coarsest and sizes.attend_coarsest else 0
+        attentions = sizes.num_blocks if number in sizes.attended_levels else 0
         self.attn = nnx.List([AttentionBlock(c_out, sizes, rngs=rngs) for _ in range(attentions)])
 
     def __call__(self, x):
@@ -154,11 +154,10 @@ class Encoder(nnx.Module):
 
     def __init__(self, sizes: CoderSizes, *, rngs: nnx.Rngs):
         widths = [sizes.base, *sizes.widths]
-        last = len(sizes.widths) - 1
         self.conv_in = conv(sizes.image_channels, sizes.base, 3, rngs)
         self.down = nnx.List([])
-        for i in range(last + 1):
-            level = Level(widths[i], widths[i + 1], i == last, sizes, rngs=rngs)
+        for i in range(len(sizes.widths)):
+            level = Level(widths[i], widths[i + 1], i, sizes, rngs=rngs)
             halve = i < sizes.num_resamplings
             level.downsample = conv(widths[i + 1], widths[i + 1], 3, rngs, 2) if halve else None
             self.down.append(level)
@@ -183,12 +182,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, sizes: CoderSizes, *, rngs: nnx.Rngs):
         widths = [*sizes.widths, sizes.widths[-1]]  # the coarsest level follows the middle
-        last = len(sizes.widths) - 1
         self.conv_in = conv(sizes.latent_channels, widths[-1], 3, rngs)
         self.mid = Middle(widths[-1], sizes, rngs=rngs)
         self.up = nnx.List([])
-        for i in range(last + 1):
-            level = Level(widths[i + 1], widths[i], i == last, sizes, rngs=rngs)
+        for i in range(len(sizes.widths)):
+            level = Level(widths[i + 1], widths[i], i, sizes, rngs=rngs)
             twice = 1 <= i <= sizes.num_resamplings
             level.upsample = conv(widths[i], widths[i], 3, rngs) if twice else None
             self.up.append(level)

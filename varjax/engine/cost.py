@@ -270,12 +270,13 @@ def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
     whether they are in use or not. Policies look once per stage.
     """
     g, sequence, slots = plan.geometry, plan.sequence, sum(plan.layer_slots)
-    pair = 2.0 * g.rows_per_image * g.num_heads * g.head_dim  # one query with one key, all heads
+    pair = 2.0 * g.rows_per_image * g.query_heads * g.head_dim  # a query of every head with one key
     attention = 2 * pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
     observation = 0.0
     if plan.allocation.decides:
         needs, (stages, _) = plan.rule.needs, sequence.stages(plan.allocation.period)
-        queries = needs.window_logits + needs.window * needs.window_scores
+        # `window_logits` are those of one query for each head of keys
+        queries = needs.window_logits / g.queries_per_head + needs.window * needs.window_scores
         observation = pair * slots * stages * queries
         if needs.newest_mass and plan.allocation.group_stage is not None:
             observation += 2 * pair * slots

@@ -196,8 +196,11 @@ class TokenDrawing:
         return () if found is None else tuple(found)
 
     def input_specs(self, inputs):
-        # whole on every device: `parallel.plans.check_plan` refuses inputs that depend on images
-        return jax.tree.map(lambda _: PartitionSpec(), inputs)
+        # the same for all images: `parallel.plans.check_plan` refuses inputs that depend on them
+        axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
+        # in front of what `select` sees lies an axis of stages
+        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), MODEL)
+        return jax.tree.map(lambda _: spec, inputs)
 
     def attention_flops(self):
         return cost.token_attention_flops(self.plan)

@@ -145,14 +145,14 @@ def _(plan: ScalePlan, step: StepSizes) -> int:
 def _(plan: TokenPlan, step: StepSizes) -> int:
     """Return the bytes of the wider of two steps: the condition, all its tokens at once; or a
     query of every head, and the policy's window, with all slots of a layer."""
-    condition = step.config.condition_tokens
-    heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
+    condition, geometry = step.config.condition_tokens, plan.geometry
+    heads, group, slots = geometry.num_heads, geometry.queries_per_head, max(plan.layer_slots)
     queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
     # the reference converts keys and values to float32
-    whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
+    whole = 4 * 2 * geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
     # one query of the token and the window's queries score all slots of a layer
-    token = slots * (SCORE_ARRAYS * queries * 4 + whole)
-    attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
+    token = slots * (SCORE_ARRAYS * queries * group * 4 + whole)
+    attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * group * 4, token)
     return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
 
 

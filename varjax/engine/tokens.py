@@ -96,9 +96,11 @@ class TokenSpec:
         inputs: tuple,
         given: Given | None,
     ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """Draw a batch of images: `generate_tokens`, and the latent map of the tokens as
-        `code_map` [B, P, Q, C]."""
+        """Draw a batch of images: `generate_tokens` without new lines, and the latent map of the
+        tokens as `code_map` [B, P, Q, C]."""
         results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=self)
+        if self.sequence.new_lines:
+            results = jax.tree.map(lambda a: a[:, self.sequence.places], results)
         with jax.named_scope("codes"):
             grid = networks["transformer"].config.grid
             code_map = networks["codec"].code_map(results["tokens"], grid)
@@ -310,6 +312,29 @@ class _TokenSteps:
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Draw image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
+        sequence = self.spec.sequence
+        if not sequence.new_lines:
+            return self._drawn(x, index, index)
+        lines, place = jnp.divmod(index, sequence.line)
+        # the condition of a `cond` is data: it costs the head only where there is something to draw
+        return jax.lax.cond(
+            place == sequence.line - 1,
+            self._new_line,
+            lambda x: self._drawn(x, index, index - lines),
+            x,
+        )
+
+    def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
+        """What stands at the end of every line, without the head. Its logits are 0."""
+        shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        new_line = self.transformer.config.vocab_size
+        return nothing | {"tokens": jnp.full_like(nothing["tokens"], new_line)}
+
+    def _drawn(
+        self, x: Float[Array, "R 1 D"], index: Int[Array, ""], place: Int[Array, ""]
+    ) -> dict[str, Array]:
+        """Draw image token `index`. place: its number among those that are drawn."""
         transformer, spec = self.transformer, self.spec
         scores = transformer.logits(x, index, spec.sampling)
         # folding in the token's number, not its place in a stage: stages do not change results
@@ -317,6 +342,6 @@ class _TokenSteps:
         with jax.named_scope("sample"):
             tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
         if self.given is not None:
-            tokens = self.given.replace(tokens, index[None])
+            tokens = self.given.replace(tokens, place[None])
         kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
         return {"tokens": tokens} | kept

@@ -64,5 +64,8 @@ class LabelKind:
     def resolve(self, model: TakesCondition, *, labels: Sequence[int]) -> Labels:
         return Labels.of(labels, model.config.num_classes, model.class_names)
 
+    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
+        return model
+
 
 LABELS = LabelKind()

@@ -104,7 +104,7 @@ class NextScaleTransformer(Transformer):
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
         the others are whole on every device."""
         return {
-            "qkv.kernel": Split(2, parts=3),
+            "qkv.kernel": Split(2, parts=(1, 1, 1)),
             "q_bias": Split(1),
             "v_bias": Split(1),
             "log_scale": Split(1),

@@ -20,19 +20,18 @@ Rows: first come the conditional rows of all images. With guidance their uncondi
 (R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
 (`codes`, `code_map`, `decode`). A new family writes one subclass.
 
-Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, N heads, H head
-size, D width, V vocabulary.
+Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, Q query heads, N
+heads of keys and values, H head size, D width, V vocabulary.
 """
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
@@ -46,20 +45,36 @@ def as_it_is(branch: Array, number: int) -> Array:
     return branch
 
 
+class Projected(Protocol):
+    """What a layer projects, finished: queries carry the attention scale, queries and keys are
+    rotated. `pallas_kernels.projection.Projection` is one. Q query heads may share N heads of keys.
+    """
+
+    def queries(self) -> Float[Array, "R Q T H"]: ...
+
+    def keys(self) -> Float[Array, "R N T H"]: ...
+
+    def values(self) -> Float[Array, "R N T H"]: ...
+
+
 class NextTokenTransformer(Transformer):
     """Base of all families that draw tokens. Its `config` has grid (height, width), image_tokens,
     condition_tokens (M), depth, num_heads, head_dim, vocab_size, `check_sampling` and `is_guided`.
 
     condition_is_one_slot: whether every query gives all visible tokens of the condition the same
       score, so that one slot may stand for them (`condition_slot`).
+    new_lines: whether a new line follows every line of image tokens. It is token V, and no part of
+      the picture.
     """
 
     condition_is_one_slot: ClassVar[bool] = False
+    new_lines: ClassVar[bool] = False
 
     def sequence(self, one_slot: bool = True) -> TokenSequence:
         config = self.config
         slots = 1 if one_slot and self.condition_is_one_slot else config.condition_tokens
-        return TokenSequence(config.image_tokens, slots, config.grid[1])
+        line = config.grid[1] + self.new_lines
+        return TokenSequence(config.image_tokens, slots, line, self.new_lines)
 
     def code_map(self, codec: Configuration) -> tuple[int, int, int]:
         return (*self.config.grid, codec.code_channels)
@@ -83,7 +98,7 @@ class NextTokenTransformer(Transformer):
         have a leading axis over rows only where rows differ."""
         raise NotImplementedError
 
-    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
+    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projected:
         """Queries, keys and values of one layer."""
         raise NotImplementedError
 
@@ -91,7 +106,7 @@ class NextTokenTransformer(Transformer):
         self,
         block,
         x: Float[Array, "R T D"],
-        attended: Float[Array, "R T N H"],
+        attended: Float[Array, "R T Q H"],
         drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
         """Output projection, feed-forward and residuals of one layer. drop(branch, number): applied

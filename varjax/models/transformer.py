@@ -51,8 +51,7 @@ class Transformer(nnx.Module):
         decodes."""
         raise NotImplementedError
 
-    @staticmethod
-    def splits() -> dict[str, Split]:
+    def splits(self) -> dict[str, Split]:
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
         the others are whole on every device."""
         raise NotImplementedError

@@ -110,10 +110,12 @@ class TransformerConfig(Configuration):
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.
+    queries_per_head: query heads that share each of the `num_heads` heads of keys and values.
     """
 
     condition: str
     num_classes = 0
+    queries_per_head = 1
 
     @property
     def token_maps(self) -> tuple[tuple[int, int], ...]:
@@ -145,6 +147,19 @@ class TransformerConfig(Configuration):
             f"aspect and size: {self.what} draws pictures of one shape per checkpoint "
             f"({height}x{width} tokens here): leave them out"
         )
+
+    def with_grid(self, grid: tuple[int, int]) -> "TransformerConfig":
+        """The configuration under which the same weights draw pictures of another grid (height,
+        width), in the units that the model counts in. `UserError` if the model has none."""
+        raise UserError(
+            f"grid={'x'.join(map(str, grid))}: the grid of {self.what} is part of its schedule: "
+            f"leave it out"
+        )
+
+    def with_prompt_tokens(self, count: int) -> "TransformerConfig":
+        """The configuration under which the same weights have so many places for the token ids of
+        a prompt. `UserError` if the model takes none."""
+        raise UserError(f"prompt_tokens={count}: {self.what} takes no token ids, leave it out")
 
     @property
     def head_dim(self) -> int:

@@ -18,12 +18,12 @@ class Split:
     """How a parameter is divided.
 
     axis: the axis of the array that is divided.
-    parts: sections that this axis consists of, each divided by itself: 3 for queries, keys and
-      values side by side.
+    parts: relative widths of the sections that this axis consists of, each divided by itself: (2,
+      1, 1) for two queries, a key and a value of every head side by side.
     """
 
     axis: int
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
 
 
 def contract(

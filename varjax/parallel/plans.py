@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from varjax.cache.plan import NOT_DIVIDED, CachePlan
+from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec
 
@@ -15,11 +15,8 @@ DATA, MODEL = AXES
 
 def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
-    if spec.model > 1 and not plan.static_content:
-        raise UserError(
-            f"mesh {spec}: policy {plan.policy.name!r} {NOT_DIVIDED}: use data only, or a policy "
-            f"whose contents are known beforehand ({plan.with_known_contents})"
-        )
+    if spec.model > 1 and (reason := plan.whole_because):
+        raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:
         index = np.zeros(images, np.int64)  # there may be inputs of one image only

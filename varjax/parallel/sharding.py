@@ -162,13 +162,15 @@ def place_weights(
     does that, so that no device ever holds more than its share."""
 
     def arranged(leaf: Leaf, split: Split | None) -> Leaf:
-        if split is None or split.parts == 1 or spec.model == 1:
+        if split is None or len(split.parts) == 1 or spec.model == 1:
             return leaf
         # [q | k | v] divided in two would give one device q and half of k: every section is
         # divided, and the shares of a device are put side by side
-        array, shape, axis = np.asarray(leaf), leaf.shape, split.axis
-        cut = array.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
-        return np.swapaxes(cut, axis, axis + 1).reshape(shape)
+        array, axis = np.asarray(leaf), split.axis
+        unit = array.shape[axis] // sum(split.parts)
+        sections = np.split(array, unit * np.cumsum(split.parts)[:-1], axis)
+        shares = [np.split(section, spec.model, axis) for section in sections]
+        return np.concatenate([part for share in zip(*shares, strict=True) for part in share], axis)
 
     leaves, tree = jax.tree.flatten(networks)
     places = jax.tree.leaves(shardings)

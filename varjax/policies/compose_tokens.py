@@ -39,6 +39,14 @@ class Composed(Rule):
     def needs(self) -> Needs:
         return self.selecting.needs
 
+    @property
+    def compares_heads(self) -> str | None:
+        return self.selecting.compares_heads
+
+    @property
+    def inputs_heads(self) -> int | None:
+        return self.selecting.inputs_heads
+
     def inputs(self, geometry: Geometry, allocation, image_index: np.ndarray):
         return self.selecting.inputs(geometry, allocation, image_index)
 

@@ -72,6 +72,7 @@ class Diagonal(Ring, TokenPolicy):
       - query heads that share keys share a set, by the mean of their weights.
       - sinks are image tokens, beside the N_r and N_att; t counts from the first token behind them.
       - N_att / N_r, and which of the two a stated compression counts.
+      - new lines that a model forces are image tokens like others, so offsets count them.
       - an int8 cache is scored as it is read.
     """
 

@@ -50,7 +50,7 @@ class H2O(StagedPolicy):
     On models that draw token by token this is the paper's rule, decided after every `period` tokens
     and not after each. B - P image tokens stay: floor(recent_share * (B - P)) of them are the
     newest, the others have collected most since they were drawn, their own attention to themselves
-    included. Among equals the newer stays.
+    included. Among equals the newer stays. Of query heads that share keys the mean counts.
 
     On next-scale models it differs from the paper, because scales replace tokens:
       - One decision per scale, about all of its tokens at once, instead of one eviction per token.

@@ -65,7 +65,10 @@ class HeadKV(StagedPolicy, SinkPolicy):
       - If M is odd, the near part gives one token more. What one part cannot give, the other gives.
       - Local heads have as much room as global ones and are masked: exact windows between updates,
         for 3 to 8 % of the memory. A quota (`global_heads`) gives the others no more room either.
-      - Keys keep the rotation of their true place. Heads that share keys are not supported.
+      - Keys keep the rotation of their true place.
+      - Query heads that share keys decide together. Each of them is measured; if one is global, all
+        are, and a quota counts the neediest of them. S is the mean over them (`score=logit`: of
+        their queries; `score=attention`: of their weights).
 
     On next-scale models:
 

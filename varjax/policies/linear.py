@@ -38,7 +38,7 @@ class LineAR(WindowedRule, TokenPolicy):
     code. Not known are the number of recent lines, what the anchors are (we take none beside the
     condition), whether scores are taken after the softmax, and how the running line counts (it is
     part of the budget here). The HeadKV paper describes it as HeadKV with one stratum and without
-    local heads. Heads that share keys are not supported.
+    local heads. Query heads that share keys decide together: S is the mean over them.
     """
 
     budget: float = 0.25

@@ -51,7 +51,9 @@ class RKV(ObservingRule, TokenPolicy):
       - The condition always stays. It neither observes nor counts among the similar tokens. The
         code protects nothing.
       - The period counts every image's own tokens. The code's counter runs on from image to image.
-      - Query heads that share keys are not supported (the code takes the maximum over them).
+
+    As in the code, query heads that share keys decide together: the score of a query and a token is
+    the largest over them, taken before the softmax of step 2.
     """
 
     budget: float = 0.25

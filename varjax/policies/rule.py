@@ -32,11 +32,18 @@ class Rule:
     policy: the policy with its arguments; itself where the policy is its own rule.
     kind: which models it serves, `varjax.sequence.SCALES` or `TOKENS`.
     needs: what `select` wants to see. It may be a property.
+    compares_heads: what makes `select` or `regroup` compare the heads of a layer with each other,
+      for a message: such heads must lie on one device. None: every head is decided by itself. Asked
+      on models that draw token by token only; it may be a property.
+    inputs_heads: the axis of heads in `obs.inputs`, where they differ from head to head. None: all
+      heads share them. Asked as the one before.
     """
 
     policy: "Policy"
     kind: ClassVar[str]
     needs: Needs = Needs()
+    compares_heads: str | None = None
+    inputs_heads: int | None = None
 
     def __init__(self, policy: "Policy"):
         self.policy = policy

@@ -73,7 +73,8 @@ class SnapKV(StagedPolicy):
     On models that draw token by token the window is the newest tokens, and the same is done after
     every `period` tokens of a picture (the paper does it once, after the prompt). A query's votes
     are normalised over everything that it saw, the window and the condition included. Votes are
-    pooled in order of position; window tokens do not vote for their neighbours.
+    pooled in order of position; window tokens do not vote for their neighbours. Query heads that
+    share keys vote together, by the mean of their weights (as kvpress does), which is then pooled.
 
     On next-scale models it differs from the paper, because scales replace tokens:
       - All tokens of a scale are equally recent, so the window is spread over it and not the end of

@@ -87,11 +87,11 @@ def stratum_lowest(
 
 
 def tokens_needed(
-    mass: Float[Array, "R N C"],
-    position: Int[Array, "R N C"],
-    live: Bool[Array, "R N C"],
+    mass: Float[Array, "*heads C"],
+    position: Int[Array, "*#heads C"],
+    live: Bool[Array, "*#heads C"],
     threshold: float,
-) -> Int[Array, "R N"]:
+) -> Int[Array, "*heads"]:
     """The smallest m for which the newest m live tokens have at least `threshold` of the mass; more
     than there are if they have less together."""
     mass = jnp.where(live, mass, 0)

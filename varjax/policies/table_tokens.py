@@ -21,6 +21,7 @@ class TableTokens(TokenRule):
     """What the file says about stages, or about image tokens before each stage."""
 
     policy: "Table"
+    inputs_heads = 1  # [R or 1, N, image tokens]
 
     # --- arguments --------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from flax import nnx
 from varjax.errors import UserError, some
 from varjax.nn import parameters
 
+CHUNK_BYTES = 2**26  # of stored arrays
+
 
 def floating_dtype(dtype) -> np.dtype | None:
     """The NumPy type of a name; None for None. `UserError` if it is no floating type."""
@@ -53,8 +55,18 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     if it cannot be written, for example because the disk is full; then nothing is left of it."""
     import orbax.checkpoint as ocp  # here: 0.2 to 0.4 s that commands without weights save
 
-    with failed_writing(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder, parameters.nested(arrays))
+    # Orbax would copy every array first, in case that it changes meanwhile, and compress it whole.
+    # Models fill the memory nearly alone, so there is no copy, and chunks are small.
+    handlers = ocp.type_handlers
+    registry = handlers.create_type_handler_registry(
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, handlers.ArrayHandler()),  # without it Orbax warns
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    tree = parameters.nested(arrays)
+    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+    with failed_writing(folder), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, tree, save_args=chunked)
     note = folder / "commit_success.txt"
     if note.exists():  # Orbax notes the path, which changes when the folder is renamed
         note.write_text("complete\n", encoding="utf-8")

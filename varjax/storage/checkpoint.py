@@ -3,6 +3,7 @@
     DIR/model.json     what the model is: format version, family, configurations, schedule,
                        classes, recommended sampling, where the weights came from
     DIR/params/        Orbax tree {"transformer": {...}, "codec": {...}}
+    DIR/prompt_tokenizer/tokenizer.json    where prompts are token ids: the user's tokenizer
     DIR/text_encoder/  a part with a folder of its own (`Part.own_folder`), which may be absent,
                        and may lie anywhere else alone:
         text_encoder.json   what it is: format version, kind, configuration, sources, files
@@ -30,7 +31,7 @@ from varjax.storage.atomic import new_folder
 
 PARAMS = "params"
 DEMOS = {"demo": "demo", "demo-llamagen": "demo_llamagen"}  # names users give, and folders
-COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies beside it
+COMPUTED = {"files", "own_folders", "beside"}  # entries of `model.json` about what lies beside it
 # Parts that may have a folder of their own, in any catalogue: what may be replaced is decided by
 # these names, whoever reads the folder.
 OWN_FOLDERS = ("text_encoder", "inception", "lpips", "classifier")
@@ -71,6 +72,7 @@ def save(
     metadata: Mapping | None = None,
     dtype=None,
     files: Mapping[str, Mapping[str, str | os.PathLike]] | None = None,
+    beside: Mapping[str, str | os.PathLike] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint, the folder `directory`.
@@ -84,6 +86,7 @@ def save(
         with its `part`, and goes to the description of that part. Computed entries win.
       dtype: storage type of floating parameters; by default they stay as they are.
       files: {part: {name: file}} to copy into the part's own folder, such as a tokenizer.
+      beside: {name, such as "prompt_tokenizer/tokenizer.json": file} to copy into the checkpoint.
       overwrite: replace `directory` if it is empty or a checkpoint, and holds nothing else.
 
     Raises:
@@ -102,6 +105,7 @@ def save(
         if family is not None:
             tree = {name: module for name, module in parts.items() if name not in own}
             content = _write_tree(directory, folder, family, tree, metadata, dtype)
+            content |= _copy_beside(folder, beside or {})
         for name, part in own.items():
             place = folder if family is None else folder / name
             place.mkdir(exist_ok=True)
@@ -111,6 +115,14 @@ def save(
             _write_part(place, name, part, parts[name], described, dtype)
         if family is not None:
             manifest.write(folder, content | _own_parts(folder, own))
+
+
+def _copy_beside(folder: Path, files: Mapping[str, str | os.PathLike]) -> dict:
+    """Copy files into a checkpoint, and return the entry of `model.json` about them."""
+    for name, source in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, folder / name)
+    return {"beside": {name: manifest.record(folder / name) for name in files}} if files else {}
 
 
 def _own_parts(folder: Path, names: Iterable[str]) -> dict:
@@ -124,6 +136,7 @@ def written(folder: Path) -> set[str] | None:
     """What `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
     if content := _said(folder / manifest.NAME, "family"):
         names = {manifest.NAME, *_listed(content, f"{PARAMS}/")}
+        names |= _listed({"files": content.get("beside")})
         records = content.get("own_folders")
         for part, record in records.items() if isinstance(records, dict) else ():
             if part in OWN_FOLDERS:

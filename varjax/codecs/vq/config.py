@@ -1,5 +1,5 @@
-"""Configuration of LlamaGen's image tokenizer, readable and writable in published argument
-names."""
+"""Configuration of LlamaGen's image tokenizer, which Janus-Pro shares, readable and writable in
+published argument names; and what codecs with one codebook have in common."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +20,37 @@ ALIASES = {  # the constructor's name: ours
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class VQConfig(Levels):
-    """Shape of the image codec; `UserError` when a size is impossible. A picture's map may have any
-    height and width, which are given with every call.
+class CodebookConfig(Levels):
+    """Base of the configurations of `varjax.codecs.vq.model.VQ`, with fields or properties of these
+    names.
 
+    codebook_size, codebook_embed_dim: number and width of the codes.
     l2_norm: codes and features have unit length.
+    z_channels: width of the map between the encoder and the codes.
+    has_encoder: whether pictures can be turned into tokens. Generation only decodes.
     """
+
+    codebook_size: int
+    codebook_embed_dim: int
+    l2_norm: bool
+    z_channels: int
+    has_encoder: bool
+
+    @property
+    def code_channels(self) -> int:
+        """Channels of the latent map of codes."""
+        return self.codebook_embed_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of codes, by the name that transformers have for it."""
+        return self.codebook_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQConfig(CodebookConfig):
+    """Shape of the image codec; `UserError` when a size is impossible. A picture's map may have any
+    height and width, which are given with every call. Fields: see `CodebookConfig`."""
 
     what = "VQ"
 
@@ -37,6 +61,7 @@ class VQConfig(Levels):
     ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
     num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
     z_channels: int = 256  # between the encoder and the codes
+    has_encoder: bool = True
 
     def __post_init__(self):
         self.check_sizes("codebook_size", "codebook_embed_dim", "ch", "z_channels")
@@ -60,22 +85,12 @@ class VQConfig(Levels):
                 )
         return cls(**found)
 
-    @property
-    def code_channels(self) -> int:
-        """Channels of the latent map of codes."""
-        return self.codebook_embed_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of codes, by the name that transformers have for it."""
-        return self.codebook_size
-
     def _sizes(self, num_blocks: int) -> CoderSizes:
         return self.sizes_of(
             num_blocks,
             image_channels=3,
             latent_channels=self.z_channels,
             group_choices=(GROUPS,),
-            attend_coarsest=True,
+            attended_levels=(len(self.ch_mult) - 1,),
             attend_middle=True,
         )

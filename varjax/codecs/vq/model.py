@@ -1,5 +1,5 @@
 """LlamaGen's image tokenizer: one map of codes per picture (Sun et al. 2024, arXiv 2406.06525,
-section 2.1; the network is VQGAN's, Esser et al. 2021).
+section 2.1; the network is VQGAN's, Esser et al. 2021). Janus-Pro has the same.
 
     encode      images in [-1, 1] -> latent map, before quantisation
     nearest     latent map -> tokens
@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
 from varjax.codecs.codes import nearest
-from varjax.codecs.vq.config import VQConfig
+from varjax.codecs.vq.config import CodebookConfig, VQConfig
+from varjax.errors import UserError
 
 __all__ = ["VQ", "VQConfig"]
 
@@ -30,18 +31,25 @@ COMMITMENT = 0.25  # weight of this loss in training, as published
 
 
 class VQ(ImageCodec):
-    """Encoder, codes `embedding` [V, C], decoder."""
+    """Encoder, codes `embedding` [V, C], decoder. Without `config.has_encoder` it only decodes, and
+    `encode` raises `UserError`."""
 
-    def __init__(self, config: VQConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: CodebookConfig, *, rngs: nnx.Rngs):
         self.config = config
         shape = config.codebook_size, config.codebook_embed_dim
-        self.encoder = Encoder(config.encoder, rngs=rngs)
-        self.quant_conv = dense(config.z_channels, shape[1], rngs)
+        has = config.has_encoder
+        self.encoder = Encoder(config.encoder, rngs=rngs) if has else None
+        self.quant_conv = dense(config.z_channels, shape[1], rngs) if has else None
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape))
         self.post_quant_conv = dense(shape[1], config.z_channels, rngs)
         self.decoder = Decoder(config.decoder, rngs=rngs)
 
     def encoding(self) -> tuple[nnx.Module, ...]:
+        if self.encoder is None:
+            raise UserError(
+                f"this {self.config.what} tokenizer has no encoder (has_encoder is false): it turns"
+                " tokens into pictures and cannot turn pictures into tokens"
+            )
         return self.encoder, self.quant_conv
 
     def decoding(self) -> tuple[nnx.Module, ...]:

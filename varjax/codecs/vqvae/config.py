@@ -61,7 +61,7 @@ class VQVAEConfig(Levels):
             latent_channels=self.z_channels,
             group_choices=(self.group_norm_groups,),
             epsilon=self.group_norm_eps,
-            attend_coarsest=self.using_sa,
+            attended_levels=(len(self.ch_mult) - 1,) if self.using_sa else (),
             attend_middle=self.using_mid_sa,
         )
 

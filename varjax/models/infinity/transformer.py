@@ -116,7 +116,7 @@ class Infinity(NextScaleTransformer):
         return NextScaleTransformer.splits() | {
             "cross_q.kernel": Split(2),
             "cross_q.bias": Split(1),
-            "cross_kv.kernel": Split(2, parts=2),
+            "cross_kv.kernel": Split(2, parts=(1, 1)),
             "cross_v_bias": Split(1),
             "cross_proj.kernel": Split(1),
         }

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varjax.errors import UserError, show
+from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
 from varjax.nn import published
 from varjax.sampling import Sampling
 
 TEXT_TOKENS = 120  # of the released text-conditional models
-MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of
 # Published arguments and notes that do not change the function computed.
 IGNORED_NAMES = frozenset(
@@ -19,7 +19,7 @@ IGNORED_NAMES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaGenConfig(published.TransformerConfig):
+class LlamaGenConfig(DecoderConfig):
     """Shape of a LlamaGen transformer; field names are the published ones.
 
     model_type: "c2i", images of classes, or "t2i", images of texts.
@@ -123,10 +123,6 @@ class LlamaGenConfig(published.TransformerConfig):
         return -(-width // self.multiple_of) * self.multiple_of
 
     @property
-    def logits_per_token(self) -> int:
-        return self.vocab_size
-
-    @property
     def condition(self) -> str:
         """What images are made of, "labels" or "text"."""
         return CONDITIONS[self.model_type]
@@ -137,18 +133,10 @@ class LlamaGenConfig(published.TransformerConfig):
         return self.cls_token_num
 
     @property
-    def image_tokens(self) -> int:
-        return self.block_size
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Height and width of the map of image tokens."""
         side = math.isqrt(self.block_size)
         return side, side
-
-    @property
-    def token_maps(self) -> tuple[tuple[int, int], ...]:
-        return (self.grid,)
 
     @property
     def text_channels(self) -> int:
@@ -159,10 +147,6 @@ class LlamaGenConfig(published.TransformerConfig):
     def text_maxlen(self) -> int:
         """The most tokens of a text."""
         return self.cls_token_num
-
-    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
-        """0: layers hold nothing of the condition beside the cache, in which it lies."""
-        return 0
 
     @property
     def null_label(self) -> int:
@@ -178,14 +162,7 @@ class LlamaGenConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Return it, or raise `UserError` if this model cannot draw that way."""
-        sampling.check(1, self.vocab_size)
-        if sampling.cfg_insertion_layer != (0,):
-            raise UserError(
-                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: LlamaGen mixes its rows"
-                " on the logits only, which is 0"
-            )
-        if sampling.more_smooth:
-            raise UserError("more_smooth mixes codes of scales; LlamaGen draws tokens: drop it")
+        super().check_sampling(sampling)
         if self.is_guided(sampling) and not self.has_unconditional:
             raise UserError(
                 f"cfg={sampling.cfg}: this model was trained without a class for none"

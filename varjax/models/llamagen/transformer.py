@@ -3,9 +3,6 @@
 Parameters live in Flax NNX modules whose layers are stacked. The steps that generation calls
 (`varjax.models.next_token`) are methods, and teacher forcing runs the same ones.
 
-The residual stream is float32 whatever the type of the weights; the published code rounds it to
-that type after every sum.
-
 Letters: R rows, M tokens of the condition, T tokens, E text channels, N heads, H head size, D
 width, F hidden width, V vocabulary. Names of the original implementation are in
 `ported_weights/tables/llamagen.py`.
@@ -13,7 +10,6 @@ width, F hidden width, V vocabulary. Names of the original implementation are in
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +18,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.projection import Projection
+from varjax.models.llama.decoder import Block, Decoder, linear, ones, table
 from varjax.models.llamagen.config import PRESETS, LlamaGenConfig
-from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, split, stacked
-from varjax.nn.split import Split
-from varjax.sampling import Sampling, Scores
+from varjax.nn import stacked
 
 __all__ = ["PRESETS", "Block", "LlamaGen", "LlamaGenConfig"]
 
-_normal = jax.nn.initializers.normal(0.02)
 
-
-def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=_normal) -> layers.Linear:
-    return layers.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
-
-
-def _ones(width: int) -> nnx.Param:
-    return nnx.Param(jnp.ones((width,)))
-
-
-class Block(nnx.Module):
-    """One transformer layer (parameters only). Stacked over layers by `LlamaGen`."""
-
-    def __init__(self, config: LlamaGenConfig, *, rngs: nnx.Rngs):
-        width, hidden = config.dim, config.hidden_dim
-        self.attention_norm = _ones(width)
-        self.qkv = _linear(width, 3 * width, rngs)
-        self.proj = _linear(width, width, rngs)
-        self.feed_forward_norm = _ones(width)
-        self.gate_up = _linear(width, 2 * hidden, rngs)
-        self.down = _linear(hidden, width, rngs)
-
-
-class LlamaGen(NextTokenTransformer):
+class LlamaGen(Decoder):
     """Parameters of the transformer and the steps of generation.
 
     The condition is int32 labels [B], or what `varjax.text.features.TextFeatures.take` gives.
@@ -67,30 +38,18 @@ class LlamaGen(NextTokenTransformer):
     def __init__(self, config: LlamaGenConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, text = config.dim, config.caption_dim
-
-        def table(rows, columns=width, init=_normal):
-            return nnx.Param(init(rngs.params(), (rows, columns)))
-
         if config.condition == "labels":
-            self.class_embedding = table(config.num_classes + config.has_unconditional)
+            classes = config.num_classes + config.has_unconditional
+            self.class_embedding = table(classes, width, rngs)
         else:
             spread = jax.nn.initializers.normal(text**-0.5)
-            self.unconditional_text = table(config.cls_token_num, text, spread)
-            self.text_proj1 = _linear(text, width, rngs)
-            self.text_proj2 = _linear(width, width, rngs)
-        self.token_embedding = table(config.vocab_size)
+            self.unconditional_text = table(config.cls_token_num, text, rngs, spread)
+            self.text_proj1 = linear(text, width, rngs)
+            self.text_proj2 = linear(width, width, rngs)
+        self.token_embedding = table(config.vocab_size, width, rngs)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.n_layer, rngs)
-        self.norm = _ones(width)
-        self.head = _linear(width, config.vocab_size, rngs, jax.nn.initializers.zeros)
-
-    @staticmethod
-    def splits() -> dict[str, Split]:
-        return {
-            "qkv.kernel": Split(2, parts=3),
-            "proj.kernel": Split(1),
-            "gate_up.kernel": Split(2, parts=2),
-            "down.kernel": Split(1),
-        }
+        self.norm = ones(width)
+        self.head = linear(width, config.vocab_size, rngs, jax.nn.initializers.zeros)
 
     # --- once per image ---------------------------------------------------------------------------
 
@@ -169,54 +128,17 @@ class LlamaGen(NextTokenTransformer):
         self, context: dict, index: Int[Array, " T"]
     ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
         """Entries of the table for these tokens; all rows of the batch share them."""
-        table = rotation_table(self.config)
-        cos, sin = (jnp.asarray(part)[index + self.config.cls_token_num] for part in table)
+        waves = rotation_table(self.config)
+        cos, sin = (jnp.asarray(wave)[index + self.config.cls_token_num] for wave in waves)
         return cos, sin
 
     # --- one layer --------------------------------------------------------------------------------
 
     def project(self, block: Block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
-        h = layers.rms_norm(x, block.attention_norm[...], self.config.norm_eps, self.dtype)
+        h = self.rms_norm(x, block.attention_norm)
         size = self.config.head_dim
         qkv = block.qkv(h).reshape(*h.shape[:2], 3, -1, size)
         return Projection(qkv, rotation=rotation, scale=1 / math.sqrt(size))
-
-    def post_attention(
-        self,
-        block: Block,
-        x: Float[Array, "R T D"],
-        attended: Float[Array, "R T N H"],
-        drop: Callable = as_it_is,
-    ) -> Float[Array, "R T D"]:
-        attended = attended.reshape(*x.shape[:2], -1).astype(self.dtype)
-        branch = split.contract(block.proj, attended, self.model_axis)
-        x = x + drop(branch.astype(jnp.float32), 0)
-        h = layers.rms_norm(x, block.feed_forward_norm[...], self.config.norm_eps, self.dtype)
-        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        return x + drop(
-            split.contract(block.down, jax.nn.silu(gate) * up, self.model_axis).astype(jnp.float32),
-            1,
-        )
-
-    # --- tokens -----------------------------------------------------------------------------------
-
-    def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
-        h = layers.rms_norm(x, self.norm[...], self.config.norm_eps, self.dtype)
-        return jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
-
-    def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
-        """Guidance: uncond + cfg * (cond - uncond). With `cfg_interval` n >= 0 it ends with image
-        token n + 1: the first token, which the condition gives, and n + 1 more are guided."""
-        tau, strength = None, None
-        with jax.named_scope("head"):
-            logits = self.plain_logits(x)
-        if sampling.tau != 1:
-            tau = jnp.float32(sampling.per_scale("tau", 1)[0])
-        if self.config.is_guided(sampling):
-            strength = jnp.float32(sampling.per_scale("cfg", 1)[0] - 1)
-            if sampling.cfg_interval >= 0:
-                strength = jnp.where(index <= sampling.cfg_interval + 1, strength, 0)
-        return Scores(logits, tau, strength)
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,0 +1,134 @@
+"""Configuration of Janus-Pro's picture-drawing part, in the names of its published config.json."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from varjax.errors import UserError, about, show
+from varjax.models.janus import prompts
+from varjax.models.llama.config import LlamaConfig
+from varjax.nn import published
+from varjax.text.prompt_tokenizer import PromptTokenizer
+
+RELEASED_GRID = (24, 24)  # 384 pixels
+PAD = 100002  # id of `<|_pad_|>` in the released tokenizer
+# Sections of config.json, and what this class calls the values that generation needs.
+SECTIONS = {
+    "gen_head_config": {
+        "image_token_embed": "head_hidden",
+        "image_token_size": "vocab_size",
+        "n_embed": "hidden_size",
+    },
+    "gen_aligner_config": {"input_dim": "code_dim", "n_embed": "hidden_size"},
+    "gen_vision_config": {"image_token_size": "vocab_size", "n_embed": "code_dim"},
+}
+KINDS = {"depth": 2, "projector_type": "mlp_gelu"}  # of the aligner; all released models
+IGNORED = frozenset(
+    "aligner_config architectures model_type note torch_dtype transformers_version"
+    " vision_config vq_tiny".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JanusConfig(LlamaConfig):
+    """Shape of a Janus-Pro transformer.
+
+    code_dim: width of the embedding of image tokens, which the aligner widens to `hidden_size`.
+    head_hidden: width inside the head.
+    pad_id: stands for the prompt in unconditional rows.
+    grid: height and width of an image, in tokens.
+    """
+
+    what = "Janus-Pro"
+
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 16384
+    text_vocab_size: int = 102400
+    vocab_size: int = 16384
+    code_dim: int = 8
+    head_hidden: int = 2048
+    pad_id: int = PAD
+    grid: published.INTEGERS = RELEASED_GRID
+    prompt_tokens: int = 32
+
+    def __post_init__(self):
+        self.check_sizes("code_dim", "head_hidden")
+        self.check_sizes("pad_id", least=0, most=self.text_vocab_size - 1)
+        self.check_grid(self.grid)
+        self.check_language_model()
+        if self.num_attention_heads != self.num_key_value_heads:
+            raise self.wrong("num_key_value_heads must be num_attention_heads, as in all releases")
+
+    @classmethod
+    def from_published(cls, given: Mapping) -> "JanusConfig":
+        """Read config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there.
+
+        Raises:
+          UserError: unknown names, values of the wrong type, sections that contradict each other.
+        """
+        own = {n: given[n] for n in ("pad_id", "grid", "prompt_tokens") if n in given}
+        known = {"language_config", *SECTIONS, *own}
+        cls.arguments({n: v for n, v in given.items() if n not in known}, IGNORED)
+        with about("language_config"):
+            found = cls.language_arguments(_section(given, "language_config"))
+        for section, names in SECTIONS.items():
+            params = _section(given, section).get("params", {})
+            for name, ours in names.items():
+                if name not in params:
+                    continue
+                value = cls.arguments({ours: params[name]}, ())[ours]
+                if found.setdefault(ours, value) != value:
+                    raise cls.wrong(f"{section}: {name} is {value}, elsewhere it is {found[ours]}")
+            for name, wanted in KINDS.items():
+                if params.get(name, wanted) != wanted:
+                    raise cls.wrong(f"{section}: {name} is {show(params[name])}, not {wanted!r}")
+        return cls(**found, **cls.arguments(own, ()))
+
+    def to_published(self) -> dict:
+        """The layout of config.json: the inverse of `from_published`."""
+        sections = {
+            section: {"params": {name: getattr(self, ours) for name, ours in names.items()}}
+            for section, names in SECTIONS.items()
+        }
+        own = {"pad_id": self.pad_id, "grid": list(self.grid), "prompt_tokens": self.prompt_tokens}
+        return {"language_config": self.language_model(), **sections, **own}
+
+    def with_grid(self, grid: tuple[int, int]) -> "JanusConfig":
+        """The configuration for images of so many tokens, height x width. Only models of one's own
+        know other sizes than the released 24 x 24."""
+        return replace(self, grid=tuple(grid))
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        return prompts.encode(text, tokenizer)
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        super().check_prompt(ids)
+        if len(ids) < 2:
+            raise UserError(
+                f"a prompt of {len(ids)} ids: Janus-Pro's have at least the first one (begin of "
+                f"sentence) and the last one (begin of image)"
+            )
+
+
+def _section(given: Mapping, name: str) -> Mapping:
+    section = given.get(name, {})
+    if not isinstance(section, Mapping):
+        raise JanusConfig.wrong(f"{name} is {show(section)}, it must hold names and values")
+    return section
+
+
+PRESETS = {
+    "janus-pro-1b": JanusConfig(),
+    "janus-pro-7b": JanusConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=30,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_hidden=4096,
+    ),
+}

@@ -1,0 +1,227 @@
+"""What the configurations of models that draw token by token share, and of those among them that
+are language models of the Llama family."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from varjax.arguments import integer
+from varjax.errors import UserError, show
+from varjax.nn import published
+from varjax.sampling import Sampling
+from varjax.text.prompt_tokenizer import PromptTokenizer
+
+MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
+LONGEST_PROMPT = 2**14
+# Names of published language configurations that do not change the function computed here.
+IGNORED_NAMES = frozenset(
+    "architectures attention_dropout bos_token_id dropout eos_token_id hidden_act"
+    " initializer_range mask_image_logits max_sequence_length model_type pad_token_id"
+    " pretraining_tp tie_word_embeddings torch_dtype transformers_version use_cache vq_config"
+    " z_loss_weight _attn_implementation _attn_implementation_internal _name_or_path dtype"
+    " aligner_config vision_config note".split()
+)
+
+
+class DecoderConfig(published.TransformerConfig):
+    """What models that draw token by token share. Subclasses have `grid`, height and width of the
+    map of image tokens, and `condition_tokens`, the slots of the condition."""
+
+    grid: tuple[int, int]
+
+    @property
+    def image_tokens(self) -> int:
+        """N: tokens of an image in the order in which they are drawn."""
+        return math.prod(self.grid)
+
+    @property
+    def logits_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def token_maps(self) -> tuple[tuple[int, int], ...]:
+        return (self.grid,)
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """0: layers hold nothing of the condition beside the cache, in which it lies."""
+        return 0
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        """Return it, or raise `UserError` if this model cannot draw that way."""
+        sampling.check(1, self.vocab_size)
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: {self.what} mixes its"
+                " rows on the logits only, which is 0"
+            )
+        if sampling.more_smooth:
+            raise UserError(f"more_smooth mixes codes of scales; {self.what} draws tokens: drop it")
+        return sampling
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether there are unconditional rows: with a strength of 1 the conditional row's logits
+        are taken as they are."""
+        return sampling.per_scale("cfg", 1)[0] != 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """Shape of a language model that draws images; field names are those of published files.
+
+    hidden_size: width D. intermediate_size: of the feed-forward, F.
+    num_key_value_heads: N; every one of them serves equally many of the query heads.
+    max_position_embeddings: most tokens of prompt and image together.
+    text_vocab_size: token ids of the language model, published as `vocab_size`.
+    vocab_size: V, codes of image tokens.
+    prompt_tokens: M, slots of the condition; shorter prompts are padded to them.
+    """
+
+    condition = "prompt_ids"
+    norm_after = False  # whether layers normalise what a branch gives, not what it takes
+    norm_shards = 0  # sets of weights of the norm of queries and keys; 0: there is none
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float
+    rope_theta: float = 10000.0
+    max_position_embeddings: int
+    text_vocab_size: int
+    vocab_size: int
+    prompt_tokens: int
+
+    def check_language_model(self) -> None:
+        """Raise `UserError` for impossible sizes."""
+        self.check_sizes("num_hidden_layers", most=published.LARGEST_DEPTH)
+        self.check_sizes("hidden_size", "intermediate_size", "num_attention_heads")
+        self.check_sizes("num_key_value_heads", "max_position_embeddings")
+        self.check_sizes("text_vocab_size", "vocab_size")
+        self.check_sizes("prompt_tokens", most=LONGEST_PROMPT)
+        self.check_real("rms_norm_eps")
+        self.check_real("rope_theta", positive=True)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.hidden_size % heads or self.head_dim % 2:
+            raise self.wrong(
+                f"hidden_size {self.hidden_size} over {heads} heads: heads must have an even size"
+            )
+        if heads % kv_heads:
+            raise self.wrong(f"{heads} query heads are no multiple of {kv_heads} key heads")
+        if self.image_tokens > MOST_TOKENS:
+            raise self.wrong(f"images of {self.image_tokens} tokens: at most {MOST_TOKENS}")
+        self.check_context(self.prompt_tokens)
+
+    def check_grid(self, grid: Sequence[int]) -> None:
+        """Raise `UserError` unless this is a height and a width."""
+        if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
+            raise self.wrong(f"grid {list(grid)} must be a height and a width")
+
+    @classmethod
+    def language_arguments(cls, given: Mapping) -> dict:
+        """Fields from a published language configuration. `UserError` for unknown names, for values
+        of the wrong type, and for what would be another function."""
+        found = cls.arguments(
+            given,
+            IGNORED_NAMES,
+            attention_bias=bool,
+            mlp_bias=bool,
+            rope_scaling=object,
+            head_dim=object,
+        )
+        for name in ("attention_bias", "mlp_bias", "rope_scaling"):
+            if found.pop(name, None):
+                raise cls.wrong(f"{name}={show(given[name])}: no released model has it")
+        if given.get("hidden_act", "silu") != "silu":
+            raise cls.wrong(f"hidden_act={show(given['hidden_act'])}: it must be silu")
+        size = found.pop("head_dim", None)
+        if "vocab_size" in found:
+            found["text_vocab_size"] = found.pop("vocab_size")
+        if found.get("num_key_value_heads") is None and "num_attention_heads" in found:
+            found["num_key_value_heads"] = found["num_attention_heads"]
+        wide = found.get("hidden_size", 0) // max(1, found.get("num_attention_heads", 1))
+        if size not in (None, wide):
+            raise cls.wrong(f"head_dim={show(size)}: it must be hidden_size over the heads, {wide}")
+        return found
+
+    def language_model(self) -> dict:
+        """The inverse of `language_arguments`."""
+        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+        names += " num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
+        found = {name: getattr(self, name) for name in names.split()}
+        return found | {"vocab_size": self.text_vocab_size}
+
+    # --- what follows, by the names that all models have ------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def embed_dim(self) -> int:
+        return self.hidden_size
+
+    @property
+    def hidden_dim(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def norm_eps(self) -> float:
+        return self.rms_norm_eps
+
+    @property
+    def num_heads(self) -> int:
+        """N: heads of keys and values, which the cache has."""
+        return self.num_key_value_heads
+
+    @property
+    def queries_per_head(self) -> int:
+        """G: query heads that share a head of keys and values."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def condition_tokens(self) -> int:
+        """M: slots of the condition, padding included."""
+        return self.prompt_tokens
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and image together."""
+        return self.max_position_embeddings
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    def check_context(self, length: int) -> None:
+        """Raise `UserError` if a prompt of this length and an image are too long together."""
+        total = length + self.image_tokens
+        if total > self.max_context:
+            raise UserError(
+                f"a prompt of {length} tokens and {self.image_tokens} image tokens are {total}, "
+                f"{self.what} takes at most {self.max_context}: choose a shorter prompt or a "
+                f"smaller image"
+            )
+
+    def with_prompt_tokens(self, count: int) -> Self:
+        """The configuration with so many slots for prompts. `UserError` if an image has no room
+        beside them."""
+        return replace(self, prompt_tokens=integer("prompt_tokens", count, 1, LONGEST_PROMPT))
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        """The ids of a text in the format in which the model was trained. `UserError` if the
+        tokenizer is another model's."""
+        raise NotImplementedError
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise `UserError` if these ids are no prompt of this model."""
+        wrong = sorted({int(i) for i in ids if not 0 <= i < self.text_vocab_size})
+        if wrong:
+            raise UserError(
+                f"prompt ids {', '.join(map(str, wrong[:8]))} are outside the vocabulary: "
+                f"{self.what} has 0 to {self.text_vocab_size - 1}"
+            )
+        self.check_context(len(ids))

@@ -1,0 +1,192 @@
+"""Configuration of Lumina-mGPT's transformer (Chameleon's), in the names of its published
+config.json, with the ids of the tokens that an image is written in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from varjax.errors import UserError, about
+from varjax.models.llama.config import LlamaConfig
+from varjax.models.lumina import prompts, sizes, vocabulary
+from varjax.nn import published
+from varjax.text.prompt_tokenizer import PromptTokenizer
+
+PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
+GRAMMAR = {  # names in the file of a custom model: ours
+    "boi": "image_start",
+    "newline": "new_line",
+    "grid0": "size_zero",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LuminaConfig(LlamaConfig):
+    """Shape of a Lumina-mGPT transformer.
+
+    swin_norm: layers normalise what a branch gives, not what it takes (34B).
+    model_parallel_size: sets of weights that the norm of queries and keys has; each serves equally
+      many neighbouring heads.
+    units: height and width of an image as its grammar counts them: 2 x 2 image tokens each.
+    image_start, new_line: ids. size_zero: the id of height or width n is `size_zero` + n.
+    image_ids: for every code of the image tokenizer the id of its token; empty: from `first_image`
+      on in order.
+    """
+
+    what = "Lumina-mGPT"
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 10240
+    text_vocab_size: int = 65536
+    vocab_size: int = 8192
+    swin_norm: bool = False
+    model_parallel_size: int = 1
+    units: published.INTEGERS = (24, 24)
+    prompt_tokens: int = 70
+    image_start: int = 8197
+    new_line: int = 8803
+    size_zero: int = 8804
+    first_image: int = 4
+    image_ids: published.INTEGERS = ()
+
+    def __post_init__(self):
+        self.check_grid(self.units)
+        self.check_language_model()
+        self.check_sizes("model_parallel_size")
+        for heads in (self.num_attention_heads, self.num_key_value_heads):
+            if heads % self.model_parallel_size:
+                raise self.wrong(
+                    f"{heads} heads are no multiple of model_parallel_size "
+                    f"{self.model_parallel_size}"
+                )
+        vocabulary.check_ids(self)
+
+    @classmethod
+    def from_published(cls, given: Mapping) -> "LuminaConfig":
+        """Read a published config.json, or {"model", "grammar", "image_vocab"} of a custom model.
+
+        Our own names may stand in either. A vocabulary (`vocabulary_map` or `image_vocab`, names to
+        ids) gives `image_ids`. `UserError` for unknown names and values of the wrong type.
+        """
+        given = dict(given)
+        model = {**given, **given.pop("model")} if "model" in given else given
+        grammar = model.pop("grammar", {})
+        names = model.pop("image_vocab", None) or model.pop("vocabulary_map", None)
+        for name in ("model", "vqgan", "image_vocab", "vocabulary_map"):
+            model.pop(name, None)
+        # our name: `vocab_size` is the language model's in published files
+        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)}, ())
+        found = cls.language_arguments(model) | codes
+        found |= {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
+        if names is not None:
+            with about("vocabulary"):
+                ids = vocabulary.image_ids(names)
+            found |= {"image_ids": ids, "vocab_size": len(ids), "first_image": min(ids)}
+        return cls(**found)
+
+    def to_published(self) -> dict:
+        own = (
+            "swin_norm model_parallel_size units prompt_tokens image_start new_line size_zero"
+            " first_image image_ids"
+        )
+        found = {name: getattr(self, name) for name in own.split()}
+        found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
+        return self.language_model() | found | {"num_codes": self.vocab_size}
+
+    # --- what follows -----------------------------------------------------------------------------
+
+    @property
+    def norm_after(self) -> bool:
+        return self.swin_norm
+
+    @property
+    def norm_shards(self) -> int:
+        return self.model_parallel_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width of the map of image tokens."""
+        height, width = self.units
+        return PATCH * height, PATCH * width
+
+    @property
+    def image_tokens(self) -> int:
+        """N: image tokens, and a new line behind every line of them."""
+        height, width = self.grid
+        return height * (width + 1)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Published ids of the codes in order, then of the new line."""
+        first = self.first_image
+        ids = self.image_ids or range(first, first + self.vocab_size)
+        return (*ids, self.new_line)
+
+    @cached_property
+    def _not_text(self) -> frozenset[int]:
+        return frozenset(self.token_ids)
+
+    @property
+    def opening(self) -> tuple[int, int, int]:
+        """Ids that every prompt ends with: image start, height, width."""
+        height, width = self.units
+        return self.image_start, self.size_zero + height, self.size_zero + width
+
+    # --- prompts and sizes ------------------------------------------------------------------------
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        return prompts.encode(text, self.units, tokenizer)
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        super().check_prompt(ids)
+        ids = [int(i) for i in ids]
+        if len(ids) <= len(self.opening) or ids[-3] != self.image_start:
+            raise UserError(
+                f"prompt ids end with {ids[-3:]}: a prompt of Lumina-mGPT has text, then image "
+                f"start, height and width, here {list(self.opening)}"
+            )
+        if tuple(ids[-3:]) != self.opening:
+            height, width = (i - self.size_zero for i in ids[-2:])
+            raise UserError(
+                f"prompt ids ask for an image of {height}x{width} units, the model draws "
+                f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
+            )
+        if ids.count(self.image_start) > 1:
+            raise UserError(
+                f"prompt ids have the image start {self.image_start} {ids.count(self.image_start)} "
+                f"times: a prompt asks for one image, at its end"
+            )
+        if found := [i for i in ids if i in self._not_text]:
+            raise UserError(f"prompt ids {found[:8]} are image tokens: prompts hold text only")
+
+    def with_grid(self, grid: tuple[int, int]) -> "LuminaConfig":
+        """The configuration for images of height x width units (32 pixels in released models)."""
+        return replace(self, units=tuple(grid))
+
+    def with_template(self, aspect: float | str | None, size: str | None) -> "LuminaConfig":
+        """The configuration for images of HEIGHTxWIDTH pixels (`size`), as far as the model was
+        trained on that shape; `UserError` that lists the shapes."""
+        if aspect is None and size is None:
+            return self
+        return replace(self, units=sizes.resolve(aspect, size, self.units))
+
+
+def _preset(pixels: int, **sizes) -> LuminaConfig:
+    return LuminaConfig(units=(pixels // 32,) * 2, **sizes)
+
+
+LARGE = {  # the 34B family's shape
+    "hidden_size": 8192,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "swin_norm": True,
+    "model_parallel_size": 4,
+}
+PRESETS = {f"lumina-mgpt-7b-{pixels}": _preset(pixels) for pixels in (512, 768, 1024)}
+PRESETS |= {f"lumina-mgpt-34b-{pixels}": _preset(pixels, **LARGE) for pixels in (512,)}

@@ -1,0 +1,287 @@
+"""Prompts as token ids, one list per image: what models draw from whose transformer reads the text
+itself (Janus-Pro, Lumina-mGPT).
+
+Callers give texts, which the tokenizer of the model's checkpoint turns into ids
+(`varjax.text.prompt_tokenizer`), or the ids that a published processor made. Lists have different
+lengths. A program has M places for them (`config.prompt_tokens`), in which ids stand on the right:
+what is left of them is masked.
+
+Letters: P prompts, N images, B images of a batch, M places for a prompt.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, Self
+
+import numpy as np
+from jaxtyping import Int
+
+from varjax import arguments
+from varjax.conditions import MOST_IMAGES, TakesCondition
+from varjax.errors import UserError, about
+from varjax.storage import npz
+from varjax.storage.atomic import new_file
+from varjax.text.prompt_tokenizer import PromptTokenizer
+
+PROMPTS_WANTED = "give a list of texts, one for each image"
+IDS_WANTED = "give a list of lists of token ids, one for each image, or PromptIds"
+LONGEST = 2**20  # ids of a prompt, before a model says how many it takes
+_ARRAYS = ("ids", "lens", "prompts")
+
+
+class TakesPrompts(Protocol):
+    """What prompts ask of a model's configuration. prompt_tokens: M."""
+
+    prompt_tokens: int
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise `UserError` if these ids are no prompt of the model, or leave no room for the image
+        in its context."""
+
+    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
+        """The ids of a text in the format in which the model was trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptIds:
+    """Token ids of P prompts for N images: a `varjax.conditions.Condition`.
+
+    Attributes:
+      ids: of all prompts, one after the other.
+      lens: how many of them belong to each prompt.
+      prompts: the texts, where known.
+      numbers: the prompt of every image; by default one image per prompt.
+      slots: M, places for the ids of a prompt; None: as many as the longest has.
+
+    Raises:
+      UserError: arrays that do not fit each other.
+    """
+
+    ids: Int[np.ndarray, " total"]
+    lens: Int[np.ndarray, " P"]
+    prompts: tuple[str, ...] | None = None
+    numbers: Int[np.ndarray, " N"] | None = None
+    slots: int | None = None
+
+    def __post_init__(self):
+        ids, lens = (_whole_numbers(name, getattr(self, name)) for name in ("ids", "lens"))
+        if (short := np.flatnonzero(lens < 1)).size:
+            raise UserError(
+                f"lens[{short[0]}] is {lens[short[0]]}: a prompt has at least 1 token id"
+            )
+        if int(lens.sum()) != len(ids):
+            raise UserError(f"lens sums up to {lens.sum()}, ids has {len(ids)} entries")
+        if int(lens.max()) > LONGEST:
+            raise UserError(f"a prompt has {lens.max()} token ids: at most {LONGEST}")
+        object.__setattr__(self, "ids", ids.astype(np.int32))
+        object.__setattr__(self, "lens", lens.astype(np.int32))
+        if self.prompts is not None:
+            texts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
+            object.__setattr__(self, "prompts", texts)
+            if len(texts) != len(lens):
+                raise UserError(f"prompts has {len(texts)} texts for {len(lens)} entries of lens")
+        if self.slots is not None:
+            arguments.integer("slots", self.slots, int(lens.max()), LONGEST)
+        numbers = np.arange(len(lens)) if self.numbers is None else self.numbers
+        object.__setattr__(self, "numbers", _checked_numbers(numbers, len(lens)))
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]], prompts: Sequence[str] | None = None) -> Self:
+        """One prompt per list of ids. `UserError` for anything else. prompts: the texts, where
+        known."""
+        if isinstance(lists, (str, bytes)) or not hasattr(lists, "__len__") or not len(lists):
+            raise arguments.wrong("prompt_ids", lists, IDS_WANTED)
+        if len(lists) > MOST_IMAGES:
+            raise UserError(f"prompt_ids holds {len(lists)} prompts: at most {MOST_IMAGES}")
+        words = "give a list of token ids"
+        found = [
+            arguments.integers(f"prompt_ids[{i}]", one, words, LONGEST)
+            for i, one in enumerate(lists)
+        ]
+        for i, one in enumerate(found):
+            if not one.size:
+                raise UserError(f"prompt_ids[{i}] is empty: a prompt has at least 1 token id")
+        texts = None if prompts is None else tuple(prompts)
+        return cls(np.concatenate(found), np.array([len(one) for one in found]), texts)
+
+    # --- images -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """The number of images."""
+        return len(self.numbers)
+
+    def repeat(self, count: int) -> Self:
+        """`count` images in place of every image, one behind the other."""
+        arguments.integer("images per prompt", count, 1, MOST_IMAGES)
+        return replace(self, numbers=np.repeat(self.numbers, count))
+
+    def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
+        """Arrays of the images `index`: `ids` int32 [B, M], each prompt at the end of its row with
+        zeros before it, and `length` int32 [B]."""
+        chosen = self.numbers[np.asarray(index)]
+        result = np.zeros((len(chosen), self.slots or self.longest), np.int32)
+        for row, number in zip(result, chosen, strict=True):
+            row[len(row) - self.lens[number] :] = self.of_prompt(number)
+        return {"ids": result, "length": self.lens[chosen]}
+
+    def of_prompt(self, number: int) -> Int[np.ndarray, " length"]:
+        """Token ids of one prompt."""
+        end = self._ends[number]
+        return self.ids[end - self.lens[number] : end]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lens, dtype=np.int64)
+
+    @property
+    def captions(self) -> list[str] | None:
+        """The prompt of every image, where known."""
+        return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
+
+    @property
+    def longest(self) -> int:
+        """Token ids of the longest prompt."""
+        return int(self.lens.max())
+
+    def describe(self) -> dict:
+        """What a report says about the prompts; equal for equal ids."""
+        digest = hashlib.sha256()
+        for array in (self.ids, self.lens, self.numbers):
+            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return {
+            "kind": "prompt_ids",
+            "images": len(self),
+            "prompts": len(self.lens),
+            "tokens": int(self.lens.sum()),
+            "longest": self.longest,
+            "sha256": digest.hexdigest(),
+        }
+
+    # --- fitting a model, files -------------------------------------------------------------------
+
+    def checked(self, config: TakesPrompts, names: Sequence[str] | None = None) -> Self:
+        """These prompts. names: how messages call each of them, such as "line 3 of prompts.txt".
+
+        Raises:
+          UserError: ids that a model of this configuration does not know or that are no prompt of
+            it; a prompt that leaves no room for the image in the model's context.
+        """
+        for number, name in enumerate(names or self._names):
+            with about(name):
+                config.check_prompt(self.of_prompt(number))
+        return self
+
+    def fitted(self, config: TakesPrompts, names: Sequence[str] | None = None) -> Self:
+        """These prompts in the places that a model of this configuration has. names: as in
+        `checked`, which raises the same errors; `UserError` also if there are too few places."""
+        self.checked(config, names)
+        if self.longest > config.prompt_tokens:
+            name = (names or self._names)[int(self.lens.argmax())]
+            raise UserError(
+                f"{name} is the longest and has {self.longest} token ids, the model is prepared for"
+                f" {config.prompt_tokens}: take model.with_prompt_tokens({self.longest}), or"
+                f" --prompt_tokens={self.longest}"
+            )
+        return replace(self, slots=config.prompt_tokens)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"prompt {i}" for i in range(len(self.lens))]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the ids of the prompts (not how often each is repeated) as npz, which `load`
+        reads."""
+        texts = {} if self.prompts is None else {"prompts": np.array(self.prompts, dtype=str)}
+        with new_file(path) as file:
+            np.savez(file, ids=self.ids, lens=self.lens, **texts)
+
+
+def load(path: str | os.PathLike) -> PromptIds:
+    """Read the token ids that `save` or another program wrote.
+
+    The file holds `ids` int [sum of lens], the ids of all prompts one after the other, and `lens`
+    int [P]; if need be also `prompts` texts [P]. `UserError` if there is no such file, it is
+    damaged, or its arrays do not fit each other.
+    """
+    if not os.path.exists(arguments.path("prompt ids", path)):
+        raise UserError(f"there is no file {path}")
+    arrays = npz.load(path, _ARRAYS)
+    if missing := [name for name in ("ids", "lens") if name not in arrays]:
+        raise UserError(
+            f"prompt ids {path}: {' and '.join(missing)} missing; needed are ids [sum of lens] and"
+            " lens [prompts]"
+        )
+    if "prompts" in arrays:
+        arrays["prompts"] = tuple(map(str, arrays["prompts"].reshape(-1)))
+    with about(f"prompt ids {path}"):
+        return PromptIds(**arrays)
+
+
+def encode(prompts: Sequence[str], config: TakesPrompts, tokenizer: PromptTokenizer) -> PromptIds:
+    """The ids of texts, in the format in which models of this configuration were trained."""
+    return PromptIds.of([config.encode_prompt(text, tokenizer) for text in prompts], prompts)
+
+
+class PromptIdKind:
+    """The `ConditionKind` of prompts as token ids. Exactly one of the two arguments is given."""
+
+    name = "prompt_ids"
+    arguments = ("prompts", "prompt_ids")
+
+    def count(
+        self,
+        model: TakesCondition,
+        *,
+        prompts: Sequence[str] | None = None,
+        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
+    ) -> int:
+        if prompts is not None:
+            return len(arguments.texts("prompts", prompts, PROMPTS_WANTED))
+        return len(_given(prompt_ids))
+
+    def resolve(self, model: TakesCondition, **given) -> PromptIds:
+        """Prompts that fit the model and its places. `UserError` also without a tokenizer."""
+        return self._ids(model, **given).fitted(model.config)
+
+    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
+        """The model with as many places as the longest prompt takes."""
+        return model.with_prompt_tokens(self._ids(model, **given).checked(model.config).longest)
+
+    def _ids(self, model: TakesCondition, *, prompts=None, prompt_ids=None) -> PromptIds:
+        if prompts is None:
+            return _given(prompt_ids)
+        texts = arguments.texts("prompts", prompts, PROMPTS_WANTED)
+        tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
+        return encode(texts, model.config, tokenizer)
+
+
+PROMPT_IDS = PromptIdKind()
+
+
+def _given(prompt_ids: PromptIds | Sequence[Sequence[int]]) -> PromptIds:
+    return prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _whole_numbers(name: str, values) -> np.ndarray:
+    """Values as int64 [n], of which int32 holds all."""
+    array = arguments.as_array(name, values)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        given = f"shape {array.shape} and type {array.dtype}"
+        raise UserError(f"{name} has {given}: give a list of whole numbers")
+    if array.min() < -(2**31) or array.max() >= 2**31:
+        raise UserError(f"{name} holds numbers of more than 32 bits")
+    return array.astype(np.int64)
+
+
+def _checked_numbers(numbers, count: int) -> np.ndarray:
+    words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
+    found = arguments.integers("numbers", numbers, words, MOST_IMAGES)
+    if not found.size or (found < 0).any() or (found >= count).any():
+        raise arguments.wrong("numbers", numbers, words)
+    return found.astype(np.int32)
