@@ -52,6 +52,7 @@ class Generation:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "dtype": program.dtype,
+            "weights_dtype": program.weights_dtype,
             "kv_dtype": program.kv_dtype,
             "matmul_precision": program.matmul_precision,
             "decode_dtype": program.decode_dtype,

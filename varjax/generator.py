@@ -29,6 +29,7 @@ from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model, check_model
 from varjax.nn import stacked
+from varjax.nn.quantized import INT8
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
@@ -191,8 +192,8 @@ class Generator:
                     sharded=self._sharded,
                 )
                 # in this order: pixels take the weights in the layout that the codes' program chose
-                few_rows = self.spec.few_rows
-                self.compiled, self.timing.cache = program.compile_codes(codes, few_rows=few_rows)
+                how = {"few_rows": self.spec.few_rows, "int8": self.model.weights_dtype == INT8}
+                self.compiled, self.timing.cache = program.compile_codes(codes, **how)
                 self._formats = self.compiled.input_formats[0][0] if automatic else None
                 pixels = program.trace_pixels(
                     self._networks,

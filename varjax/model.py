@@ -18,7 +18,7 @@ from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
-from varjax.nn import parameters
+from varjax.nn import parameters, quantized
 from varjax.nn.families import Family
 from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
@@ -26,6 +26,7 @@ from varjax.sampling import Sampling
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
+WEIGHTS_DTYPES = (*DTYPES, quantized.INT8)  # of stored weights
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 
 
@@ -47,7 +48,8 @@ class Model:
         count = sum(map(parameters.count, self.parts.values()))
         height, width = self.pixels
         condition = f"{self.num_classes} labels" if self.num_classes else self.condition
-        weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
+        eight = ", matrices in int8" if self.weights_dtype == quantized.INT8 else ""
+        weights = f"{'only shapes of ' if self.is_abstract else ''}{self.dtype}{eight}"
         where = f"folder {self.directory}" if self.directory else "published, no weights here"
         return (
             f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
@@ -79,8 +81,15 @@ class Model:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the transformer's weights."""
+        """The type that the transformer computes in, and of all its weights but int8 matrices."""
         return self.transformer.dtype
+
+    @property
+    def weights_dtype(self) -> str:
+        """The type in which the matrices of the transformer's layers are stored: "int8", or that of
+        products."""
+        is_int8 = quantized.is_one(self.transformer.head.kernel.get_value())
+        return quantized.INT8 if is_int8 else str(self.dtype)
 
     @property
     def draws_tokens(self) -> bool:
@@ -214,6 +223,18 @@ class Model:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
         return replace(self, parts=shapes)
 
+    def quantized(self) -> "Model":
+        """This model with the matrices of the transformer's layers in int8, with or without
+        weights: it takes half the bytes of bfloat16. If it is abstract, `load_weights` will read
+        them so, and no device ever holds them in another type. Weights that are there already are
+        converted on the host; the model itself keeps its own."""
+        if self.weights_dtype == quantized.INT8:
+            return self
+        # variables of its own: without a copy both models would share them
+        transformer = nnx.merge(*nnx.split(self.transformer), copy=True)
+        quantized.convert(transformer)
+        return replace(self, parts={**self.parts, "transformer": transformer})
+
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
         if self.directory is None:
@@ -224,7 +245,10 @@ class Model:
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
         dtypes = {"transformer": dtype, "codec": "float32"}
-        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host)
+        names = []
+        if self.weights_dtype == quantized.INT8:
+            names = [f"transformer/{n}" for n in quantized.matrices(self.transformer)]
+        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host, names)
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -284,6 +308,7 @@ def load(
     grid: str | Sequence[int] | None = None,
     prompt_tokens: int | None = None,
     on_host: bool = False,
+    weights_dtype: str | None = None,
 ) -> Model:
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
@@ -301,10 +326,35 @@ def load(
         are padded. `varjax.generate` takes as many as its longest prompt has.
       on_host: keep the weights in host memory, for a `Generator` over several devices, which puts
         every device's share where it belongs.
+      weights_dtype: "int8" stores the matrices of the transformer's layers in 8 bits, with a scale
+        per output channel; they are converted on the host, and products run in `dtype`. "float32"
+        or "bfloat16" say the same as `dtype`. None: as `dtype`.
 
     Raises:
-      UserError: there is no usable checkpoint there, or no such shape.
+      UserError: there is no usable checkpoint there, or no such shape; or the types contradict each
+        other.
     """
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
-    model = describe(path, **shape)
+    model, dtype = describe(path, **shape), computed_in(dtype, weights_dtype)
+    model = model.quantized() if weights_dtype == quantized.INT8 else model
     return model.load_weights(dtype, on_host=on_host)
+
+
+def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
+    """The type that products run in; None: the usual one. Weights that are not int8 are stored in
+    it.
+
+    Raises:
+      UserError: two types are given that contradict each other, or no such type.
+    """
+    if weights_dtype is None:
+        return dtype
+    arguments.dtype("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
+    if weights_dtype == quantized.INT8:
+        return dtype
+    if dtype is not None and arguments.dtype("dtype", dtype, DTYPES) != weights_dtype:
+        raise UserError(
+            f"dtype={dtype} and weights_dtype={weights_dtype} contradict each other: products run "
+            f"in the type of the weights, unless these are {quantized.INT8}; give one of them"
+        )
+    return weights_dtype

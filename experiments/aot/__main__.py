@@ -91,7 +91,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
-    program = PROGRAM.resolve(model)
+    model, program = PROGRAM.stored(model), PROGRAM.resolve(model)
     batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
@@ -116,6 +116,8 @@ def title(workload: Workload) -> str:
     """A line that says what is compiled."""
     plan, program = workload.plan, workload.program
     cache = f", cache {program.kv_dtype}" if program.kv_dtype != program.dtype else ""
+    if program.weights_dtype != program.dtype:
+        cache = f", weights {program.weights_dtype}{cache}"
     mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""
     return (
         f"{workload.model.name}, policy {plan.policy.name}, budget {plan.budget:g} (pool "

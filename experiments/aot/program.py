@@ -39,8 +39,9 @@ from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.memory import show_bytes
 from varjax.model import Model
-from varjax.nn import stacked
+from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
+from varjax.nn.quantized import INT8
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
@@ -279,7 +280,9 @@ class Compilation:
         """Compile the program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
-        options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
+        int8 = self.workload.model.weights_dtype == INT8
+        how = {"few_rows": self.spec.few_rows, "int8": int8}
+        options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
         self.codes = self._compiled(trace, options, carried, occupancy)
@@ -351,14 +354,7 @@ def carried_arrays(
 def _networks(model: Model, dtype: str) -> Networks:
     """The model as shapes: transformer in the type of the computation, codec in float32."""
     types = {"transformer": dtype, "codec": "float32"}
-
-    def shape(leaf, floating: str):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(floating) if is_float else leaf.dtype)
-
-    return {
-        n: jax.tree.map(partial(shape, floating=types[n]), m) for n, m in model.networks.items()
-    }
+    return {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
 
 
 def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:

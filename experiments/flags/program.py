@@ -15,7 +15,8 @@ from varjax.conditions import Condition
 from varjax.engine import memory, program
 from varjax.engine.drawing import check_cut
 from varjax.errors import UserError
-from varjax.model import DTYPES, Model, default_dtype
+from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
+from varjax.nn.quantized import INT8
 from varjax.parallel import plans
 from varjax.parallel.split import MeshSpec
 
@@ -26,13 +27,15 @@ AUTO = "auto"
 class ProgramOptions:
     """What decides how a program is compiled, apart from model, plan and batch.
 
-    dtype: type of the computation. kv_dtype: type of a compressed pool.
+    dtype: type of the computation. weights_dtype: type of stored weights.
+    kv_dtype: type of a compressed pool.
     dense_dtype: type of a full cache.
     attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
     decode_batch: images decoded at once; None: as many as fit. decode_dtype: type of the decoder.
     """
 
     dtype: str
+    weights_dtype: str
     kv_dtype: str
     dense_dtype: str
     matmul_precision: str
@@ -107,8 +110,8 @@ def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
 
 
 class ProgramFlags:
-    """--dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention, --decode_batch,
-    --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
+    """--dtype, --weights_dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention,
+    --decode_batch, --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.
@@ -140,6 +143,13 @@ class ProgramFlags:
             "Type of the decoder of pixels: bfloat16 is faster on accelerators, and rounds them.",
         )
         self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
+        self._weights = flags.enum(
+            "weights_dtype",
+            None,
+            list(WEIGHTS_DTYPES),
+            "Type of stored weights; default: --dtype, in which products run. int8: the matrices "
+            "of the transformer's layers, with a scale per output channel.",
+        )
         self._kv_dtype = kv_dtype_flag(flags)
         self._precision = flags.enum(
             "matmul_precision",
@@ -173,10 +183,11 @@ class ProgramFlags:
     def resolve(self, model: Model) -> ProgramOptions:
         """Return the options; all is checked that does not depend on the plan."""
         check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
-        dtype = self._dtype.value or default_dtype()
+        dtype = self._computed_in() or self._dtype.value or default_dtype()
         dense = dtype if self._elsewhere else str(storage_dtype(dtype))
         return ProgramOptions(
             dtype=dtype,
+            weights_dtype=self._weights.value or dtype,
             kv_dtype=self._kv_dtype.value or dense,
             dense_dtype=dense,
             matmul_precision=self._precision.value,
@@ -187,6 +198,17 @@ class ProgramFlags:
             decode_batch=self._decode_batch.value,
             decode_dtype=self._decode_dtype.value,
         )
+
+    def _computed_in(self) -> str | None:
+        """The type that --weights_dtype asks products to run in; None: it asks for none."""
+        given = self._dtype.value if self._dtype.present else None
+        with about(self._weights):
+            return computed_in(given, self._weights.value)
+
+    def stored(self, model: Model) -> Model:
+        """Return the model, whose weights are not loaded yet, with weights as they will be
+        stored."""
+        return model.quantized() if self._weights.value == INT8 else model
 
     def _here(self, attention: str) -> str:
         reason = None if self._elsewhere else implementations.why_not_here(attention)

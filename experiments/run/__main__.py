@@ -84,7 +84,7 @@ def resolve() -> Run:
         recipe.check_model(MODEL.named())
     model = MODEL.resolve(weights=not dry_run, otherwise="add --dry_run, or ")
     model, condition = MODEL.fitted(model, CONDITION.resolve(model, weights=not dry_run))
-    policy = POLICY.resolve()
+    model, policy = PROGRAM.stored(model), POLICY.resolve()
     policy.check_images(len(condition))
     with RECIPE.about():
         sampling = SAMPLING.sampling(model)

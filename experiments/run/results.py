@@ -257,7 +257,7 @@ def dry_run_text(run: Run) -> str:
         (
             "batch",
             f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.program.dtype}, "
-            f"cache in {run.program.kv_dtype}",
+            f"weights in {run.program.weights_dtype}, cache in {run.program.kv_dtype}",
         ),
         ("full cache", memory.show_bytes(dense)),
         (

@@ -77,7 +77,7 @@ def resolve() -> Sweep:
     model = MODEL.resolve()
     require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
-    sampling = SAMPLING.sampling(model)
+    model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path, calibration = _calibration(model, sampling)
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))

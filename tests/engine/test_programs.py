@@ -91,6 +91,8 @@ def test_compiler_options_give_way_to_flags(monkeypatch):
         assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu
         assert tuple(program.compiler_options("gpu", few_rows=few_rows)) == libraries
         assert program.compiler_options("tpu", few_rows=few_rows) == {}
+        # libraries would make a copy of every int8 matrix in the type of the product
+        assert program.compiler_options("gpu", few_rows=few_rows, int8=True) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{eigen[0]}=LIBRARY_FUSION_TYPE_DOT")
     assert program.compiler_options("cpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{libraries[0]}=true")

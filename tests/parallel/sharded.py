@@ -18,12 +18,16 @@ from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, SMALL, TEXT = "demo", "c_k5_nol2norm", models.FAMILIES["infinity"]
+INT8 = " in int8"  # after the name of a model
 BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
     # contents decided by every head for itself: positions, sums and reaches divided
     (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
+    # matrices and their scales divided, layers apart and stacked
+    (BY_TOKEN + INT8, "full", {}, None, ("model=2",)),
+    (DEMO + INT8, "full", {}, None, ("model=2",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
@@ -43,15 +47,20 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (TOKEN_TEXT, "linear", {"budget": 0.5}, None, ("model=2",)),
     (BY_TOKEN, "compose", {"budget": 0.5}, None, ("model=2",)),
     (BY_TOKEN, "table", {}, None, ("data=2,model=2",)),
+    (DEMO + INT8, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
+    (TEXT + INT8, "full", {}, None, ("model=2",)),
 ]
 APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a mesh
 
 
 def load(name: str):
     """A model whose weights lie in host memory, or a fixture."""
-    if name == DEMO:
-        return varjax.load(dtype="float32", on_host=True)
-    return models.fixture_model(name)
+    own, in_8_bits = name.removesuffix(INT8), name.endswith(INT8)
+    if own == DEMO:
+        stored = "int8" if in_8_bits else None
+        return varjax.load(dtype="float32", on_host=True, weights_dtype=stored)
+    model = models.fixture_model(own)
+    return model.quantized() if in_8_bits else model
 
 
 def plan_for(model, policy: str, arguments: dict, folder: str):
@@ -105,7 +114,7 @@ def main(cases, images: int) -> None:
     for name, policy, arguments, kv_dtype, meshes in cases:
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_for(load(name), policy, arguments, folder)
-        by_token = name in (BY_TOKEN, TOKEN_TEXT)
+        by_token = name.removesuffix(INT8) in (BY_TOKEN, TOKEN_TEXT)
 
         def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):
             model = load(name)
@@ -127,7 +136,7 @@ def main(cases, images: int) -> None:
             generator, (found, state) = run(mesh)
             np.testing.assert_array_equal(found["tokens"], expected["tokens"])
             np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
-            if name == DEMO:
+            if name.removesuffix(INT8) == DEMO:
                 check_weights(generator)
             spec = generator.mesh
             if by_token and spec.data == 1:  # else rows are in another order

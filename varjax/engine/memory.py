@@ -80,9 +80,9 @@ def predict(
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
     # a divided plan has the heads of one device, which says how many devices share the weights
     parts = model.config.num_heads // plan.geometry.num_heads
-    held = sharding.count_per_device({"transformer": model.transformer}, parts)
+    shapes = {"transformer": parameters.shapes(model.transformer, dtype)}
     return Prediction(
-        weights=held * item_size(dtype) + parameters.count(model.codec) * 4,
+        weights=sharding.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
         kv_pool=cost.tree_bytes(cache),
         # pixels are decoded after the last step: the two never exist together
         activations=max(step_bytes(plan, step), pixels),

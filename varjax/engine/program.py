@@ -84,19 +84,24 @@ def trace_codes(
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
 
-def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool | str]:
+def compiler_options(
+    platform: str, *, few_rows: bool = False, int8: bool = False
+) -> dict[str, bool | str]:
     """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
     GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
     by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
+    But libraries take matrices in the type of the product only, and so would make a copy of every
+    int8 matrix in each call; Triton's products convert as they read.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
     few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
       programs that draw codes.
+    int8: whether the matrices of such a program are in 8 bits.
     """
-    if platform == "gpu":
+    if platform == "gpu" and not int8:
         name, value = "xla_gpu_enable_triton_gemm", False
     elif platform == "cpu" and not few_rows:
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
@@ -241,13 +246,16 @@ def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def compile_codes(traced: jax.stages.Traced, *, few_rows: bool) -> tuple[jax.stages.Compiled, str]:
+def compile_codes(
+    traced: jax.stages.Traced, *, few_rows: bool, int8: bool = False
+) -> tuple[jax.stages.Compiled, str]:
     """Compile the program of `trace_codes` for the device that is there; also what the compilation
-    cache did (`Timing.cache`). few_rows: as in `compiler_options`."""
+    cache did (`Timing.cache`). few_rows, int8: as in
+    `compiler_options`."""
     # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
     # would make every run look cold.
     with compilation_cache.Watch() as watch:
-        options = compiler_options(jax.default_backend(), few_rows=few_rows)
+        options = compiler_options(jax.default_backend(), few_rows=few_rows, int8=int8)
         compiled = traced.lower().compile(compiler_options=options)
     return compiled, watch.verdict  # which is known once the watch has ended
 

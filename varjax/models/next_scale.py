@@ -141,9 +141,8 @@ class NextScaleTransformer(Transformer):
         (scale, shift), then the linear layer `head` in its own type."""
         scale, shift = (modulation[:, i].astype(jnp.float32) for i in (0, 1))
         normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
-        h, kernel = layers.modulate(normal, scale, shift), self.head.kernel[...]
-        product = jnp.dot(h.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
-        return product + self.head.bias[...]
+        h = layers.modulate(normal, scale, shift).astype(self.dtype)
+        return self.head.product(h, jnp.float32) + self.head.bias[...]
 
     def teacher_forced(
         self, context: dict, shared: PyTree, x: Float[Array, "B L D"]

@@ -12,20 +12,37 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
+from varjax.nn import quantized
+from varjax.nn.quantized import Quantized
 from varjax.nn.stacked import Turned
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
 class Linear(nnx.Linear):
-    """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs."""
+    """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs, or
+    `Quantized`."""
 
     def __call__(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
         kernel = self.kernel.get_value()
-        if not isinstance(kernel, Turned):
+        if not isinstance(kernel, Turned | Quantized):
             return super().__call__(x)
         product = kernel.product(x)
         return product if self.bias is None else product + self.bias[...]
+
+    def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, without the bias, in the type of `x`. dtype: of the result, if another."""
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, Turned | Quantized):
+            return kernel.product(x, dtype)
+        return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
+
+    def each_layer(self, x: Float[Array, "L ... D_in"]) -> Float[Array, "L ... D_out"]:
+        """Where the matrices of all layers are stacked: every layer's product, without biases."""
+        kernel = self.kernel.get_value()
+        if quantized.is_one(kernel):
+            return jax.lax.map(lambda layer: layer[0].product(layer[1]), (kernel, x))
+        return jnp.einsum("l...d,lde->l...e", x, kernel)
 
 
 def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:

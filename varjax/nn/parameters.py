@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from varjax.nn import stacked
+from varjax.nn import quantized, stacked
 
 
 class _OneKey(nnx.Rngs):
@@ -65,6 +65,19 @@ def flattened(tree: Mapping) -> dict:
 def count(module: nnx.Module) -> int:
     """Number of parameters."""
     return sum(int(np.prod(leaf.shape)) for leaf in named(module).values())
+
+
+def shapes(module: nnx.Module, dtype) -> nnx.Module:
+    """The module with shapes in place of arrays, floating ones in `dtype`. Matrices in 8 bits stay
+    so, and stand for matrices in `dtype`."""
+
+    def shape(leaf):
+        if quantized.is_one(leaf):
+            return leaf.shapes(dtype)
+        kind = dtype if is_floating(leaf.dtype) else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(kind))
+
+    return jax.tree.map(shape, module, is_leaf=quantized.is_one)
 
 
 def default_dtype() -> str:

@@ -9,8 +9,9 @@ None, and the functions do what their names say.
 from dataclasses import dataclass
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float
+
+from varjax.nn.layers import Linear
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Split:
 
 
 def contract(
-    linear: nnx.Linear, x: Float[Array, "... D_in"], axis: str | None
+    linear: Linear, x: Float[Array, "... D_in"], axis: str | None
 ) -> Float[Array, "... D_out"]:
     """Apply a linear layer whose input width is divided over `axis` of the mesh; the bias is added
     once."""
@@ -35,7 +36,7 @@ def contract(
         return linear(x)
     # Every device sums over its part of the width. The bias is whole on all of them, so it may only
     # be added after the sum over devices.
-    product = jax.lax.psum(x @ linear.kernel[...].astype(x.dtype), axis)
+    product = jax.lax.psum(linear.product(x), axis)
     return product if linear.bias is None else product + linear.bias[...]
 
 

@@ -17,8 +17,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
+from varjax.nn import quantized
+from varjax.nn.quantized import Leaf, Quantized
+
 T = TypeVar("T")
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
 
 
 @jax.tree_util.register_dataclass
@@ -36,22 +38,24 @@ class Turned:
     def dtype(self):
         return self.array.dtype
 
-    def product(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, with the matrix as the left operand."""
+    def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, with the matrix as the left operand. dtype: of the result; None: its
+        own."""
         flat = x.reshape(-1, x.shape[-1])
         found = jax.lax.dot_general(self.array, flat, (((1,), (1,)), ((), ())))
         # without the barrier XLA turns the product and its operands back again
-        return jax.lax.optimization_barrier(found).T.reshape(*x.shape[:-1], -1)
+        found = jax.lax.optimization_barrier(found).T.reshape(*x.shape[:-1], -1)
+        return found.astype(dtype or found.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Separate:
-    """Value of a parameter whose layers are arrays of their own, or `Turned` ones."""
+    """Value of a parameter whose layers are arrays of their own, `Turned` or `Quantized` ones."""
 
-    parts: tuple[Leaf | Turned, ...]
+    parts: tuple[Leaf | Turned | Quantized, ...]
 
-    def __getitem__(self, index: int) -> Leaf | Turned:
+    def __getitem__(self, index: int) -> Leaf | Turned | Quantized:
         return self.parts[index]
 
     def __len__(self) -> int:
@@ -66,14 +70,16 @@ class Separate:
     def dtype(self):
         return self.parts[0].dtype
 
-    def stacked(self) -> Leaf:
+    def stacked(self) -> Leaf | Quantized:
         """One array, or its shape."""
-        turned = isinstance(self.parts[0], Turned)
-        parts = [part.array for part in self.parts] if turned else self.parts
-        if isinstance(parts[0], jax.ShapeDtypeStruct):
+        if quantized.is_one(self.parts[0]):
+            return Quantized.stack(self.parts)
+        if not isinstance(self.parts[0], Turned):
+            return quantized.stack(self.parts)
+        found = quantized.stack([part.array for part in self.parts])
+        if isinstance(found, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        found = np.stack(parts) if isinstance(parts[0], np.ndarray) else jnp.stack(parts)
-        return found.swapaxes(1, 2) if turned else found
+        return found.swapaxes(1, 2)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -86,8 +92,8 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rng
 
 def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
     """Bytes of the parameters that `separate` takes apart, stacked or not."""
-    values = (v.get_value() for v in _parameters(blocks, once))
-    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
+    leaves = jax.tree.leaves([v.get_value() for v in _parameters(blocks, once)])
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def is_separate(tree: PyTree) -> bool:
@@ -106,19 +112,26 @@ def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = F
     become views.
 
     once: linear layers that stay stacked, because all layers use them together, once per image.
-    turned: whether float32 matrices are turned, for a CPU.
+    turned: whether float32 matrices are turned, for a CPU. Those in 8 bits are not.
     """
     for variable in _parameters(blocks, once):
         value = variable.get_value()
         turn = turned and value.dtype == jnp.float32 and len(value.shape) == 3
+        turn = turn and not _in_8_bits(value)
         if is_one(value) and isinstance(value[0], Turned) == turn:
             continue
         value = value.stacked() if is_one(value) else value
         variable.set_value(Separate(tuple(_part(value, i, turn) for i in range(value.shape[0]))))
 
 
-def _part(value: Leaf, index: int, turn: bool) -> Leaf | Turned:
+def _in_8_bits(value: Leaf | Separate | Quantized) -> bool:
+    return quantized.is_one(value[0] if is_one(value) else value)
+
+
+def _part(value: Leaf | Quantized, index: int, turn: bool) -> Leaf | Turned | Quantized:
     """Layer `index` of a stacked parameter."""
+    if quantized.is_one(value):
+        return value.layer(index)
     if isinstance(value, jax.ShapeDtypeStruct):
         shape = value.shape[1:]
         part = jax.ShapeDtypeStruct(shape[::-1] if turn else shape, value.dtype)

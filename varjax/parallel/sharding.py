@@ -45,17 +45,29 @@ def map_weights(
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
-        if split and keys[end + 1 :]:  # the weights of one layer, which lack the axis of the layers
-            split = dataclasses.replace(split, axis=split.axis - 1)
-        return function(leaf, split)
+        return function(leaf, split and _of_leaf(split, leaf, keys[end + 1 :]))
 
     return jax.tree_util.tree_map_with_path(with_split, networks)
 
 
-def count_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
-    """Count the parameters on one device, if `parts` devices share the divided ones."""
-    sizes = map_weights(lambda a, split: math.prod(a.shape) // (parts if split else 1), networks)
-    return sum(jax.tree.leaves(sizes))
+def _of_leaf(split: Split, leaf: Leaf, keys: Sequence[str]) -> Split | None:
+    """How an array is divided that the value of a parameter consists of. keys: the path from the
+    parameter's value down to it."""
+    axis = split.axis
+    if "parts" in keys:  # the weights of one layer, which lack the axis of the layers
+        axis -= 1
+    if "scale" in keys:  # of a matrix in 8 bits, one for each output
+        axis = axis - 1 if axis == leaf.ndim else None
+    return None if axis is None else dataclasses.replace(split, axis=axis)
+
+
+def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
+    """Bytes of the weights on one device, if `parts` devices share the divided ones."""
+
+    def size(leaf: Leaf, split: Split | None) -> int:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
+
+    return sum(jax.tree.leaves(map_weights(size, networks)))
 
 
 def _weight_specs(networks: Mapping[str, nnx.Module], parts: int) -> PyTree[P]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ import numpy as np
 from flax import nnx
 
 from varjax.errors import UserError, some
-from varjax.nn import parameters
+from varjax.nn import parameters, quantized
+from varjax.nn.quantized import Quantized, quantize
 
 CHUNK_BYTES = 2**26  # of stored arrays
 
@@ -45,6 +46,11 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
     """{name: array} of a module in host memory, floating ones in `dtype` if given."""
     wanted, arrays = floating_dtype(dtype), {}
     for name, leaf in parameters.named(module).items():
+        if quantized.is_one(leaf):
+            raise UserError(
+                f"{name} is in 8 bits, and checkpoints hold what models were trained with: write "
+                f"the model that it was made from"
+            )
         kind = _type_of(leaf, wanted)
         arrays[name] = np.asarray(leaf if leaf.dtype == kind else leaf.astype(kind))
     return arrays
@@ -73,8 +79,13 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(
-    folder: Path, expected: Mapping, dtypes: Mapping, described_in: str, on_host: bool = False
-) -> dict[str, jax.Array | np.ndarray]:
+    folder: Path,
+    expected: Mapping,
+    dtypes: Mapping,
+    described_in: str,
+    on_host: bool = False,
+    in_8_bits: Collection[str] = (),
+) -> dict[str, jax.Array | np.ndarray | Quantized]:
     """{name: array} of some or all arrays of a tree.
 
     Args:
@@ -85,6 +96,8 @@ def read(
       described_in: name of the file that says what is expected, for messages.
       on_host: give NumPy arrays and put nothing on a device: the weights of a model for several
         devices may not fit one. Otherwise the arrays lie on the default device.
+      in_8_bits: names of matrices that become `Quantized` for products in their type of `dtypes`.
+        That is done one after the other and on the host, from the stored numbers.
 
     Raises:
       UserError: names or shapes differ (one message lists all), or files are damaged.
@@ -98,7 +111,13 @@ def read(
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)
         types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
-        return _restore(checkpointer, path, types, on_host)
+        plain = {name: kind for name, kind in types.items() if name not in in_8_bits}
+        found = _restore(checkpointer, path, plain, on_host)
+        for name in in_8_bits:
+            # only the matrices of one parameter are ever in memory as they are stored
+            (matrix,) = _restore(checkpointer, path, {name: stored[name].dtype}, True).values()
+            found[name] = quantize(matrix, types[name])
+        return found if on_host else jax.tree.map(jnp.asarray, found)
 
 
 def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) -> None:

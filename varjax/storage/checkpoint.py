@@ -18,7 +18,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from flax import nnx
@@ -235,6 +235,7 @@ def load(
     known: Catalogue,
     dtypes: Mapping[str, object] | None = None,
     on_host: bool = False,
+    in_8_bits: Collection[str] = (),
 ) -> tuple[dict[str, nnx.Module], dict]:
     """({part: module}, description) of the parts that are asked for and no others.
 
@@ -244,6 +245,8 @@ def load(
         that `describe` gives without names, with the stored types.
       on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
         default device.
+      in_8_bits: parameters of the tree, as "part/name", that become `varjax.nn.quantized.Quantized`
+        as they are read.
 
     Raises:
       UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
@@ -254,7 +257,7 @@ def load(
     dtypes = dict.fromkeys(described) if dtypes is None else dtypes
     tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
     modules = _abstract_tree(path, metadata, known) if tree else {}
-    loaded = _load_tree(path, metadata, modules, tree, on_host) if tree else {}
+    loaded = _load_tree(path, metadata, modules, tree, on_host, in_8_bits) if tree else {}
     for name in described.keys() - tree.keys():
         own = part_folder(path, name)
         content = manifest.read_part(own, name, known.parts[name])
@@ -270,14 +273,19 @@ def _abstract_tree(path: Path, content: Mapping, known: Catalogue) -> dict[str, 
 
 
 def _load_tree(
-    path: Path, content: Mapping, modules: Mapping[str, nnx.Module], dtypes: Mapping, on_host: bool
+    path: Path,
+    content: Mapping,
+    modules: Mapping[str, nnx.Module],
+    dtypes: Mapping,
+    on_host: bool,
+    in_8_bits: Collection[str],
 ) -> dict[str, nnx.Module]:
     """Read parts of the tree. Names and shapes are checked for all its parts, including those that
     stay on disk."""
     manifest.check_files(path / PARAMS, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
-    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host)
+    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host, in_8_bits)
     own = {part: {n: found[f"{part}/{n}"] for n in named[part]} for part in dtypes}
     return {part: parameters.fill(modules[part], own[part]) for part in dtypes}
 

@@ -40,8 +40,10 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
 
 
-def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
+def _linear(
+    d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True
+) -> layers.Linear:
+    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 
 class TextPool(nnx.Module):
@@ -203,9 +205,9 @@ class Infinity(NextScaleTransformer):
 
     def _text_keys_and_values(self, source: Float[Array, "R M D"]):
         """Keys and values of the text for all layers, each [L, R, N, M, H]."""
-        depth, kernels = self.config.depth, self.blocks.cross_kv.kernel[...]
+        depth = self.config.depth
         sources = jnp.broadcast_to(source, (depth, *source.shape))
-        found = jnp.einsum("lrmd,lde->lrme", sources, kernels)
+        found = self.blocks.cross_kv.each_layer(sources)
         k, v = jnp.split(found.reshape(*found.shape[:3], -1, self.config.head_dim), 2, axis=3)
         bias = self.blocks.cross_v_bias[...].reshape(depth, 1, 1, *v.shape[3:])
         return k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)

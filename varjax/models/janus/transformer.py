@@ -56,5 +56,5 @@ class Janus(Llama):
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         h = self.rms_norm(x, self.norm)
         h = jax.nn.gelu(self.head_hidden(h), approximate=False)
-        logits = jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
+        logits = self.head.product(h, jnp.float32)
         return logits + self.head.bias[...].astype(jnp.float32)

@@ -139,7 +139,7 @@ class Decoder(NextTokenTransformer):
 
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         h = self.rms_norm(x, self.norm)
-        return jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
+        return self.head.product(h, jnp.float32)
 
     def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
         """Guidance: uncond + cfg * (cond - uncond). With `cfg_interval` n >= 0 it ends with image

@@ -35,8 +35,10 @@ def _normal(std: float):
     )
 
 
-def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
+def _linear(
+    d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True
+) -> layers.Linear:
+    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 
 def _modulation_kernel(width: int, std: float, key) -> Array:
@@ -126,7 +128,7 @@ class VAR(NextScaleTransformer):
             modulation = self.blocks.modulation
             # a product per layer: one over all would first copy all these weights, transposed
             rows = jnp.broadcast_to(active, (config.depth, *active.shape))
-            per_layer = jnp.einsum("lrd,lde->lre", rows, modulation.kernel[...])
+            per_layer = modulation.each_layer(rows)
             per_layer = per_layer + modulation.bias[...][:, None]
             per_layer = split.whole(per_layer, self.model_axis).reshape(
                 config.depth, -1, 6, config.embed_dim

@@ -1,0 +1,187 @@
+"""Matrices in 8 bits: how far they are off, that products read them as they are, that every family
+draws with them what it would draw with the matrices that they stand for."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import varjax
+from tests.models.test_prompt_models import MODELS
+from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
+from varjax.engine import memory
+from varjax.errors import UserError
+from varjax.model import Model, computed_in
+from varjax.nn import parameters, quantized, stacked
+from varjax.nn.quantized import Quantized, quantize
+from varjax.storage import checkpoint
+
+
+def random(*shape: int, dtype="float32") -> np.ndarray:
+    """Matrices whose channels differ in size by orders of magnitude."""
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.uniform(-4, 2, shape[-1]), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 64, 48)])
+def test_numbers_are_off_by_half_a_step(shape, dtype):
+    matrix = random(*shape, dtype=dtype).at[..., 2].set(0)
+    found = quantize(matrix)
+    assert found.shape == shape and found.dtype == dtype and found.scale.dtype == np.float32
+    off = np.abs(found.matrix() - np.asarray(matrix, np.float32))
+    assert (off <= found.scale[..., None, :] * (0.5 + 1e-5)).all()
+    assert not off[..., 2].any()  # a channel of zeros
+    assert np.abs(found.array).max(-2).min() in (0, 127)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [1, 2**20])
+def test_products(dtype, most, monkeypatch):
+    """At once, and a few rows at a time as on a CPU, also where these do not divide the matrix."""
+    monkeypatch.setattr(quantized, "CPU_BYTES", most)
+    matrix, x = quantize(random(35, 24), dtype), random(2, 3, 35, dtype=dtype)
+    expected = np.asarray(x, np.float32) @ matrix.matrix()
+    close = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-3}
+    found = matrix.product(x)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(np.float32), expected, **close)
+    wide = matrix.product(x, jnp.float32)  # of rounded inputs, but exact sums
+    np.testing.assert_allclose(wide, expected, rtol=1e-4, atol=1e-3)
+    flat = matrix._at_once(x.reshape(-1, 35)) * matrix.scale
+    np.testing.assert_allclose(flat.reshape(wide.shape), wide, rtol=1e-4, atol=1e-3)
+
+
+def test_no_matrix_is_held_in_a_floating_type():
+    """A loop over tokens takes no temporaries of the size of a weight: nothing is converted ahead
+    of it either."""
+    layers = [(quantize(random(512, 2048)), quantize(random(2048, 512))) for _ in range(2)]
+    layers = jax.tree.map(jnp.asarray, layers)
+
+    def token(layers, x):
+        for wide, narrow in layers:
+            x = x + narrow.product(jnp.tanh(wide.product(x)))
+        return x
+
+    def program(layers, x):
+        return jax.lax.scan(lambda x, _: (token(layers, x), None), x, length=4)[0]
+
+    compiled = jax.jit(program).lower(layers, jnp.ones((2, 512))).compile()
+    # rows that are converted, and a few activations; a matrix would take 4 MiB
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * quantized.CPU_BYTES
+
+
+def test_layers_apart_and_back():
+    value = quantize(random(3, 8, 6))
+    shapes = quantize(jax.ShapeDtypeStruct((3, 8, 6), jnp.float32))
+    for one in (value, jax.tree.map(jnp.asarray, value), shapes):
+        again = Quantized.stack([one.layer(i) for i in range(3)])
+        chex.assert_trees_all_equal(again, one)
+        assert one.layer(1).shape == (8, 6)
+    apart = stacked.Separate(tuple(value.layer(i) for i in range(3)))
+    assert apart.shape == (3, 8, 6) and apart.dtype == jnp.float32
+    chex.assert_trees_all_equal(apart.stacked(), value)
+
+
+def restored(model: Model) -> Model:
+    """The model with the float32 matrices that its 8-bit ones stand for."""
+
+    def wide(leaf):
+        return jnp.asarray(leaf.matrix()) if quantized.is_one(leaf) else leaf
+
+    found = jax.tree.map(wide, model.transformer, is_leaf=quantized.is_one)
+    return dataclasses.replace(model, parts={**model.parts, "transformer": found})
+
+
+def _slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("c_k5_nol2norm", "scan"),
+        (FAMILIES["infinity"], "scan"),
+        ("llamagen_c2i", "auto"),
+        _slow(FAMILIES["var"], "unroll"),
+        _slow(FAMILIES["infinity"], "unroll"),
+        _slow("llamagen_t2i", "auto"),
+    ],
+)
+def test_every_family_draws_with_them(name, layers):
+    """The same as with the float32 matrices that they stand for."""
+    model, index = fixture_model(name), np.arange(2)
+    eight, segments = model.quantized(), "auto" if model.draws_tokens else 1
+    assert model.weights_dtype == "float32" and eight.weights_dtype == "int8"
+    (found, _), (expected, _) = (
+        greedy_generator(m, layers=layers, segments=segments).run_batch(arrays_of(m, index), index)
+        for m in (eight, restored(eight))
+    )
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_prompts(name):
+    """Teacher-forced logits of Janus-Pro and Lumina-mGPT."""
+    kind, config = MODELS[name]
+    model = kind(config, rngs=nnx.Rngs(0))
+    eight = nnx.merge(*nnx.split(model), copy=True)
+    quantized.convert(eight)
+    assert eight.dtype == jnp.float32 and quantized.is_one(eight.head.kernel.get_value())
+    slots = config.prompt_tokens
+    condition = {"ids": jnp.full((1, slots), 5), "length": jnp.array([slots])}
+    tokens = jnp.zeros((1, 3), jnp.int32)
+
+    def logits(model):
+        return model.teacher_forced(model.encode_condition(condition, guided=True), tokens)
+
+    expected, found = logits(model), logits(eight)
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max() + 1e-3
+
+
+def test_loaded_as_they_are_converted():
+    """From the stored numbers, on the device or on the host."""
+    expected = parameters.named(varjax.load(dtype="float32").quantized().transformer)
+    for on_host in (False, True):
+        model = varjax.load(dtype="float32", weights_dtype="int8", on_host=on_host)
+        found = parameters.named(model.transformer)
+        chex.assert_trees_all_equal(found, expected)
+        kind = np.ndarray if on_host else jax.Array
+        assert all(isinstance(leaf, kind) for leaf in jax.tree.leaves(found))
+    assert "float32, matrices in int8" in repr(model)
+    half = varjax.load(dtype="bfloat16", weights_dtype="int8")
+    assert half.dtype == jnp.bfloat16 and half.weights_dtype == "int8"
+    # scales and numbers are those of the stored matrices, whatever products run in
+    kernel = found["blocks/fc1/kernel"]
+    chex.assert_trees_all_equal(
+        parameters.named(half.transformer)["blocks/fc1/kernel"].array, kernel.array
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-llamagen"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_predicted_bytes(name, dtype):
+    abstract, model = varjax.model.describe(name).quantized(), varjax.load(name, dtype)
+    assert abstract.is_abstract and "only shapes of float32, matrices in int8" in repr(abstract)
+    held = jax.tree.leaves(model.quantized().networks)
+    plan = varjax.plan(abstract, "full")
+    predicted = memory.predict(abstract, plan, 2, dtype, dtype).weights
+    assert predicted == sum(leaf.nbytes for leaf in held)
+    assert predicted < memory.predict(model, plan, 2, dtype, dtype).weights
+
+
+def test_what_is_refused(tmp_path):
+    model = varjax.load()
+    with pytest.raises(UserError, match="kernel is in 8 bits.*write the model"):
+        eight = model.quantized()
+        checkpoint.save(tmp_path / "out", model.family, eight.parts)
+    with pytest.raises(UserError, match="contradict each other"):
+        varjax.load(dtype="float32", weights_dtype="bfloat16")
+    with pytest.raises(UserError, match="weights_dtype"):
+        varjax.load(weights_dtype="fp8")
+    assert computed_in(None, "bfloat16") == "bfloat16" and computed_in(None, "int8") is None
