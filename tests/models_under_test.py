@@ -16,9 +16,11 @@ import varjax
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from varjax import conditions
+from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models import registry
 from varjax.models.labels import Labels
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
@@ -231,3 +233,33 @@ def given(model: Model, numbers) -> dict:
     if model.condition == "labels":
         return {"labels": list(numbers)}
     return {"prompt_ids": [prompt(model, n) for n in numbers]}
+
+
+def arrays_of(model: Model, numbers):
+    """What `Generator.run_batch` takes for the images `numbers`."""
+    return condition(model, numbers).take(np.arange(len(numbers)))
+
+
+def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **options) -> Generator:
+    """Greedy float32 generation with everything kept that a test may look at; in one segment, which
+    compiles fastest and gives the same tokens."""
+    options = {"keep_logits": True, "matmul_precision": "highest", "segments": 1, **options}
+    return Generator(
+        model,
+        policy,
+        sampling=Sampling(cfg=cfg, greedy=True),
+        batch_size=batch_size,
+        **options,
+    )
+
+
+# Segments of six scales with the last one alone: it then stores nothing, so the final state holds
+# what it saw. Sharing a segment, it evicts everything, as nothing reads the cache after it.
+LAST_ALONE = 3
+
+
+def unpack_keep_token(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """bool keep_token of an `evict_token_*` fixture."""
+    shape = tuple(arrays["keep_token_shape"])
+    bits = np.unpackbits(arrays["keep_token_packed"], axis=-1, bitorder="little", count=shape[-1])
+    return bits.astype(bool).reshape(shape)

@@ -110,8 +110,8 @@ def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
 
 
 class ProgramFlags:
-    """--dtype, --weights_dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention, --decode_batch,
-    --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
+    """--dtype, --weights_dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention,
+    --decode_batch, --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.

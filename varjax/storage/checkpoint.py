@@ -285,9 +285,7 @@ def _load_tree(
     manifest.check_files(path / PARAMS, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
-    found = arrays.read(
-        path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host, in_8_bits
-    )
+    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host, in_8_bits)
     own = {part: {n: found[f"{part}/{n}"] for n in named[part]} for part in dtypes}
     return {part: parameters.fill(modules[part], own[part]) for part in dtypes}
 

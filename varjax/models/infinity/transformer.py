@@ -40,7 +40,9 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
 
 
-def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True) -> layers.Linear:
+def _linear(
+    d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True
+) -> layers.Linear:
     return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 

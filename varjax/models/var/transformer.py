@@ -35,7 +35,9 @@ def _normal(std: float):
     )
 
 
-def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True) -> layers.Linear:
+def _linear(
+    d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True
+) -> layers.Linear:
     return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 
