@@ -68,7 +68,6 @@ def test_sweep_and_report(call, texts, tmp_path):
         "rkv",
         "diagonal",
         "compose",
-        "diagonal",
     }
     for name, cell in cells.items():
         assert cell["status"] == "done", name
