@@ -26,9 +26,8 @@ def describe(case: Compilation) -> dict | None:
     plan = workload.plan
     if not isinstance(plan, TokenPlan):
         return None
-    weights = jax.tree.leaves(
-        [getattr(case.networks["transformer"], n) for n in ("blocks", "head")]
-    )
+    transformer = case.networks["transformer"]
+    weights = jax.tree.leaves([getattr(transformer, n) for n in transformer.every_token])
     mesh, slots = workload.program.mesh, slots_read(plan)
     per_slot = plan.num_bytes(case.batch_size, workload.program.kv_dtype) / plan.pool_tokens
     least = floor(

@@ -65,10 +65,12 @@ class NextTokenTransformer(Transformer):
       score, so that one slot may stand for them (`condition_slot`).
     new_lines: whether a new line follows every line of image tokens. It is token V, and no part of
       the picture.
+    every_token: parameters that are read for every token; of embeddings that is one row.
     """
 
     condition_is_one_slot: ClassVar[bool] = False
     new_lines: ClassVar[bool] = False
+    every_token: ClassVar[tuple[str, ...]] = ("blocks", "head")
 
     def sequence(self, one_slot: bool = True) -> TokenSequence:
         config = self.config

@@ -22,6 +22,8 @@ __all__ = ["PRESETS", "Janus", "JanusConfig"]
 class Janus(Llama):
     """Parameters of the transformer and the steps of generation."""
 
+    every_token = ("blocks", "head", "head_hidden", "aligner1", "aligner2")
+
     def __init__(self, config: JanusConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, hidden = config.hidden_size, config.head_hidden
