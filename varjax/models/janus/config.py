@@ -1,7 +1,7 @@
 """Configuration of Janus-Pro's picture-drawing part, in the names of its published config.json."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from varjax.errors import UserError, about, show
 from varjax.models.janus import prompts
@@ -100,7 +100,7 @@ class JanusConfig(LlamaConfig):
     def with_grid(self, grid: tuple[int, int]) -> "JanusConfig":
         """The configuration for images of so many tokens, height x width. Only models of one's own
         know other sizes than the released 24 x 24."""
-        return replace(self, grid=tuple(grid))
+        return self.shaped(grid=tuple(grid))
 
     def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
         return prompts.encode(text, tokenizer)

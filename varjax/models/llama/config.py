@@ -194,6 +194,13 @@ class LlamaConfig(DecoderConfig):
         """Most tokens of prompt and image together."""
         return self.max_position_embeddings
 
+    def shaped(self, **changes) -> Self:
+        """The configuration with other fields that say how large images are. Slots for a prompt
+        that then have no room in the context go."""
+        bare = replace(self, prompt_tokens=1, **changes)  # raises if the image alone has no room
+        room = self.max_context - bare.image_tokens
+        return replace(bare, prompt_tokens=min(self.prompt_tokens, room))
+
     # --- prompts ----------------------------------------------------------------------------------
 
     def check_context(self, length: int) -> None:

@@ -2,7 +2,7 @@
 config.json, with the ids of the tokens that an image is written in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from varjax.errors import UserError, about
@@ -165,14 +165,14 @@ class LuminaConfig(LlamaConfig):
 
     def with_grid(self, grid: tuple[int, int]) -> "LuminaConfig":
         """The configuration for images of height x width units (32 pixels in released models)."""
-        return replace(self, units=tuple(grid))
+        return self.shaped(units=tuple(grid))
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "LuminaConfig":
         """The configuration for images of HEIGHTxWIDTH pixels (`size`), as far as the model was
         trained on that shape; `UserError` that lists the shapes."""
         if aspect is None and size is None:
             return self
-        return replace(self, units=sizes.resolve(aspect, size, self.units))
+        return self.shaped(units=sizes.resolve(aspect, size, self.units))
 
 
 def _preset(pixels: int, **sizes) -> LuminaConfig:
