@@ -19,7 +19,7 @@ from experiments.prompts import condition
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.model import default_dtype
+from varjax.model import default_dtype, describe
 from varjax.models import registry
 from varjax.progress import Progress
 from varjax.storage import manifest
@@ -40,6 +40,18 @@ LONGEST = FLAGS.integer(
 )
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 FLAGS.require("checkpoint")
+
+
+def check_reads_features(checkpoint: str) -> None:
+    """Raise `UserError` if the checkpoint's model has no use for features."""
+    if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
+        return  # an encoder alone
+    model = describe(checkpoint)
+    if "text_features" not in model.family.conditions[model.condition].arguments:
+        raise UserError(
+            f"--checkpoint={checkpoint}: {model.family.name} models draw from {model.condition},"
+            f" not from features of texts: give the prompts or labels to experiments.run itself"
+        )
 
 
 def max_length(checkpoint: str) -> int:
@@ -73,6 +85,7 @@ def main(argv: list[str]) -> None:
     prompts = PROMPTS.read()
     if prompts is None:
         raise UserError("there are no prompts: give --prompt=TEXT or --prompts=FILE")
+    check_reads_features(CHECKPOINT.value)
     negative = NEGATIVE.read(prompts)
     folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     encoder_lib.check_folder(folder)

@@ -159,6 +159,13 @@ def test_bad_input(call, checkpoint, files, tmp_path, monkeypatch, flags, messag
     assert not list(tmp_path.iterdir())
 
 
+def test_features_are_of_no_use(call, checkpoint, tmp_path):
+    flags = (checkpoint, "--prompt=a", f"--save={tmp_path / 'features.npz'}")
+    status, _, err = call("encode_text", *flags)
+    assert status == 2 and "models draw from prompt_ids, not from features of texts" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_size_of_lumina(call, tmp_path):
     """The size decides the prompt's last ids; prompts of another size are refused."""
     folder = f"--checkpoint={small.checkpoint_folder('lumina')}"

@@ -66,6 +66,7 @@ def test_sweep_and_report(call, texts, tmp_path):
         "headkv",
         "linear",
         "rkv",
+        "diagonal",
         "compose",
     }
     for name, cell in cells.items():

@@ -1,6 +1,7 @@
 """Prompts as token ids: the condition, its file, the tokenizer, and the Python API on top."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import varjax
 from tests import prompt_models_under_test as small
 from varjax import Generator, conditions
-from varjax.errors import UserError
+from varjax.errors import MissingExtra, UserError
 from varjax.text import prompt_ids
 from varjax.text.prompt_ids import PromptIds
 from varjax.text.prompt_tokenizer import PromptTokenizer
@@ -102,6 +103,13 @@ def test_no_tokenizer(tmp_path, monkeypatch):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(UserError, match="cannot read .* as a file of the package tokenizers"):
             PromptTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(MissingExtra, match=r"package tokenizers, .* run `pip install -e '.\[text"):
+        PromptTokenizer(tmp_path / "tokenizer.json")
 
 
 # --- the Python API -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from varjax.policies.registry import register
 from varjax.policies.token_rule import TokenPolicy
 from varjax.policies.windows import Ring
 
-SCORES = ("query", "mean")
+SCORES = ("mean", "query")
 ALONE = "its tokens are stored by their number, and it chooses distances, not tokens"
 
 
@@ -30,11 +30,12 @@ class Diagonal(Ring, TokenPolicy):
 
     Every head of every layer stores the condition, the first `sinks` image tokens and a ring of the
     newest N_r, and reads the condition, the sinks and N_att of the ring. The offset of a key is its
-    distance from the query, 0 to N_r - 1, 0 for the query's own token. With t image tokens drawn
-    behind the sinks, query t has weights w_t (softmax over all that it reads, the condition
-    included), and the head skips the offsets
+    distance from the query, 0 to N_r - 1, 0 for the query's own token. Query t, counted from the
+    first token behind the sinks, has weights w_t (softmax over all that it reads, the condition
+    included). A_t(o) is the mean of w_o(o), ..., w_t(o): over all queries so far that had this
+    offset, which is the head's diagonal. The head skips the offsets
 
-      S_t+1 = S_t + argmin {w_t(o): o <= t, o not in S_t}    for N_att - 1 <= t <= N_r - 2
+      S_t+1 = S_t + argmin {A_t(o): o <= t, o not in S_t}    for N_att - 1 <= t <= N_r - 2
       S_t+1 = S_t                                            before and after, from S_0 = {} on
 
     Each of these steps brings one key and skips one, so that queries read N_att keys from t = N_att
@@ -48,8 +49,7 @@ class Diagonal(Ring, TokenPolicy):
         and the policy is `streaming`.
       sinks: first image tokens that are stored and read from the start on, beside the ring; the
         paper's optional sinks are 4 (0).
-      score: "query": w_t of the newest query; or "mean": the mean of w over all queries that had
-        the offset.
+      score: "mean", or "query": w_t, the weights of the newest query alone, in place of A_t.
       period: has no effect; see `help(varjax.policies.windows.Ring)`.
 
     What is read: a query's weights are zero on skipped keys and these are in no sum, but our
@@ -63,21 +63,23 @@ class Diagonal(Ring, TokenPolicy):
     says: the text always stays; a window of the newest N_r image keys; a set of skipped offsets for
     each head, which moves with the query; once t reaches N_att - 1 every step adds the offset with
     the least attention, until N_r - N_att are skipped. It leaves open, and we take:
-      - whose attention: of the newest query alone, after the softmax. Skipped keys have none.
-        `score=mean` is the other reading.
+      - whose attention: after the softmax, in the mean along the diagonal. `score=query` is the
+        other reading; on our demo it loses much more, as one query says little about an offset that
+        no later query has then (docs/lab/demo_token_policies.md). Skipped keys have no attention.
       - which offsets may go: all, 0 included. Of equals the larger goes. Offset N_r - 1 never goes,
         since no query has it before the last one is chosen.
       - each row of each image has sets of its own, so conditional and unconditional rows differ.
       - query heads that share keys share a set, by the mean of their weights.
       - sinks are image tokens, beside the N_r and N_att; t counts from the first token behind them.
       - N_att / N_r, and which of the two a stated compression counts.
+      - new lines that a model forces are image tokens like others, so offsets count them.
       - an int8 cache is scored as it is read.
     """
 
     budget: float = 0.25
     share: float = within(0.5, 0, 1, above=True)
     sinks: int = 0
-    score: str = "query"
+    score: str = "mean"
 
     summary = "newest tokens, of which each head reads the distances that it attends to"
     unsuited = "it skips distances between tokens that are drawn one by one"

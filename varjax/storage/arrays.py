@@ -1,5 +1,6 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -61,12 +62,9 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     if it cannot be written, for example because the disk is full; then nothing is left of it."""
     import orbax.checkpoint as ocp  # here: 0.2 to 0.4 s that commands without weights save
 
-    # Orbax would copy every array first, in case that it changes meanwhile, and compress it whole.
-    # Models fill the memory nearly alone, so there is no copy, and chunks are small.
-    handlers = ocp.type_handlers
-    registry = handlers.create_type_handler_registry(
-        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, handlers.ArrayHandler()),  # without it Orbax warns
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, _sparing_handler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it Orbax warns
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     tree = parameters.nested(arrays)
@@ -76,6 +74,26 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     note = folder / "commit_success.txt"
     if note.exists():  # Orbax notes the path, which changes when the folder is renamed
         note.write_text("complete\n", encoding="utf-8")
+
+
+def _sparing_handler():
+    """Orbax's handler of NumPy arrays, but sparing memory, which models fill nearly alone.
+
+    Orbax copies all arrays, in case that they change meanwhile, and compresses all of them at once.
+    Here there is no copy, and one array is compressed and written at a time.
+    """
+    import orbax.checkpoint as ocp
+
+    class Sparing(ocp.type_handlers.NumpyHandler):
+        def __init__(self):
+            super().__init__(deepcopy_host_arrays=False)
+            self._turn = asyncio.Semaphore()
+
+        async def _open_and_write(self, *arguments):
+            async with self._turn:
+                await super()._open_and_write(*arguments)
+
+    return Sparing()
 
 
 def read(

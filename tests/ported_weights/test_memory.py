@@ -1,0 +1,102 @@
+"""Host memory of a conversion: the converted weights and, while it reads, less than a shard."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ported_weights.readers import sources
+from tests import models_under_test as models
+
+# Converts the first folder, then the second; prints by how many bytes the second raised the peak
+# until all is read, and until all is written.
+SCRIPT = """
+import sys
+from pathlib import Path
+from ported_weights.configurations import PublishedModel
+from ported_weights.convert import convert
+from varjax.storage import arrays
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def write(*arguments, own=arrays.write):
+    print(status("VmHWM") - before)
+    own(*arguments)
+
+arrays.write = write
+for folder in sys.argv[1:]:
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = status("VmRSS")
+    config = str(Path(folder) / "config.json")
+    files = PublishedModel(model="janus-custom", source=folder, config=config)
+    convert(files, folder + "-out", say=lambda line: None)
+print(status("VmHWM") - before)
+"""
+WIDTH, HIDDEN, DEPTH, WORDS, SHARDS = 768, 2048, 8, 24000, 8
+LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
+SLACK = 2**25  # what is not given back
+
+
+def _weights() -> dict[str, np.ndarray]:
+    """A Janus-Pro of about 0.2 GB with the fixture's image tokenizer."""
+    rng, found = np.random.default_rng(0), {}
+    wide = {64: WIDTH, 144: HIDDEN, 120: WORDS}  # sizes of the fixture: of this model
+    for name, tensor in sources.open_source(models.JANUS_FIXTURES / "janus_tiny").tensors.items():
+        shape, layer = tensor.shape, LAYER.match(name)
+        if not name.startswith("gen_vision_model."):
+            shape = tuple(wide.get(n, n) for n in shape)
+        copies = range(DEPTH if layer and layer[1] == "0" else 0 if layer else 1)
+        for number in copies if ".lm_head." not in name else ():
+            bits = rng.integers(0, 0x3F80, shape, np.uint16)  # finite numbers, hard to compress
+            one = name.replace("layers.0.", f"layers.{number}.") if layer else name
+            found[one] = bits.view(ml_dtypes.bfloat16)
+    return found
+
+
+def _write(folder: Path, arrays: dict[str, np.ndarray], save, ending: str) -> int:
+    """Write shards with their index and a configuration; returns the bytes of the largest one."""
+    folder.mkdir()
+    names, mapping = list(arrays), {}
+    parts = [names[i::SHARDS] for i in range(SHARDS)]  # neighbours lie in different shards
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{SHARDS:05d}.{ending}"
+        save(folder / file, {name: arrays[name] for name in part})
+        mapping |= dict.fromkeys(part, file)
+    content = {"weight_map": {name: mapping[name] for name in names}}
+    (folder / f"model.{ending}.index.json").write_text(json.dumps(content))
+    config = json.loads((models.JANUS_FIXTURES / "janus_tiny" / "config.json").read_text())
+    config["language_config"] |= {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
+    config["language_config"] |= {"num_hidden_layers": DEPTH, "vocab_size": WORDS}
+    config["gen_head_config"]["params"]["n_embed"] = WIDTH
+    config["gen_aligner_config"]["params"]["n_embed"] = WIDTH
+    (folder / "config.json").write_text(json.dumps(config))
+    return max(sum(arrays[name].nbytes for name in part) for part in parts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read in /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_peak_of_a_conversion(tmp_path, torch_zip, kind):
+    arrays = _weights()
+    save = torch_zip.save if kind == "bin" else lambda path, content: save_file(content, path)
+    shard = _write(tmp_path / "large", arrays, save, kind)
+    tree = sum(array.nbytes for array in arrays.values())
+    folders = [models.JANUS_FIXTURES / "janus_tiny", tmp_path / "large"]
+    small = tmp_path / "small"
+    small.symlink_to(folders[0])
+    command = [sys.executable, "-c", SCRIPT, str(small), str(folders[1])]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    reading, rise = map(int, ended.stdout.split()[-2:])
+    print(f"MiB: tree {tree >> 20}, shard {shard >> 20}, read {reading >> 20}, all {rise >> 20}")
+    assert tree - SLACK < reading < tree + shard + SLACK
+    # Orbax holds what it compresses, up to a whole parameter, and the allocator keeps some of it:
+    # 95 to 130 MiB here
+    assert rise < 2 * tree + shard
