@@ -110,6 +110,8 @@ def _slow(*case):
         _slow(FAMILIES["var"], "unroll"),
         _slow(FAMILIES["infinity"], "unroll"),
         _slow("llamagen_t2i", "auto"),
+        _slow("janus_small", "auto"),
+        _slow("lumina_groups", "auto"),
     ],
 )
 def test_every_family_draws_with_them(name, layers):

@@ -26,7 +26,7 @@ CASES = [  # weights and ragged heads divided
     # contents decided by every head for itself: positions, sums and reaches divided
     (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
     # matrices and their scales divided, layers apart and stacked
-    (BY_TOKEN + INT8, "full", {}, None, ("model=2",)),
+    (models.GROUPS + INT8, "headkv", {"budget": 0.6}, "int8", ("model=2",)),
     (DEMO + INT8, "full", {}, None, ("model=2",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
@@ -47,6 +47,9 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (TOKEN_TEXT, "linear", {"budget": 0.5}, None, ("model=2",)),
     (BY_TOKEN, "compose", {"budget": 0.5}, None, ("model=2",)),
     (BY_TOKEN, "table", {}, None, ("data=2,model=2",)),
+    (BY_TOKEN + INT8, "full", {}, None, ("model=2",)),
+    (models.GROUPS, "snapkv", {"budget": 0.6}, None, ("data=2,model=2",)),
+    ("janus_small" + INT8, "rkv", {"budget": 0.6}, None, ("model=2",)),
     (DEMO + INT8, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (TEXT + INT8, "full", {}, None, ("model=2",)),
 ]
@@ -114,7 +117,7 @@ def main(cases, images: int) -> None:
     for name, policy, arguments, kv_dtype, meshes in cases:
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_for(load(name), policy, arguments, folder)
-        by_token = name.removesuffix(INT8) in (BY_TOKEN, TOKEN_TEXT)
+        by_token = load(name).draws_tokens
 
         def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):
             model = load(name)
