@@ -48,7 +48,7 @@ class Diagonal(Ring, TokenPolicy):
       share: N_att / N_r (0.5); N_att is rounded down, and at least 1. With 1 nothing is skipped,
         and the policy is `streaming`.
       sinks: first image tokens that are stored and read from the start on, beside the ring; the
-        paper's optional sinks are 4 (0).
+        paper's optional sinks are 4 (0). On our demo they are worth having.
       score: "mean", or "query": w_t, the weights of the newest query alone, in place of A_t.
       period: has no effect; see `help(varjax.policies.windows.Ring)`.
 
