@@ -15,7 +15,7 @@ from varjax.models.lumina import sizes, vocabulary
 from varjax.models.lumina.config import LuminaConfig
 from varjax.models.lumina.transformer import Lumina
 from varjax.models.registry import PRESETS
-from varjax.nn import layers
+from varjax.nn import layers, stacked
 
 SMALL = dict(
     hidden_size=32,
@@ -233,12 +233,25 @@ def test_norm_of_heads_by_shard():
     norm, x = HeadNorm(2, 4), np.random.default_rng(0).normal(size=(1, 3, 6, 4))
     norm.scale.set_value(jnp.arange(8.0).reshape(2, 4))
     norm.bias.set_value(jnp.arange(8.0).reshape(2, 4) / 10)
-    found = norm(jnp.asarray(x, jnp.float32), 1e-5)
+    found = norm(jnp.asarray(x, jnp.float32))
     for head in range(6):
         of = x[:, :, head]
         plain = (of - of.mean(-1, keepdims=True)) / np.sqrt(of.var(-1, keepdims=True) + 1e-5)
         shard = np.arange(8.0).reshape(2, 4)[head // 3]
         np.testing.assert_allclose(found[:, :, head], plain * shard + shard / 10, atol=1e-5)
+
+
+def test_norm_of_heads_has_its_own_epsilon():
+    """1e-5 as in Chameleon, also where `rms_norm_eps` is another number."""
+    rotation = (jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8)))
+    x, found = 1e-3 * jnp.ones((1, 1, 32)).at[..., ::2].set(0), []
+    for eps in (1e-5, 1e-1):
+        # `norm_after`: no RMS norm in front of the heads
+        config = dataclasses.replace(LUMINA, rms_norm_eps=eps, swin_norm=True)
+        model = Lumina(config, rngs=nnx.Rngs(0))
+        found.append(model.project(stacked.layer(model.blocks, 0), rotation, x).k)
+    assert float(jnp.abs(found[0]).max()) > 0
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_attention_of_groups():
