@@ -98,6 +98,7 @@ def test_a_released_file_of_janus():
         ({"prompt_tokens": 16000}, "16000 tokens and 576 image tokens are 16576.*at most 16384"),
         ({"pad_id": 102400}, "pad_id is 102400"),
         ({"surplus": 1}, "unknown name 'surplus'"),
+        ({"hidden_size": 64}, "unknown name 'hidden_size': known are language_config, "),
     ],
 )
 def test_impossible_configurations_of_janus(change, message):
