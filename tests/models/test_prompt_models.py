@@ -91,6 +91,7 @@ def test_a_released_file_of_janus():
         ({"language_config": {"hidden_sise": 3}}, "unknown name 'hidden_sise'.*hidden_size"),
         ({"language_config": 3}, "language_config is 3, it must hold names and values"),
         ({"language_config": {"attention_bias": True}}, "attention_bias=True: no released"),
+        ({"gen_head_config": {"params": [1]}}, r"params is \[1\], it must hold names and values"),
         ({"gen_aligner_config": {"params": {"depth": 3}}}, "depth is 3, not 2"),
         ({"grid": [6]}, "a height and a width"),
         ({"grid": [0, 2]}, "a height and a width"),
@@ -113,6 +114,8 @@ def test_impossible_configurations_of_janus(change, message):
         ({"model_parallel_size": 4}, "2 heads are no multiple of model_parallel_size 4"),
         ({"image_ids": (1, 2)}, "lists 2 ids for 20 codes"),
         ({"new_line": 5}, "must all differ"),
+        ({"image_start": 5}, "ids 5 of image start, height and width are those of image tokens"),
+        ({"new_line": 34}, "ids 34 of image start"),
         ({"size_zero": 59}, "ids 61, 60 are outside the vocabulary"),
         ({"units": (2, 2, 2)}, "a height and a width"),
     ],
@@ -120,6 +123,19 @@ def test_impossible_configurations_of_janus(change, message):
 def test_impossible_configurations_of_lumina(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(LUMINA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grammar": [3]}, r"grammar is \[3\], it must hold names and values"),
+        ({"grammar": {"boi": "x"}}, "image_start is 'x', it must be a whole number"),
+        ({"model": [3]}, r"model is \[3\], it must hold names and values"),
+    ],
+)
+def test_impossible_files_of_lumina(change, message):
+    with pytest.raises(UserError, match=message):
+        LuminaConfig.from_published(LUMINA.to_published() | change)
 
 
 def test_sizes():

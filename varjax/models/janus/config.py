@@ -78,9 +78,9 @@ class JanusConfig(LlamaConfig):
                 words = f"known are {', '.join(known)}{nearest(name, known)}"
                 raise cls.wrong(f"unknown name {name!r}: {words}")
         with about("language_config"):
-            found = cls.language_arguments(_section(given, "language_config"))
+            found = cls.language_arguments(cls.inside(given, "language_config"))
         for section, names in SECTIONS.items():
-            params = _section(given, section).get("params", {})
+            params = cls.inside(cls.inside(given, section), "params")
             for name, ours in names.items():
                 if name not in params:
                     continue
@@ -116,13 +116,6 @@ class JanusConfig(LlamaConfig):
                 f"a prompt of {len(ids)} ids: Janus-Pro's have at least the first one (begin of "
                 f"sentence) and the last one (begin of image)"
             )
-
-
-def _section(given: Mapping, name: str) -> Mapping:
-    section = given.get(name, {})
-    if not isinstance(section, Mapping):
-        raise JanusConfig.wrong(f"{name} is {show(section)}, it must hold names and values")
-    return section
 
 
 PRESETS = {
