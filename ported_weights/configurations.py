@@ -149,7 +149,8 @@ class PublishedModel:
         try:
             family.check(configs)
         except UserError as error:
-            files = f"{self.config} and {self.tokenizer_config or 'the published tokenizer'}"
+            other = self.tokenizer_config or (None if is_whole else "the published tokenizer")
+            files = " and ".join(filter(None, (self.config, other)))
             problem = f"the configurations do not belong together: {error} ({files})"
             raise UserError(problem) from error
         return configs, dict(self.defaults.sampling(transformer))

@@ -241,6 +241,13 @@ def _open_both(
     return opened
 
 
+def _instead(table: RuleTable, similar: Sequence[RuleTable]) -> str:
+    """Say what weights are that are not those of `table`, and where they belong."""
+    other = next((t for t in similar if t.flag == table.flag), similar[0])
+    where = f"it belongs to {other.flag}" if other.flag != table.flag else "choose its --model"
+    return f"looks like {other.what} weights, not {table.what} weights: {where}"
+
+
 def _open_part(
     part: Part, config: object, path: str, key: str | None, prefix: str = ""
 ) -> PublishedPart:
@@ -254,10 +261,7 @@ def _open_part(
         source = own
     similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
     if similar and table not in similar:
-        raise UserError(
-            f"{table.flag}: {path} looks like {similar[0].what} weights, not {table.what} weights:"
-            f" it belongs to {similar[0].flag}"
-        )
+        raise UserError(f"{table.flag}: {path} {_instead(table, similar)}")
     if lacking := [f"{what} ({name})" for name, what in table.needed if name not in source.tensors]:
         raise UserError(
             f"{table.flag}: {path} lacks {some(lacking)}: it does not draw pictures, and may be a"
@@ -301,10 +305,10 @@ def _open_text_encoder(folder: str) -> PublishedPart:
 def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
     """Open the text encoder, if it fits the configuration of the transformer."""
     if transformer.condition != "text":
-        raise UserError(
-            f"--text_encoder_source: {family.parts['transformer'].name} draws classes, not texts:"
-            " drop it"
-        )
+        classes = transformer.condition == "labels"
+        reason = "draws classes, not texts" if classes else "reads texts itself, as token ids"
+        name = family.parts["transformer"].name
+        raise UserError(f"--text_encoder_source: {name} {reason}: drop it")
     with about("--text_encoder_source"):
         encoder = _open_text_encoder(folder)
     width = encoder.config.d_model

@@ -29,8 +29,7 @@ class Sampling:
 
     cfg: guidance strength, one number or one per scale; what it multiplies is the model's own
       convention. VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond.
-      Infinity and LlamaGen: cfg * cond + (1 - cfg) * uncond; LlamaGen does not guide where cfg is
-      at most 1.
+      All others: cfg * cond + (1 - cfg) * uncond; LlamaGen does not guide where cfg is at most 1.
     tau: temperature, one number or one per scale; logits are divided by it before guidance.
     cfg_insertion_layer: where the conditional and unconditional rows are mixed: 0 on the logits, -k
       after layer depth - k (Infinity).

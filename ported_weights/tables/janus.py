@@ -38,13 +38,13 @@ def codec_arguments(given: Mapping) -> tuple[dict, str]:
     """Return the arguments of the image tokenizer that a config.json describes, and a description.
 
     Published ones say how many codes there are and how wide they are; `vq_tiny` of a model of one's
-    own has the rest.
+    own has the rest. `UserError` for anything else there.
     """
-    params = given.get("gen_vision_config", {})
-    params = params.get("params", {}) if isinstance(params, Mapping) else {}
+    inside = JanusConfig.inside
+    params = inside(inside(given, "gen_vision_config"), "params")
     names = {"image_token_size": "codebook_size", "n_embed": "codebook_embed_dim"}
     found = {ours: params[name] for name, ours in names.items() if name in params}
-    return {**found, **given.get("vq_tiny", {}), "has_encoder": False}, "of VQ-16's kind"
+    return {**found, **inside(given, "vq_tiny"), "has_encoder": False}, "of VQ-16's kind"
 
 
 def with_grid(given: Mapping) -> Mapping:

@@ -15,7 +15,7 @@ from varjax.models.lumina import sizes, vocabulary
 from varjax.models.lumina.config import LuminaConfig
 from varjax.models.lumina.transformer import Lumina
 from varjax.models.registry import PRESETS
-from varjax.nn import layers
+from varjax.nn import layers, stacked
 
 SMALL = dict(
     hidden_size=32,
@@ -91,6 +91,7 @@ def test_a_released_file_of_janus():
         ({"language_config": {"hidden_sise": 3}}, "unknown name 'hidden_sise'.*hidden_size"),
         ({"language_config": 3}, "language_config is 3, it must hold names and values"),
         ({"language_config": {"attention_bias": True}}, "attention_bias=True: no released"),
+        ({"gen_head_config": {"params": [1]}}, r"params is \[1\], it must hold names and values"),
         ({"gen_aligner_config": {"params": {"depth": 3}}}, "depth is 3, not 2"),
         ({"grid": [6]}, "a height and a width"),
         ({"grid": [0, 2]}, "a height and a width"),
@@ -98,6 +99,7 @@ def test_a_released_file_of_janus():
         ({"prompt_tokens": 16000}, "16000 tokens and 576 image tokens are 16576.*at most 16384"),
         ({"pad_id": 102400}, "pad_id is 102400"),
         ({"surplus": 1}, "unknown name 'surplus'"),
+        ({"hidden_size": 64}, "unknown name 'hidden_size': known are language_config, "),
     ],
 )
 def test_impossible_configurations_of_janus(change, message):
@@ -112,6 +114,8 @@ def test_impossible_configurations_of_janus(change, message):
         ({"model_parallel_size": 4}, "2 heads are no multiple of model_parallel_size 4"),
         ({"image_ids": (1, 2)}, "lists 2 ids for 20 codes"),
         ({"new_line": 5}, "must all differ"),
+        ({"image_start": 5}, "ids 5 of image start, height and width are those of image tokens"),
+        ({"new_line": 34}, "ids 34 of image start"),
         ({"size_zero": 59}, "ids 61, 60 are outside the vocabulary"),
         ({"units": (2, 2, 2)}, "a height and a width"),
     ],
@@ -119,6 +123,19 @@ def test_impossible_configurations_of_janus(change, message):
 def test_impossible_configurations_of_lumina(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(LUMINA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grammar": [3]}, r"grammar is \[3\], it must hold names and values"),
+        ({"grammar": {"boi": "x"}}, "image_start is 'x', it must be a whole number"),
+        ({"model": [3]}, r"model is \[3\], it must hold names and values"),
+    ],
+)
+def test_impossible_files_of_lumina(change, message):
+    with pytest.raises(UserError, match=message):
+        LuminaConfig.from_published(LUMINA.to_published() | change)
 
 
 def test_sizes():
@@ -233,12 +250,25 @@ def test_norm_of_heads_by_shard():
     norm, x = HeadNorm(2, 4), np.random.default_rng(0).normal(size=(1, 3, 6, 4))
     norm.scale.set_value(jnp.arange(8.0).reshape(2, 4))
     norm.bias.set_value(jnp.arange(8.0).reshape(2, 4) / 10)
-    found = norm(jnp.asarray(x, jnp.float32), 1e-5)
+    found = norm(jnp.asarray(x, jnp.float32))
     for head in range(6):
         of = x[:, :, head]
         plain = (of - of.mean(-1, keepdims=True)) / np.sqrt(of.var(-1, keepdims=True) + 1e-5)
         shard = np.arange(8.0).reshape(2, 4)[head // 3]
         np.testing.assert_allclose(found[:, :, head], plain * shard + shard / 10, atol=1e-5)
+
+
+def test_norm_of_heads_has_its_own_epsilon():
+    """1e-5 as in Chameleon, also where `rms_norm_eps` is another number."""
+    rotation = (jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8)))
+    x, found = 1e-3 * jnp.ones((1, 1, 32)).at[..., ::2].set(0), []
+    for eps in (1e-5, 1e-1):
+        # `norm_after`: no RMS norm in front of the heads
+        config = dataclasses.replace(LUMINA, rms_norm_eps=eps, swin_norm=True)
+        model = Lumina(config, rngs=nnx.Rngs(0))
+        found.append(model.project(stacked.layer(model.blocks, 0), rotation, x).k)
+    assert float(jnp.abs(found[0]).max()) > 0
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_attention_of_groups():

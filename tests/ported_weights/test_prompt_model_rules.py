@@ -352,6 +352,13 @@ def test_files_of_other_families(tmp_path):
     other = models.llamagen_files("gpt_c2i.pt")
     other = dataclasses.replace(other, prompt_tokenizer_source=given)
     refused(tmp_path, other, "--prompt_tokenizer_source: LlamaGen takes no token ids: drop it")
+    encoder = dataclasses.replace(models.janus_files(), text_encoder_source=str(tmp_path))
+    refused(tmp_path, encoder, "--text_encoder_source: Janus reads texts itself, as token ids")
+    words = "looks like {} transformer weights, not {} transformer weights: choose its --model"
+    swapped = dataclasses.replace(models.janus_files(), source=models.lumina_files().source)
+    refused(tmp_path, swapped, words.format("Lumina-mGPT", "Janus-Pro"))
+    swapped = dataclasses.replace(models.lumina_files(), source=models.janus_files().source)
+    refused(tmp_path, swapped, words.format("Janus-Pro", "Lumina-mGPT"))
 
 
 LUMINA_CASES = {
@@ -372,7 +379,16 @@ def test_another_size(tmp_path, case):
 
 def test_other_codes(tmp_path):
     config = {**LUMINA_CONFIG, "vqgan": {**LUMINA_CONFIG["vqgan"], "n_embed": 64}}
-    refused(tmp_path, lumina(tmp_path, config), "vocab_size is 128 .* and 64 for the codec")
+    refused(tmp_path, lumina(tmp_path, config), r"128 .* and 64 for the codec.*\(\S+\.json\)$")
+
+
+def test_a_tokenizer_that_is_no_configuration(tmp_path):
+    """`vq_tiny`, or what describes the codes, of another type."""
+    given = json.loads((WEIGHTS["janus_tiny"] / "config.json").read_text())
+    (tmp_path / "given.json").write_text(json.dumps(given | {"vq_tiny": [1]}))
+    published = dataclasses.replace(models.janus_files(), config=str(tmp_path / "given.json"))
+    refused(tmp_path, published, r"vq_tiny is \[1\], it must hold names and values")
+    refused(tmp_path, lumina(tmp_path, LUMINA_CONFIG | {"vqgan": [1]}), "expected names and values")
 
 
 def test_absent_shards(tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from varjax.errors import UserError, about, show
+from varjax.errors import UserError, about, nearest, show
 from varjax.models.janus import prompts
 from varjax.models.llama.config import LlamaConfig
 from varjax.nn import published
@@ -21,6 +21,7 @@ SECTIONS = {
     "gen_aligner_config": {"input_dim": "code_dim", "n_embed": "hidden_size"},
     "gen_vision_config": {"image_token_size": "vocab_size", "n_embed": "code_dim"},
 }
+OWN = ("pad_id", "grid", "prompt_tokens")  # names of ours beside them
 KINDS = {"depth": 2, "projector_type": "mlp_gelu"}  # of the aligner; all released models
 IGNORED = frozenset(
     "aligner_config architectures model_type note torch_dtype transformers_version"
@@ -70,13 +71,16 @@ class JanusConfig(LlamaConfig):
         Raises:
           UserError: unknown names, values of the wrong type, sections that contradict each other.
         """
-        own = {n: given[n] for n in ("pad_id", "grid", "prompt_tokens") if n in given}
-        known = {"language_config", *SECTIONS, *own}
-        cls.arguments({n: v for n, v in given.items() if n not in known}, IGNORED)
+        own = {n: given[n] for n in OWN if n in given}
+        known = ("language_config", *SECTIONS, *OWN)
+        for name in given:
+            if name not in known and name not in IGNORED:
+                words = f"known are {', '.join(known)}{nearest(name, known)}"
+                raise cls.wrong(f"unknown name {name!r}: {words}")
         with about("language_config"):
-            found = cls.language_arguments(_section(given, "language_config"))
+            found = cls.language_arguments(cls.inside(given, "language_config"))
         for section, names in SECTIONS.items():
-            params = _section(given, section).get("params", {})
+            params = cls.inside(cls.inside(given, section), "params")
             for name, ours in names.items():
                 if name not in params:
                     continue
@@ -112,13 +116,6 @@ class JanusConfig(LlamaConfig):
                 f"a prompt of {len(ids)} ids: Janus-Pro's have at least the first one (begin of "
                 f"sentence) and the last one (begin of image)"
             )
-
-
-def _section(given: Mapping, name: str) -> Mapping:
-    section = given.get(name, {})
-    if not isinstance(section, Mapping):
-        raise JanusConfig.wrong(f"{name} is {show(section)}, it must hold names and values")
-    return section
 
 
 PRESETS = {

@@ -21,6 +21,7 @@ from varjax.nn import layers, split
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
+HEAD_NORM_EPS = 1e-5  # fixed in published code, whatever `rms_norm_eps` says
 normal = jax.nn.initializers.normal(0.02)
 
 
@@ -43,13 +44,13 @@ class HeadNorm(nnx.Module):
         self.scale = ones(shards, size)
         self.bias = nnx.Param(jnp.zeros((shards, size)))
 
-    def __call__(self, x: Float[Array, "R T N H"], eps: float) -> Float[Array, "R T N H"]:
+    def __call__(self, x: Float[Array, "R T N H"]) -> Float[Array, "R T N H"]:
         """Normalised heads, float32."""
         *rest, size = x.shape
         shards = self.scale[...].shape[0]
         x = x.astype(jnp.float32).reshape(*rest[:2], shards, -1, size)
         scale, bias = (p[...].astype(jnp.float32)[:, None] for p in (self.scale, self.bias))
-        return (layers.layer_norm(x, eps) * scale + bias).reshape(*rest, size)
+        return (layers.layer_norm(x, HEAD_NORM_EPS) * scale + bias).reshape(*rest, size)
 
 
 class Block(nnx.Module):
@@ -198,7 +199,7 @@ class Llama(Decoder):
         own = heads.shape[2] // (groups + 2)  # of this device
         q, k, v = jnp.split(heads, [groups * own, (groups + 1) * own], axis=2)
         if config.norm_shards:
-            q, k = block.q_norm(q, config.norm_eps), block.k_norm(k, config.norm_eps)
+            q, k = block.q_norm(q), block.k_norm(k)
         q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))
         scale = 1 / math.sqrt(config.head_dim)
         # both in float32, rounded once

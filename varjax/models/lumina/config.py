@@ -72,16 +72,16 @@ class LuminaConfig(LlamaConfig):
         Our own names may stand in either. A vocabulary (`vocabulary_map` or `image_vocab`, names to
         ids) gives `image_ids`. `UserError` for unknown names and values of the wrong type.
         """
-        given = dict(given)
-        model = {**given, **given.pop("model")} if "model" in given else given
-        grammar = model.pop("grammar", {})
+        model = {**given, **cls.inside(given, "model")}
+        grammar = cls.inside(model, "grammar")
         names = model.pop("image_vocab", None) or model.pop("vocabulary_map", None)
-        for name in ("model", "vqgan", "image_vocab", "vocabulary_map"):
+        for name in ("model", "grammar", "vqgan", "image_vocab", "vocabulary_map"):
             model.pop(name, None)
         # our name: `vocab_size` is the language model's in published files
         codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)}, ())
         found = cls.language_arguments(model) | codes
-        found |= {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
+        ids = {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
+        found |= cls.arguments(ids, ())
         if names is not None:
             with about("vocabulary"):
                 ids = vocabulary.image_ids(names)

@@ -82,3 +82,8 @@ def check_ids(config: HasIds) -> None:
         )
     if len(set(ids)) < len(ids):
         raise UserError("Lumina-mGPT configuration: image_ids and new_line must all differ")
+    if taken := sorted(set(ids) & set(config.opening)):
+        raise UserError(
+            f"Lumina-mGPT configuration: ids {some(map(str, taken), 8)} of image start, height and"
+            f" width are those of image tokens or of the new line"
+        )
