@@ -14,7 +14,8 @@ from varjax.cli import command_line
 @pytest.fixture
 def call(capsys, monkeypatch):
     """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
-    experiments.run --flag=...`."""
+    experiments.run --flag=...`. The cache of compiled programs stays the tests' own."""
+    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
 
     def invoke(verb, *flags):
         package = importlib.import_module(f"experiments.{verb}")

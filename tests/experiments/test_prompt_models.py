@@ -10,7 +10,7 @@ from tests import prompt_models_under_test as small
 from varjax.api import Generator
 from varjax.text.prompt_ids import PromptIds
 
-FAST = ("--dtype=float32", "--compilation_cache=off", "--batch_size=2")
+FAST = ("--dtype=float32", "--batch_size=2")
 
 
 @pytest.fixture(scope="module", params=small.CONFIGS)

@@ -15,7 +15,7 @@ from varjax.cli.flags import CommandFlags, parse_flags
 from varjax.model import describe
 
 CASE = "infinity_A_gen_1.5_b2"
-FAST = ("--segments=1", "--dtype=float32", "--compilation_cache=off")
+FAST = ("--segments=1", "--dtype=float32")
 
 
 @pytest.fixture(scope="module")
