@@ -229,6 +229,9 @@ class _TokenSteps:
         layer, caches, bias = jax.jit(layer), [], None
         for index, cache in enumerate(state):
             x, cache, bias = layer(self._block(index), x, cache)
+            # Keys and values of a layer are stored before the next one begins. XLA for GPUs would
+            # store them all at the end, and hold those of every layer until then.
+            x, cache = jax.lax.optimization_barrier((x, cache))
             caches.append(cache)
         # only the last token leads to an image token
         return x[:, -1:], tuple(caches), bias
