@@ -140,7 +140,7 @@ class Generator:
         self._arrange()
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
-        self._formats = self._sharded = self._make_empty = None
+        self._formats = self._cache_formats = self._sharded = self._make_empty = None
 
     def __repr__(self) -> str:
         state = "not compiled yet" if self.compiled is None else "compiled"
@@ -194,7 +194,9 @@ class Generator:
                 # in this order: pixels take the weights in the layout that the codes' program chose
                 how = {"few_rows": self.spec.few_rows, "int8": self.model.weights_dtype == INT8}
                 self.compiled, self.timing.cache = program.compile_codes(codes, **how)
-                self._formats = self.compiled.input_formats[0][0] if automatic else None
+                formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
+                self._formats, self._cache_formats = formats
+                self._make_empty = None
                 pixels = program.trace_pixels(
                     self._networks,
                     jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32),
@@ -392,9 +394,11 @@ class Generator:
         return results, state
 
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
-        """An empty cache; over several devices each makes its own share."""
+        """An empty cache, which lies as the compiled program takes it; over several devices each
+        makes its own share."""
         types = self.kv_dtype, self.model.dtype
         make = partial(self.plan.empty_state, self.batch_size, *types, groups=self.mesh.model)
-        if self._sharded is not None and self._make_empty is None:
-            self._make_empty = jax.jit(make, out_shardings=self._sharded.shardings[1])
-        return make() if self._sharded is None else self._make_empty()
+        where = self._cache_formats or (self._sharded and self._sharded.shardings[1])
+        if where and self._make_empty is None:
+            self._make_empty = jax.jit(make, out_shardings=where)
+        return self._make_empty() if where else make()

@@ -66,8 +66,9 @@ def trace_codes(
     Args:
       arguments: condition, keys, inputs, given (`ScaleSpec.generate`, `TokenSpec.generate`).
       precision: "default" or "highest", of float32 products.
-      auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
-        not copied into another layout in every call); the caller puts them there, see `place`.
+      auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights, so that
+        stacked ones are not copied into another layout in every call; the caller puts them there,
+        see `place`. The cache lies row by row; the caller makes it so (`Compiled.input_formats`).
       sharded: the program of a mesh, for several devices; shapes then carry its `shardings`.
     """
     # The pool is the largest buffer. Without donation the program would allocate a second one for
@@ -75,11 +76,14 @@ def trace_codes(
     program = sharded or spec.generate
     where = {}
     if auto_layout:
-        # A TPU's compiler would copy stacked weights into another layout in every call. Only the
-        # weights are left open: the pool and the inputs lie as the kernels read them.
-        networks = jax.tree.map(_somewhere, networks)
-        formats = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
-        where["in_shardings"] = (formats, *(None,) * (1 + len(arguments)))
+        # A TPU's compiler would copy stacked weights into another layout in every call: they lie as
+        # it likes. The cache lies as the kernels read it, which is not how a TPU puts an array of
+        # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
+        networks, state = jax.tree.map(_somewhere, (networks, state))
+        weights = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
+        cache = jax.tree.map(_row_by_row, state)
+        where["in_shardings"] = (weights, cache, *(None,) * len(arguments))
+        where["out_shardings"] = (None, cache)
     with _matmul_precision(precision):
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
@@ -230,6 +234,11 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
 
 def _placed(array: Array, wanted: Format) -> Array:
     return array if array.format == wanted else jax.device_put(array, wanted)
+
+
+def _row_by_row(leaf: jax.ShapeDtypeStruct) -> Format:
+    """The format in which the last axis is contiguous, then the one before it, and so on."""
+    return Format(Layout(tuple(range(leaf.ndim))), leaf.sharding)
 
 
 def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
