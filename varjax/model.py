@@ -191,7 +191,8 @@ class Model:
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
         """This model for pictures of another shape; `UserError` if there is no such template."""
-        return self.with_config(self.config.with_template(aspect, size))
+        cell = self.codec.config.downsample
+        return self.with_config(self.config.with_template(aspect, size, cell))
 
     def with_grid(self, grid: str | Sequence[int] | None) -> "Model":
         """This model for pictures of another grid: height and width in the units that the model

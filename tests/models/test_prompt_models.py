@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from varjax.errors import UserError
+from varjax.model import describe
 from varjax.models.janus.config import JanusConfig
 from varjax.models.janus.transformer import Janus
 from varjax.models.llama.decoder import HeadNorm, rotate_half
@@ -138,16 +139,25 @@ def test_impossible_files_of_lumina(change, message):
         LuminaConfig.from_published(LUMINA.to_published() | change)
 
 
+def test_released_janus_has_one_grid():
+    for name in ("janus-pro-1b", "janus-pro-7b"):
+        model = describe(name).with_prompt_tokens(9)
+        assert model.with_grid("24x24").config == model.config
+        with pytest.raises(UserError, match="grid=12x12: .* 24x24 tokens .384x384 pixels"):
+            model.with_grid("12x12")
+
+
 def test_sizes():
     """Those of the published cropping for an area of 576 units, at most 4 times as long as wide."""
     known = sizes.units_of(576)
     assert (24, 24) in known and (48, 12) in known and (12, 48) in known and (20, 28) in known
     assert (49, 11) not in known and (24, 25) not in known and (23, 23) not in known
-    assert sizes.resolve(None, "768x768", (24, 24)) == sizes.resolve(None, "768", (24, 24))
-    assert sizes.resolve(None, "640x896", (24, 24)) == (20, 28)
+    assert sizes.resolve(None, "768x768", (24, 24), 32) == sizes.resolve(None, "768", (24, 24), 32)
+    assert sizes.resolve(None, "640x896", (24, 24), 32) == (20, 28)
+    assert sizes.resolve(None, "24x16", (2, 3), 8) == (3, 2)  # a codec of one's own
     for wrong in ("768x760", "2048x64", "x", "512"):
         with pytest.raises(UserError, match="HEIGHTxWIDTH in pixels is one of .*768x768"):
-            sizes.resolve(None, wrong, (24, 24))
+            sizes.resolve(None, wrong, (24, 24), 32)
     with pytest.raises(UserError, match="aspect=1.5"):
         LUMINA.with_template(1.5, None)
 

@@ -136,10 +136,13 @@ class TransformerConfig(Configuration):
         self.check_real("mlp_ratio", positive=True)
         self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
 
-    def with_template(self, aspect: float | str | None, size: str | None) -> "TransformerConfig":
+    def with_template(
+        self, aspect: float | str | None, size: str | None, cell: int = 16
+    ) -> "TransformerConfig":
         """The configuration under which the same weights draw pictures of another aspect
-        (height / width) and size; None keeps the present one. `UserError` if the model has one
-        schedule per checkpoint, or there is no such template."""
+        (height / width) and size; None keeps the present one. cell: pixels of a side of a latent
+        cell, by the model's codec. `UserError` if the model has one schedule per checkpoint, or
+        there is no such template."""
         if aspect is None and size is None:
             return self
         height, width = self.token_maps[-1]

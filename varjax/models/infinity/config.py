@@ -124,7 +124,9 @@ class InfinityConfig(published.TransformerConfig):
                     f" them, or leave {name} out"
                 )
 
-    def with_template(self, aspect: float | str | None, size: str | None) -> "InfinityConfig":
+    def with_template(
+        self, aspect: float | str | None, size: str | None, cell: int = 16
+    ) -> "InfinityConfig":
         if aspect is None and size is None:
             return self
         named = schedules.name_of(self.schedule, self.rope_map)

@@ -1,7 +1,7 @@
 """Configuration of Janus-Pro's picture-drawing part, in the names of its published config.json."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from varjax.errors import UserError, about, nearest, show
 from varjax.models.janus import prompts
@@ -103,8 +103,15 @@ class JanusConfig(LlamaConfig):
 
     def with_grid(self, grid: tuple[int, int]) -> "JanusConfig":
         """The configuration for images of so many tokens, height x width. Only models of one's own
-        know other sizes than the released 24 x 24."""
-        return self.shaped(grid=tuple(grid))
+        know other sizes than the released one: `UserError` for those."""
+        grid = tuple(grid)
+        released = (replace(c, prompt_tokens=self.prompt_tokens) for c in PRESETS.values())
+        if grid != self.grid and self in released:
+            raise UserError(
+                f"grid={'x'.join(map(str, grid))}: Janus-Pro draws images of 24x24 tokens (384x384 "
+                f"pixels): leave it out"
+            )
+        return self.shaped(grid=grid)
 
     def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
         return prompts.encode(text, tokenizer)

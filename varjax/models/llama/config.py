@@ -217,8 +217,8 @@ class LlamaConfig(DecoderConfig):
         total = length + self.image_tokens
         if total > self.max_context:
             raise UserError(
-                f"a prompt of {length} tokens and {self.image_tokens} image tokens are {total}, "
-                f"{self.what} takes at most {self.max_context}: choose a shorter prompt or a "
+                f"a prompt of {length} token{'s'[length == 1 :]} and {self.image_tokens} image "
+                f"tokens are {total}, {self.what} takes at most {self.max_context}: choose a shorter prompt or a "
                 f"smaller image"
             )
 

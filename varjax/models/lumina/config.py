@@ -167,12 +167,14 @@ class LuminaConfig(LlamaConfig):
         """The configuration for images of height x width units (32 pixels in released models)."""
         return self.shaped(units=tuple(grid))
 
-    def with_template(self, aspect: float | str | None, size: str | None) -> "LuminaConfig":
+    def with_template(
+        self, aspect: float | str | None, size: str | None, cell: int = 16
+    ) -> "LuminaConfig":
         """The configuration for images of HEIGHTxWIDTH pixels (`size`), as far as the model was
         trained on that shape; `UserError` that lists the shapes."""
         if aspect is None and size is None:
             return self
-        return self.shaped(units=sizes.resolve(aspect, size, self.units))
+        return self.shaped(units=sizes.resolve(aspect, size, self.units, PATCH * cell))
 
 
 def _preset(pixels: int, **sizes) -> LuminaConfig:

@@ -1,11 +1,10 @@
-"""Sizes of pictures that Lumina-mGPT was trained on: all that have at most as many units of 32 x 32
-pixels as the square of its resolution, and are at most 4 times as long as wide."""
+"""Sizes of pictures that Lumina-mGPT was trained on: all that have at most as many units (32 x 32
+pixels) as the square of its resolution, and are at most 4 times as long as wide."""
 
 import re
 
 from varjax.errors import UserError, show, some
 
-UNIT = 32  # pixels
 LONGEST = 4  # times the other side
 
 
@@ -21,11 +20,12 @@ def units_of(area: int) -> list[tuple[int, int]]:
 
 
 def resolve(
-    aspect: float | str | None, size: str | None, units: tuple[int, int]
+    aspect: float | str | None, size: str | None, units: tuple[int, int], unit: int
 ) -> tuple[int, int]:
     """Height and width in units of a size in pixels, "768x512" or "512" for a square.
 
     units: those of the model as it is; their product is its area.
+    unit: pixels of a side of one; 32 in released models.
 
     Raises:
       UserError: `aspect` is given, or the size is none of the model's; the message lists these.
@@ -33,10 +33,10 @@ def resolve(
     if aspect is not None:
         raise UserError(f"aspect={show(aspect)}: Lumina-mGPT takes size=HEIGHTxWIDTH in pixels")
     known = units_of(units[0] * units[1])
-    listed = some((f"{UNIT * h}x{UNIT * w}" for h, w in known), 60)
+    listed = some((f"{unit * h}x{unit * w}" for h, w in known), 60)
     found = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", str(size))
     pixels = (int(found[1]), int(found[2] or found[1])) if found else (1, 1)
-    wanted = pixels[0] // UNIT, pixels[1] // UNIT
-    if pixels != (UNIT * wanted[0], UNIT * wanted[1]) or wanted not in known:
+    wanted = pixels[0] // unit, pixels[1] // unit
+    if pixels != (unit * wanted[0], unit * wanted[1]) or wanted not in known:
         raise UserError(f"size={show(size)}: HEIGHTxWIDTH in pixels is one of {listed}")
     return wanted
