@@ -145,6 +145,12 @@ class PublishedModel:
             transformer = family.parts["transformer"].read(given)
         tell = say if self.tokenizer_config else lambda line: None
         codec = self.defaults.adapt(codec, transformer, tell)
+        if transformer.condition == "prompt_ids":
+            height, width = transformer.grid
+            say(
+                f"images of {height}x{width} tokens, prompts of at most {transformer.prompt_tokens}"
+                " (commands take --grid and --prompt_tokens)"
+            )
         configs = {"transformer": transformer, "codec": codec}
         try:
             family.check(configs)

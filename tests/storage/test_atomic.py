@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -73,3 +76,20 @@ def test_errors_inside_an_unfinished_folder_name_the_folder(tmp_path):
         assert folder.name.startswith(".out.")
         open(folder / "absent" / "file", "wb")
     assert caught.value.filename == os.fspath(out) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_nothing_hidden_stays_when_the_process_is_terminated(tmp_path, kind):
+    """And SIGTERM ends the process as usual before and afterwards."""
+    program = f"""
+import os, signal, sys
+from varjax.storage.atomic import new_{kind}
+with new_{kind}(sys.argv[1] + "/whole"):
+    pass
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with new_{kind}(sys.argv[1] + "/half"):
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert [entry.name for entry in tmp_path.iterdir()] == ["whole"]

@@ -7,8 +7,10 @@ is complete, so that a reader sees the old content or the new one.
 import contextlib
 import os
 import shutil
+import signal
 import stat
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
@@ -145,7 +147,7 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     work = target.with_name(f".{target.name}.{os.getpid()}")
-    with _errors_name(path, target):
+    with _errors_name(path, target), _removed_when_terminated():
         try:
             with open(work, "wb") as file:
                 yield file
@@ -176,7 +178,11 @@ def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> I
     made = [parent for parent in target.parents if not parent.exists()]  # deepest first
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _errors_name(path, target), _work_folder(target) as work:
+        with (
+            _errors_name(path, target),
+            _removed_when_terminated(),
+            _work_folder(target) as work,
+        ):
             yield work
             check_new_folder(path, replaces=replaces)  # somebody may have been here since
             _swap(work, target)
@@ -198,6 +204,26 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
         if error.errno is None or not failed.startswith(hidden):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def _removed_when_terminated() -> Iterator[None]:
+    """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
+    what is hidden is removed. Where somebody else handles it, and in other threads, nothing
+    changes."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # the status that shells show for the signal
 
 
 @contextlib.contextmanager

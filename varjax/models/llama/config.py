@@ -218,8 +218,8 @@ class LlamaConfig(DecoderConfig):
         if total > self.max_context:
             raise UserError(
                 f"a prompt of {length} token{'s'[length == 1 :]} and {self.image_tokens} image "
-                f"tokens are {total}, {self.what} takes at most {self.max_context}: choose a shorter prompt or a "
-                f"smaller image"
+                f"tokens are {total}, {self.what} takes at most {self.max_context}: choose a "
+                f"shorter prompt or a smaller image"
             )
 
     def with_prompt_tokens(self, count: int) -> Self:

@@ -7,11 +7,11 @@ There the model draws the tokens that follow: the image's start, its height and 
 are part of the prompt, so that all images of a run have the shape that was asked for.
 """
 
-from varjax.models.lumina.sizes import UNIT
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 BEGIN, END_OF_TURN = "<s>", "<reserved08706>"
 IMAGE_START = "<racm3:break>"
+UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
 
 
