@@ -3,6 +3,7 @@ grouped heads, two sets of weights for the norm of queries and keys. It has no p
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,15 +26,16 @@ def ported(length: int):
     config = part.read({**content, **OWN, "prompt_tokens": length})
     tensors = sources.open_source(models.LUMINA_FIXTURES / "lumina_swin.safetensors").tensors
     table = RULE_TABLES[part.name].rules(config, tensors)
-    return rules.apply(table, tensors, part.abstract(config))[0]
+    return rules.apply(table, tensors, part.abstract(config), dtype="float32")[0]
 
 
 def test_forward_of_the_larger_family():
     """Hidden state behind layer 0, keys and values of layer 1, logits."""
     expected = np.load(models.LUMINA_FIXTURES / "lumina_swin_forward.npz")
     rows, length = expected["input_ids"].shape
-    model = ported(length)
-    given = {"ids": expected["input_ids"], "length": jnp.full(rows, length, jnp.int32)}
+    model = jax.tree.map(jnp.asarray, ported(length))
+    ids = jnp.asarray(expected["input_ids"])
+    given = {"ids": ids, "length": jnp.full(rows, length, jnp.int32)}
     context = model.encode_condition(given, guided=False)
     x, rotation = context["condition"], model.rotation(context, jnp.arange(-length, 0))
     mask, groups = model.condition_mask(context["visible"]), model.config.queries_per_head
