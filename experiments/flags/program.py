@@ -7,6 +7,7 @@ from absl.flags import FlagHolder
 
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
+from pallas_kernels.chips import Chip
 from varjax import arguments, generator
 from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan, storage_dtype
@@ -15,8 +16,16 @@ from varjax.conditions import Condition
 from varjax.engine import memory, program
 from varjax.engine.drawing import check_cut
 from varjax.errors import UserError
-from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
-from varjax.nn.quantized import INT8
+from varjax.model import (
+    DTYPES,
+    WEIGHTS_DTYPES,
+    Model,
+    check_device,
+    computed_in,
+    default_dtype,
+)
+from varjax.nn import schemes
+from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans
 from varjax.parallel.split import MeshSpec
 
@@ -148,7 +157,8 @@ class ProgramFlags:
             None,
             list(WEIGHTS_DTYPES),
             "Type of stored weights; default: --dtype, in which products run. int8: the matrices "
-            "of the transformer's layers, with a scale per output channel.",
+            "of the transformer's layers, with a scale per output channel. w8a8, fp8: activations, "
+            "too, with a scale per row, on chips that multiply such numbers.",
         )
         self._kv_dtype = kv_dtype_flag(flags)
         self._precision = flags.enum(
@@ -208,7 +218,18 @@ class ProgramFlags:
     def stored(self, model: Model) -> Model:
         """Return the model, whose weights are not loaded yet, with weights as they will be
         stored."""
-        return model.quantized() if self._weights.value == INT8 else model
+        if (scheme := self._weights.value) not in SCHEMES:
+            return model
+        with about(self._weights):
+            if not self._elsewhere:
+                check_device(scheme)
+            return model.quantized(scheme)
+
+    def check_chip(self, chip: Chip) -> None:
+        """Raise `UserError` if a chip does not multiply weights as they are stored."""
+        scheme = SCHEMES.get(self._weights.value)
+        if scheme and (why := schemes.why_not(scheme, chip)):
+            raise UserError(f"--weights_dtype={why}")
 
     def _here(self, attention: str) -> str:
         reason = None if self._elsewhere else implementations.why_not_here(attention)

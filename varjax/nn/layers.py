@@ -30,10 +30,15 @@ class Linear(nnx.Linear):
         product = kernel.product(x)
         return product if self.bias is None else product + self.bias[...]
 
-    def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, without the bias, in the type of `x`. dtype: of the result, if another."""
+    def product(
+        self, x: Float[Array, "... D_in"], dtype=None, axis: str | None = None
+    ) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, without the bias, in the type of `x`. dtype: of the result, if another.
+        axis: of the mesh, over whose devices the input width is divided."""
         kernel = self.kernel.get_value()
-        if isinstance(kernel, Turned | Quantized):
+        if quantized.is_one(kernel):
+            return kernel.product(x, dtype, axis)
+        if isinstance(kernel, Turned):
             return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 

@@ -36,7 +36,7 @@ def contract(
         return linear(x)
     # Every device sums over its part of the width. The bias is whole on all of them, so it may only
     # be added after the sum over devices.
-    product = jax.lax.psum(linear.product(x), axis)
+    product = jax.lax.psum(linear.product(x, axis=axis), axis)
     return product if linear.bias is None else product + linear.bias[...]
 
 

@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from varjax.nn import quantized
+from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf
 from varjax.parallel.split import AXES, MeshSpec
@@ -40,25 +42,24 @@ def map_weights(
     splits = networks["transformer"].splits()
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
-    def with_split(path: tuple, leaf: Leaf) -> object:
+    def with_split(path: tuple, leaf: Leaf | Quantized) -> object:
         # the path down to the parameter; behind "value" it goes on into separate layers
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
-        return function(leaf, split and _of_leaf(split, leaf, keys[end + 1 :]))
+        if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
+            split = dataclasses.replace(split, axis=split.axis - 1)
+        if not quantized.is_one(leaf):
+            return function(leaf, split)
+        if split is None:
+            return jax.tree.map(lambda array: function(array, None), leaf)
 
-    return jax.tree_util.tree_map_with_path(with_split, networks)
+        def along(array: Leaf, axis: int | None) -> object:
+            return function(array, None if axis is None else dataclasses.replace(split, axis=axis))
 
+        return leaf.by_axis(along, split.axis)
 
-def _of_leaf(split: Split, leaf: Leaf, keys: Sequence[str]) -> Split | None:
-    """How an array is divided that the value of a parameter consists of. keys: the path from the
-    parameter's value down to it."""
-    axis = split.axis
-    if "parts" in keys:  # the weights of one layer, which lack the axis of the layers
-        axis -= 1
-    if "scale" in keys:  # of a matrix in 8 bits, one for each output
-        axis = axis - 1 if axis == leaf.ndim else None
-    return None if axis is None else dataclasses.replace(split, axis=axis)
+    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=quantized.is_one)
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
