@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels import target
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
 
+Activation = Callable[[Array], Array]  # a function of every number
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
@@ -74,25 +75,36 @@ class Quantized:
     # --- products ---------------------------------------------------------------------------------
 
     def product(
-        self, x: Float[Array, "... D_in"], dtype=None, axis: str | None = None
+        self,
+        x: Float[Array, "... D_in"],
+        dtype=None,
+        axis: str | None = None,
+        activation: Activation | None = None,
     ) -> Float[Array, "... D_out"]:
         """`x @ matrix`, summed up in float32.
 
         dtype: of the result; None: of `x`.
         axis: of the mesh, over whose devices `D_in` is divided: they scale a row alike.
+        activation: applied to `x` first.
 
         Raises:
           NotImplementedError: the device that is traced for does not multiply in this scheme.
         """
         rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
-        sums = self._of_rows(rows, kind, axis) if self.scheme.activations else self._plain(rows)
+        if self.scheme.activations:
+            sums = self._of_rows(rows, axis, activation)
+        else:
+            sums = self._plain(activation(rows) if activation else rows)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
 
-    def _of_rows(self, x: Float[Array, "R D_in"], kind, axis) -> Float[Array, "R D_out"]:
+    def _of_rows(self, x: Float[Array, "R D_in"], axis, activation) -> Float[Array, "R D_out"]:
         """The product of rows that are brought into 8 bits, without the matrix's scales."""
         if why := why_not_here(self.scheme):
             raise NotImplementedError(why)
-        numbers, scale = jax.lax.optimization_barrier(quantize_rows(x, self.scheme, axis))
+        numbers, scale = quantize_rows(x, self.scheme, axis, activation)
+        if target.platform() == "gpu":
+            # or products would bring rows into 8 bits themselves, anew for every tile of channels
+            numbers, scale = jax.lax.optimization_barrier((numbers, scale))
         if self.scheme.emulated:
             return self._by_parts(numbers.astype(jnp.float32)) * scale
         exact = jnp.int32 if self.scheme.dtype == np.int8 else jnp.float32
@@ -136,14 +148,27 @@ class Quantized:
 
 
 def quantize_rows(
-    x: Float[Array, "R D"], scheme: Scheme, axis: str | None = None
+    x: Float[Array, "R D"],
+    scheme: Scheme,
+    axis: str | None = None,
+    activation: Activation | None = None,
 ) -> tuple[Num[Array, "R D"], Float[Array, "R 1"]]:
-    """Rows of activations in 8 bits, and their scales. axis: of the mesh, if `D` is divided."""
-    wide = x.astype(jnp.float32)
-    magnitude = jnp.abs(wide).max(-1, keepdims=True)
+    """Rows of activations in 8 bits, and their scales.
+
+    axis: of the mesh, if `D` is divided. activation: applied to `x` first.
+    """
+    magnitude = jnp.abs(_wide(x, activation)).max(-1, keepdims=True)
     magnitude = magnitude if axis is None else jax.lax.pmax(magnitude, axis)
     magnitude = jnp.maximum(magnitude, TINY)
-    return scheme.rounded(wide * (scheme.largest / magnitude)), magnitude / scheme.largest
+    if activation and target.platform() == "gpu":
+        # computed twice: XLA would write what it gives, for the kernel that follows to read
+        x = jax.lax.optimization_barrier(x)
+    numbers = scheme.rounded(_wide(x, activation) * (scheme.largest / magnitude))
+    return numbers, magnitude / scheme.largest
+
+
+def _wide(x: Array, activation: Activation | None) -> Array:
+    return (activation(x) if activation else x).astype(jnp.float32)
 
 
 # --- leaves of networks -------------------------------------------------------------------------
