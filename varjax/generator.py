@@ -156,6 +156,7 @@ class Generator:
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
             plans.check_plan(self.plan, mesh)
+            sharding.check_widths(self.model.transformer, mesh.model)
         return mesh.check(
             batch_size=self.batch_size,
             num_heads=self.plan.geometry.num_heads,

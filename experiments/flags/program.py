@@ -26,7 +26,7 @@ from varjax.model import (
 )
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
-from varjax.parallel import plans
+from varjax.parallel import plans, sharding
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -259,6 +259,7 @@ class ProgramFlags:
         if self._mesh is not None:
             with about(self._mesh):
                 heads = model.config.num_heads
+                sharding.check_widths(model.transformer, mesh.model)
                 mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:

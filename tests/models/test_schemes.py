@@ -14,9 +14,10 @@ from pallas_kernels import chips
 from tests.models.test_quantized import random
 from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
 from varjax.errors import UserError
-from varjax.nn import quantized, schemes
+from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import quantize, quantize_rows
 from varjax.nn.schemes import SCHEMES, check_widths, why_not
+from varjax.parallel import sharding
 
 BOTH = ("w8a8", "fp8")
 EMULATED = {name: dataclasses.replace(SCHEMES[name], emulated=True) for name in BOTH}
@@ -110,7 +111,9 @@ def test_every_family_draws(name, scheme, monkeypatch):
     emulated = run(model.quantized(scheme, emulated=True))
     plain = run(model, given=emulated["tokens"])
     off = np.sqrt(np.square(emulated["logits"] - plain["logits"]).mean())
-    assert 0 < off < 0.1 * np.sqrt(np.square(plain["logits"]).mean())
+    # of random weights; trained ones are nearer (docs/lab/weights_8_bits.md)
+    most = {"w8a8": 0.1, "fp8": 0.25}[scheme]
+    assert 0 < off < most * np.sqrt(np.square(plain["logits"]).mean())
     monkeypatch.setattr(quantized, "why_not_here", lambda scheme: None)
     native = run(model.quantized(scheme))
     np.testing.assert_array_equal(native["tokens"], emulated["tokens"])
@@ -179,6 +182,17 @@ def test_widths():
     with pytest.raises(UserError, match="w8a8 takes.*head/kernel is 256 x 4100"):
         odd.quantized("w8a8")
     assert odd.quantized("int8").weights_dtype == "int8"
+
+
+def test_widths_on_a_mesh():
+    """Of a device's share: the axis that is divided counts, however the weights lie."""
+    transformer = varjax.model.describe().quantized("fp8").transformer
+    sharding.check_widths(transformer, 4)
+    for _ in range(2):
+        with pytest.raises(UserError, match="qkv/kernel on each of model=32 devices is 256 x 24"):
+            sharding.check_widths(transformer, 32)
+        stacked.separate(transformer.blocks, transformer.once)
+    sharding.check_widths(varjax.model.describe().quantized("int8").transformer, 32)
 
 
 def test_one_scheme_at_a_time():

@@ -8,7 +8,7 @@ Every output channel of a matrix has a float32 scale. Where activations are in 8
 their rows gets one as it comes, and sums are float32 (or int32, which is exact).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -93,18 +93,16 @@ def _reason(scheme: Scheme, device: str) -> str:
     )
 
 
-def check_widths(scheme: Scheme, name: str, shape: tuple[int, ...], parts: int = 1) -> None:
+def check_widths(scheme: Scheme, name: str, shape: Sequence[int], where: str = "") -> None:
     """Refuse a matrix [..., D_in, D_out] whose widths a chip cannot multiply in this scheme.
 
-    parts: devices that share it along one of its axes.
+    where: which part of a matrix it is, for the message.
 
     Raises:
       UserError: the matrix, its widths, and what to do.
     """
-    wrong = [width for width in shape[-2:] if width % (WIDTHS * parts)]
-    if scheme.activations and wrong:
-        over = f" on each of {parts} devices" if parts > 1 else ""
+    if scheme.activations and any(width % WIDTHS for width in shape[-2:]):
         raise UserError(
-            f"{scheme.name} takes matrices whose widths are multiples of {WIDTHS}{over}; {name} is "
-            f"{shape[-2]} x {shape[-1]}: choose int8, which takes any width"
+            f"{scheme.name} takes matrices whose widths are multiples of {WIDTHS}; {name}{where} "
+            f"is {shape[-2]} x {shape[-1]}: choose int8, which takes any width"
         )

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from varjax.nn import quantized
+from varjax.models.transformer import Transformer
+from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf
@@ -60,6 +61,25 @@ def map_weights(
         return leaf.by_axis(along, split.axis)
 
     return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=quantized.is_one)
+
+
+def check_widths(transformer: Transformer, parts: int) -> None:
+    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply.
+
+    Raises:
+      UserError: which matrix, and what to do.
+    """
+    splits, where = transformer.splits(), f" on each of model={parts} devices"
+    for name, kernel in quantized.matrices(transformer).items():
+        value, split = (
+            kernel.get_value(),
+            splits.get(name.removeprefix("blocks/").replace("/", ".")),
+        )
+        one = value[0] if stacked.is_one(value) else value
+        if split and parts > 1 and quantized.is_one(one):
+            widths = list(value.shape)  # with the axis of the layers
+            widths[split.axis] //= parts
+            schemes.check_widths(one.scheme, name, widths, where)
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
