@@ -189,7 +189,7 @@ def test_widths_on_a_mesh():
     transformer = varjax.model.describe().quantized("fp8").transformer
     sharding.check_widths(transformer, 4)
     for _ in range(2):
-        with pytest.raises(UserError, match="qkv/kernel on each of model=32 devices is 256 x 24"):
+        with pytest.raises(UserError, match="proj/kernel on each of model=32 devices is 8 x 256"):
             sharding.check_widths(transformer, 32)
         stacked.separate(transformer.blocks, transformer.once)
     sharding.check_widths(varjax.model.describe().quantized("int8").transformer, 32)

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from varjax.models.transformer import Transformer
 from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
@@ -63,7 +62,7 @@ def map_weights(
     return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=quantized.is_one)
 
 
-def check_widths(transformer: Transformer, parts: int) -> None:
+def check_widths(transformer: nnx.Module, parts: int) -> None:
     """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply.
 
     Raises:
