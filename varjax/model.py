@@ -355,15 +355,10 @@ def load(
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
     model, dtype = describe(path, **shape), computed_in(dtype, weights_dtype)
     if weights_dtype in SCHEMES:
-        check_device(weights_dtype)
+        if why := schemes.why_not_here(SCHEMES[weights_dtype]):
+            raise UserError(f"weights_dtype={why}")
         model = model.quantized(weights_dtype)
     return model.load_weights(dtype, on_host=on_host)
-
-
-def check_device(scheme: str) -> None:
-    """Raise `UserError` if the device that is here does not multiply in a scheme (`SCHEMES`)."""
-    if why := schemes.why_not_here(SCHEMES[scheme]):
-        raise UserError(f"weights_dtype={why}")
 
 
 def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:

@@ -20,7 +20,6 @@ from varjax.model import (
     DTYPES,
     WEIGHTS_DTYPES,
     Model,
-    check_device,
     computed_in,
     default_dtype,
 )
@@ -220,10 +219,10 @@ class ProgramFlags:
         stored."""
         if (scheme := self._weights.value) not in SCHEMES:
             return model
-        with about(self._weights):
-            if not self._elsewhere:
-                check_device(scheme)
-            return model.quantized(scheme)
+        why = None if self._elsewhere else schemes.why_not_here(SCHEMES[scheme])
+        if why:
+            raise UserError(f"--weights_dtype={why}")
+        return model.quantized(scheme)
 
     def check_chip(self, chip: Chip) -> None:
         """Raise `UserError` if a chip does not multiply weights as they are stored."""
