@@ -144,6 +144,7 @@ def test_chips_that_multiply_in_8_bits():
         ("NVIDIA A100-SXM4-40GB", "8.0", ("w8a8",)),
         ("NVIDIA L40S", "8.9", ("w8a8", "fp8")),  # in no table
         ("Tesla V100", "7.0", ()),
+        ("AMD Instinct MI300X", "gfx942", ()),
         ("TPU v5 lite", None, ("w8a8",)),
         ("TPU7x", None, ("fp8",)),
         ("TPU v4", None, ()),

@@ -8,6 +8,7 @@ Every output channel of a matrix has a float32 scale. Where activations are in 8
 their rows gets one as it comes, and sums are float32 (or int32, which is exact).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,10 +42,10 @@ class Scheme:
     activations: bool
     emulated: bool = False
 
-    def rounded(self, x, scaled=jnp):
-        """Numbers in the range of the scheme, in its type. scaled: `numpy` or `jax.numpy`."""
+    def rounded(self, x, module=jnp):
+        """Numbers in the range of the scheme, in its type. module: `numpy` or `jax.numpy`."""
         if self.dtype == np.int8:
-            return scaled.clip(scaled.rint(x), -self.largest, self.largest).astype(self.dtype)
+            return module.clip(module.rint(x), -self.largest, self.largest).astype(self.dtype)
         return x.astype(self.dtype)  # the largest, a little above 448 perhaps, is rounded to it
 
 
@@ -76,8 +77,9 @@ def why_not_here(scheme: Scheme) -> str | None:
     if not scheme.activations or scheme.emulated:
         return None
     kind, capability = target.device_kind(), target.capability()
-    if target.platform() == "gpu" and capability:  # also of cards that the table does not list
-        able = tuple(map(int, capability.split("."))) >= _CAPABILITY[scheme.name]
+    if target.platform() == "gpu":  # also a card that the table does not list
+        numbers = re.fullmatch(r"(\d+)\.(\d+)", capability or "")  # other vendors have names
+        able = numbers is not None and tuple(map(int, numbers.groups())) >= _CAPABILITY[scheme.name]
     else:
         chip = chips.of_kind(kind)
         able = chip is not None and peak(scheme, chip) is not None
