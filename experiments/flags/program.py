@@ -16,13 +16,7 @@ from varjax.conditions import Condition
 from varjax.engine import memory, program
 from varjax.engine.drawing import check_cut
 from varjax.errors import UserError
-from varjax.model import (
-    DTYPES,
-    WEIGHTS_DTYPES,
-    Model,
-    computed_in,
-    default_dtype,
-)
+from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans, sharding

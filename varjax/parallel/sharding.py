@@ -70,10 +70,8 @@ def check_widths(transformer: nnx.Module, parts: int) -> None:
     """
     splits, where = transformer.splits(), f" on each of model={parts} devices"
     for name, kernel in quantized.matrices(transformer).items():
-        value, split = (
-            kernel.get_value(),
-            splits.get(name.removeprefix("blocks/").replace("/", ".")),
-        )
+        split = splits.get(name.removeprefix("blocks/").replace("/", "."))
+        value = kernel.get_value()
         one = value[0] if stacked.is_one(value) else value
         if split and parts > 1 and quantized.is_one(one):
             widths = list(value.shape)  # with the axis of the layers
