@@ -137,6 +137,9 @@ class Generator:
         self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
         self._networks = model.networks
         self._arrange()
+        # only now: another generator may have left matrices turned, which are never divided
+        sharding.check_weights(self._networks, mesh)
+        sharding.check_widths(self._networks["transformer"], mesh.model)
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
@@ -156,7 +159,6 @@ class Generator:
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
             plans.check_plan(self.plan, mesh)
-            sharding.check_widths(self.model.transformer, mesh.model)
         return mesh.check(
             batch_size=self.batch_size,
             num_heads=self.plan.geometry.num_heads,

@@ -252,8 +252,9 @@ class ProgramFlags:
         if self._mesh is not None:
             with about(self._mesh):
                 heads = model.config.num_heads
-                sharding.check_widths(model.transformer, mesh.model)
                 mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
+                sharding.check_weights(model.networks, mesh)
+                sharding.check_widths(model.transformer, mesh.model)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""

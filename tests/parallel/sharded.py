@@ -30,6 +30,8 @@ CASES = [  # weights and ragged heads divided
     (DEMO + INT8, "full", {}, None, ("model=2",)),
     # rows of activations are scaled alike on all devices that share them
     (DEMO + FP8, "full", {}, None, ("model=2",)),
+    # norms of heads whole: two sets of weights for the heads of four devices
+    (models.FEW_NORMS, "full", {}, None, ("model=4",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
