@@ -27,6 +27,7 @@ COMPILED = {
     "attention": "triton",
     "segments": [[0, 6, 16]],
     "layers": "scan",
+    "decode_dtype": "bfloat16",
     "devices": 1,
     "parameter_bytes": 3 << 30,
     "kv_pool_bytes": 1 << 30,

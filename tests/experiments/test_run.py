@@ -12,6 +12,8 @@ from experiments.run import __main__ as run_module
 from experiments.run import results
 from varjax import metrics, policies
 from varjax.api import Generator
+from varjax.engine import pixels
+from varjax.engine.pixels import Decoding
 from varjax.models.labels import Labels
 
 FIELDS = (
@@ -229,9 +231,9 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
     """Six images, room for four by default. All chunks are equal: 3 + 3, not 5 + 1."""
-    monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
+    monkeypatch.setattr(Decoding, "image_bytes", lambda *_: pixels.DECODER_BYTES // 4)
     model = SimpleNamespace(codec=None, code_map=(8, 8, 16))
-    program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
+    program = SimpleNamespace(decoding=Decoding(at_once=asked), mesh=SimpleNamespace(data=devices))
     run = SimpleNamespace(batch_size=6, model=model, program=program)
     assert results.decoded_at_once(run) == expected
 
