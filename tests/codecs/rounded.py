@@ -60,8 +60,7 @@ def _evaluate(jaxpr, consts, arguments) -> list:
         else:
             if name in PRODUCTS:
                 given = [jax.lax.reduce_precision(a, 8, MANTISSA) for a in given]
-            functions, options = equation.primitive.get_bind_params(parameters)
-            found = equation.primitive.bind(*functions, *given, **options)
+            found = equation.primitive.bind(*given, **parameters)
             found = found if equation.primitive.multiple_results else [found]
         values |= zip(equation.outvars, found, strict=True)
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]

@@ -2,8 +2,9 @@
 
     python tests/engine/compile_pixels.py h200
 
-prints a line of JSON for each family and dtype: the types of the operands of convolutions and the
-precisions that they allow, as the compiled text has them.
+prints a line of JSON for each family and dtype: the types of operands of convolutions, and the
+precisions of convolutions and of products by cuBLAS, as the compiled text has them. "default"
+allows TF32 where operands are float32, "highest" does not.
 """
 
 import json
@@ -29,16 +30,19 @@ from varjax.errors import UserError  # noqa: E402
 
 TARGETS = ("h200", "a100", "tpu-v5e")
 FIXTURES = ("c_k5_nol2norm", "infinity_a", "llamagen_c2i", "janus_tiny", "lumina_tiny")
+FEW = FIXTURES[:1]  # a TPU's compiler takes seconds for each convolution
 IMAGES = 2
 # a convolution's line: cuDNN's on a GPU; on a TPU the compiler's own, inside fusions
 CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv|\bconvolution\(')
-PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
+PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)[,}]")  # a bias may have its own
+# cuBLAS' products name theirs in a configuration
+PRODUCT = re.compile(r'"operand_precision":\["(\w+)","(\w+)"\]')
 OPERAND = re.compile(r"%([\w.-]+)")
 DEFINITION = re.compile(r"%([\w.-]+) = (\w+)\[")
 
 
-def convolutions(text: str) -> list[tuple[list[str], str]]:
-    """(types of image and filter, precision) of every convolution in a compiled text."""
+def convolutions(text: str) -> list[tuple[list[str], set[str]]]:
+    """(types of image and filter, precisions of both) of every convolution in a compiled text."""
     types = dict(DEFINITION.findall(text))
     found = []
     for line in text.splitlines():
@@ -46,7 +50,8 @@ def convolutions(text: str) -> list[tuple[list[str], str]]:
             given = re.search(r"(?:custom-call|convolution)\(([^)]*)\)", line)[1]
             operands = [types[name] for name in OPERAND.findall(given)[:2]]
             precision = PRECISION.search(line)
-            found.append((operands, precision[1] if precision else "default"))
+            precisions = set(precision.groups() if precision else ("default",))
+            found.append((operands, precisions))
     return found
 
 
@@ -62,21 +67,29 @@ def decoder(name: str, dtype: str, sharding: NamedSharding, platform: str) -> di
     code_map = shape(jax.ShapeDtypeStruct((IMAGES, *model.code_map), jnp.float32))
     traced = pixels.trace_pixels(networks, code_map, pixels.Decoding(dtype))
     compiled = traced.lower().compile(compiler_options=pixels.compiler_options(platform))
-    found = convolutions(compiled.as_text())
+    text = compiled.as_text()
+    found = convolutions(text)
     return {
         "fixture": name,
         "dtype": dtype,
         "convolutions": len(found),
         "operands": sorted({kind for operands, _ in found for kind in operands}),
-        "precisions": sorted({precision for _, precision in found}),
+        "precisions": sorted(set().union(*(precisions for _, precisions in found))),
+        "algorithms": sum("__cudnn$" in s and '"algorithm":{' in s for s in text.splitlines()),
+        "products": sorted({name.lower() for pair in PRODUCT.findall(text) for name in pair}),
     }
+
+
+def fixtures(chip: chips.Chip) -> tuple[str, ...]:
+    """The fixtures whose decoders are compiled for a chip."""
+    return FIXTURES if chip.platform == "gpu" else FEW
 
 
 def main(target: str) -> None:
     chip = chips.get_chip(target)
     mesh = Mesh(np.array(chips.compile_only_devices(chip.name)), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    for name in FIXTURES:
+    for name in fixtures(chip):
         for dtype in arithmetic.DTYPES:
             try:
                 arithmetic.resolve(dtype, chip.platform, chip.capability, chip.name)

@@ -84,6 +84,8 @@ def compilers(monkeypatch):
         (("--target=h200,v5e", "--attention=triton"), "tpu-v5e offers tpu"),
         (("--target=h200", "--attention=tpu"), "h200 offers gpu"),
         (("--target=b200,a100", "--attention=mosaic"), "that of a100 is 8.0"),
+        (("--target=h200,v5e", "--decode_dtype=tf32"), "--decode_dtype=tf32: a TPU has no TF32"),
+        (("--decode_dtype=int8",), "auto, bfloat16, tf32, float32"),
         (("--attention=cudnn",), "auto, reference, mosaic, triton, tpu"),
         (("--mesh=date=8",), "did you mean 'data'"),
         (("--mesh=data=3",), "multiple of 3"),

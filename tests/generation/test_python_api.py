@@ -88,7 +88,7 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
         ({"decode_batch": 0}, "^decode_batch=0: choose 1"),
         (
             {"decode_dtype": "int8"},
-            "unknown decode_dtype 'int8': choose one of auto, bfloat16, tf32",
+            "unknown decode_dtype 'int8': choose one of auto, bf",
         ),
         ({"decode_dtype": "tf32"}, "^decode_dtype=tf32: a CPU has no TF32.*choose auto"),
         ({"attention": "flash"}, "unknown attention 'flash'"),
