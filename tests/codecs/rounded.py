@@ -78,20 +78,20 @@ def psnr(found: np.ndarray, exact: np.ndarray) -> float:
     return float(-10 * np.log10(np.square(np.float64(found) - exact).mean()))
 
 
-def distances(model: Model) -> dict[str, float]:
+def distances(model: Model, images: int = 4) -> dict[str, float]:
     """PSNR against float32 by dtype."""
-    maps = code_maps(model)
+    maps = code_maps(model, images)
     exact = decoded(model, maps, arithmetic.FLOAT32)
     others = (arithmetic.BFLOAT16, arithmetic.TF32)
     return {name: psnr(decoded(model, maps, name), exact) for name in others}
 
 
 def main() -> None:
-    found = {name: models.fixture_model(of) for name, of in FIXTURES.items()}
-    for name in EMBEDDED:
-        found[name] = varjax.load(name, "float32")
-    for name, model in found.items():
-        values = ", ".join(f"{dtype} {value:.1f} dB" for dtype, value in distances(model).items())
+    for name in (*FIXTURES, *EMBEDDED):
+        own = name in EMBEDDED
+        model = varjax.load(name, "float32") if own else models.fixture_model(FIXTURES[name])
+        found = distances(model, 16 if own else 4)
+        values = ", ".join(f"{dtype} {value:.1f} dB" for dtype, value in found.items())
         print(f"{name}: {values}", flush=True)
 
 

@@ -60,6 +60,7 @@ def test_results(call, checkpoint, tmp_path):
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
     assert all(report["time"][f] > 0 for f in TIME)
     assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
+    assert report["decode_dtype"] == "float32"  # what auto is on a CPU
     kv = report["kv"]
     assert kv["allocated_bytes"] == kv["planned_bytes"] <= 0.5 * kv["dense_bytes"]
     assert kv["fraction"] == pytest.approx(kv["allocated_bytes"] / kv["dense_bytes"])
@@ -137,6 +138,8 @@ BAD = [
     (("--segments=many",), "1 to 6"),
     (("--attention=triton",), "needs a GPU"),
     (("--attention=mosaic",), "needs a GPU"),
+    (("--decode_dtype=tf32",), "--decode_dtype=tf32: a CPU has no TF32"),
+    (("--decode_dtype=float16",), "auto, bfloat16, tf32, float32"),
     (("--mesh=data=3",), "takes 3 devices, this machine has at most"),
     (("--mesh=pipe=3",), "unknown axis 'pipe'"),
     (("--compilation_cache=/proc/1",), "cannot write there"),
