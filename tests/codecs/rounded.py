@@ -1,8 +1,6 @@
 """Decoders in the arithmetic of `varjax.codecs.arithmetic`, on a CPU: the pixels of codecs, and how
 far they are from those in float32. A CPU has no TF32. Here operands of products and convolutions
 are rounded to its 10 bits of mantissa, and sums are float32: an emulation.
-
-    python -m tests.codecs.rounded        prints PSNR for the embedded models and the fixtures
 """
 
 import jax
@@ -78,22 +76,12 @@ def psnr(found: np.ndarray, exact: np.ndarray) -> float:
     return float(-10 * np.log10(np.square(np.float64(found) - exact).mean()))
 
 
-def distances(model: Model, images: int = 4) -> dict[str, float]:
-    """PSNR against float32 by dtype."""
-    maps = code_maps(model, images)
+def distances(name: str) -> dict[str, float]:
+    """PSNR against float32 by dtype, of codes that an embedded model or a fixture draws: 4 images
+    of a fixture, 16 of an embedded model."""
+    own = name in EMBEDDED
+    model = varjax.load(name, "float32") if own else models.fixture_model(FIXTURES[name])
+    maps = code_maps(model, 16 if own else 4)
     exact = decoded(model, maps, arithmetic.FLOAT32)
     others = (arithmetic.BFLOAT16, arithmetic.TF32)
-    return {name: psnr(decoded(model, maps, name), exact) for name in others}
-
-
-def main() -> None:
-    for name in (*FIXTURES, *EMBEDDED):
-        own = name in EMBEDDED
-        model = varjax.load(name, "float32") if own else models.fixture_model(FIXTURES[name])
-        found = distances(model, 16 if own else 4)
-        values = ", ".join(f"{dtype} {value:.1f} dB" for dtype, value in found.items())
-        print(f"{name}: {values}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {dtype: psnr(decoded(model, maps, dtype), exact) for dtype in others}

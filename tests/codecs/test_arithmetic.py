@@ -69,3 +69,15 @@ def test_pixels_of_every_family(family):
         assert pixels.dtype == np.float32 and pixels.shape == exact.shape
     decibels = {name: rounded.psnr(pixels, exact) for name, pixels in found.items()}
     assert 35 < decibels["bfloat16"] < decibels["tf32"] - 15 < 80, decibels
+
+
+# decibels of bfloat16 and of TF32 (emulated) in docs/lab/decoding.md
+DECIBELS = {name: (0, 0) for name in (*rounded.FIXTURES, *rounded.EMBEDDED)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECIBELS)
+def test_pixels_of_codes_that_were_drawn(name):
+    found = rounded.distances(name)
+    print(name, {dtype: f"{value:.1f} dB" for dtype, value in found.items()})
+    np.testing.assert_allclose(list(found.values()), DECIBELS[name], atol=1.5)
