@@ -20,7 +20,7 @@ FIXTURES = {
     "Infinity": "infinity_a",
     "LlamaGen": "llamagen_c2i",
     "Janus-Pro": "janus_tiny",
-    "Lumina-mGPT": "lumina_small",
+    "Lumina-mGPT": "lumina_tiny",
 }
 EMBEDDED = ("demo", "demo-llamagen")
 
