@@ -320,6 +320,9 @@ def _gpu_target_config(chip: Chip) -> str:
   clock_rate_ghz: {gpu.clock}
   device_memory_size: {chip.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 13 minor: 0 }}

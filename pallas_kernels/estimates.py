@@ -54,6 +54,19 @@ class Occupancy:
 FULL = Occupancy()
 
 
+class ChainedEstimate(pl.CostEstimate):
+    """A cost with what the programs of a call do one after another.
+
+    programs: how many there are.
+    copies: of blocks, into the shared memory of a program, on average. Each waits for the one
+      before it to be started.
+    """
+
+    def __init__(self, cost: pl.CostEstimate, programs: int, copies: float):
+        super().__init__(cost.flops, cost.transcendentals, cost.bytes_accessed)
+        self.programs, self.copies = programs, copies
+
+
 class CallEstimate(pl.CostEstimate):
     """The cost of a call with full tables, as compilers are told; `at` says it for others.
 
@@ -97,6 +110,7 @@ def attend(
     lse: bool,
     tiles: int = 1,
     scales_at_once: int = 1,
+    programs: tuple[int, int] | None = None,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of every query over every key.
@@ -106,6 +120,8 @@ def attend(
       tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
         tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
+      programs: how many programs run, and how many heads each of them serves, where each copies
+        keys and values block by block: the result is then a `ChainedEstimate`.
     """
     rows, heads, tokens, head_dim = projection.shape
     blocks = _blocks_read(projection, table, occupancy)
@@ -114,11 +130,15 @@ def attend(
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     # two products, with two FLOPs per pair and number each
-    return pl.CostEstimate(
+    cost = pl.CostEstimate(
         flops=round(4 * pairs * head_dim),
         transcendentals=round(pairs),
         bytes_accessed=round(moved + rows * heads * tiles * stored),
     )
+    if programs is None:
+        return cost
+    own = tokens / kv_pool.shape[2] if projection.qkv.shape[2] > 1 else 0.0
+    return ChainedEstimate(cost, programs[0], 2 * programs[1] * (blocks + own))  # keys, values
 
 
 @_depending_on_occupancy
