@@ -9,9 +9,11 @@ are those that memory delivers or takes, not a cache. Tables, angles and vectors
 are less than 1 %.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +56,26 @@ class Occupancy:
 FULL = Occupancy()
 
 
+class Programs(NamedTuple):
+    """The programs of a call that copy keys and values block by block.
+
+    count: how many there are.
+    heads: that each of them serves.
+    keys: of a step, for which as many blocks are copied as hold them, whether all are in use or
+      not.
+    """
+
+    count: int
+    heads: int
+    keys: int
+
+
 class ChainedEstimate(pl.CostEstimate):
     """A cost with what the programs of a call do one after another.
 
     programs: how many there are.
-    copies: of blocks, into the shared memory of a program, on average. Each waits for the one
-      before it to be started.
+    copies: of blocks, into the shared memory of a program, on average. Each is started after the
+      one before it.
     """
 
     def __init__(self, cost: pl.CostEstimate, programs: int, copies: float):
@@ -110,7 +126,7 @@ def attend(
     lse: bool,
     tiles: int = 1,
     scales_at_once: int = 1,
-    programs: tuple[int, int] | None = None,
+    programs: Programs | None = None,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of every query over every key.
@@ -120,8 +136,7 @@ def attend(
       tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
         tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
-      programs: how many programs run, and how many heads each of them serves, where each copies
-        keys and values block by block: the result is then a `ChainedEstimate`.
+      programs: where they copy block by block; the result is then a `ChainedEstimate`.
     """
     rows, heads, tokens, head_dim = projection.shape
     blocks = _blocks_read(projection, table, occupancy)
@@ -137,8 +152,10 @@ def attend(
     )
     if programs is None:
         return cost
-    own = tokens / kv_pool.shape[2] if projection.qkv.shape[2] > 1 else 0.0
-    return ChainedEstimate(cost, programs[0], 2 * programs[1] * (blocks + own))  # keys, values
+    own = math.ceil(tokens / programs.keys) if projection.qkv.shape[2] > 1 else 0
+    pieces = programs.keys // kv_pool.shape[2]
+    steps = own + math.ceil(blocks / pieces)
+    return ChainedEstimate(cost, programs.count, 2 * programs.heads * steps * pieces)  # K and V
 
 
 @_depending_on_occupancy

@@ -10,11 +10,12 @@ The file has a record for each chip that something was measured on:
 
 The numbers of an operation are those of `Efficiency`: "call_us", "bandwidth" and "flops", where
 programs of a kernel copy block by block "program_us" and "copy_ns" too; of "gaps" "call_us" only.
-They hold for calls as large as those that were measured: "least_bytes", "least_flops". "basis" says how they were found ("measured", or "counted" in compiled instructions), "note" may say
-more.
+They hold for calls as large as those that were measured: "least_bytes", "least_flops". "basis"
+says how they were found ("measured", or "counted" in compiled instructions), "note" may say more.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -216,11 +217,16 @@ def _of_this_chip(peaks: object, chip: Chip) -> None:
             f"{chip.name}: records are of GPUs; times of TPUs are the compiler's cycles"
         )
     wanted = {"bf16_flops": chip.bf16_flops, "bandwidth": chip.bandwidth}
-    if peaks != wanted:
+    given = peaks if isinstance(peaks, Mapping) else {}
+    if set(given) != set(wanted) or not all(_near(given[name], wanted[name]) for name in wanted):
         raise UserError(
             f"peaks={show(peaks)}: {chip.name} has {wanted}: name the chip that was measured, or"
             " take the shares anew"
         )
+
+
+def _near(given: object, wanted: float) -> bool:
+    return isinstance(given, (int, float)) and math.isclose(given, wanted, rel_tol=1e-6)
 
 
 def _efficiency(operation: str, numbers: object) -> Efficiency:

@@ -4,6 +4,8 @@ Of every operation there is one time for each program that was measured, the sum
 there. Two numbers are fitted to them, no more than two programs can tell:
 
     most operations    seconds = calls x call + sum of max(bytes / bandwidth, FLOPs / rate) / share
+    products           seconds = calls x call + sum of max(bytes / (bandwidth x its share),
+                       FLOPs / (rate x its share)), with the call of XLA's other kernels
     block by block     seconds = calls x call + turns x (program + max(copies x copy, computing)),
                        where memory does not decide; the time of a copy and the share of the peak
                        are given, as counted in instructions
@@ -20,6 +22,8 @@ import numpy as np
 from experiments.aot.efficiencies import GAPS, Efficiency
 from experiments.aot.work import Work
 from pallas_kernels.chips import Chip
+
+SHARES = np.linspace(0.2, 1.0, 401)  # of the peaks that are tried for products
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ def fit(
             found[operation] = fit_turns(points, chip, in_turns[operation])
         else:
             found[operation] = fit_share(points, chip)
+    if {"products", "fusions"} <= found.keys():
+        points = [(p.of("products"), p.operations["products"]) for p in programs]
+        found["products"] = fit_two_shares(points, chip, found["fusions"].call)
     kernels = [sum(p.work.values()) for p in programs]
     between = [p.whole - sum(p.operations.values()) for p in programs]
     [gap] = _least_squares(np.array([kernels]).T, between, [p.whole for p in programs])
@@ -75,6 +82,19 @@ def fit_share(points: Points, chip: Chip) -> Efficiency:
         left = np.subtract(seconds, peaks)
         [call], slower = _least_squares(np.array([calls]).T, left, seconds), 1.0
     return Efficiency(call, 1 / slower, 1 / slower)
+
+
+def fit_two_shares(points: Points, chip: Chip, call: float) -> Efficiency:
+    """A share of the bandwidth and one of the peak rate. call: seconds of a call besides."""
+    each, wanted = np.meshgrid(SHARES, SHARES, indexing="ij"), 0.0
+    for work, seconds in points:
+        total = sum(work.values()) * call
+        for w, calls in work.items():
+            moving, computing = w.bytes / chip.bandwidth, w.flops / w.rate if w.flops else 0.0
+            total = total + calls * np.maximum(moving / each[0], computing / each[1])
+        wanted = wanted + np.square(total / seconds - 1)
+    best = np.unravel_index(np.argmin(wanted), wanted.shape)
+    return Efficiency(call, *(float(share[best]) for share in each))
 
 
 def fit_turns(points: Points, chip: Chip, given: Efficiency) -> Efficiency:

@@ -51,7 +51,6 @@ class Kernel:
     times: how often it runs.
     bytes, flops, seconds, cycles: of one run.
     rate: peak operations per second of the units that compute its products; 0 without products.
-    in_buffer: whether a command buffer starts it, with others at once.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Kernel:
     seconds: float = 0.0
     cycles: float = 0.0
     rate: float = 0.0
-    in_buffer: bool = False
 
 
 class Costs:

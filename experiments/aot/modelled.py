@@ -11,6 +11,7 @@ there beside it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from experiments.aot import efficiencies
@@ -29,14 +30,15 @@ class Modelled:
 
     pallas: {estimated work of a Pallas kernel: how often it is called}.
     loops_of_unknown_length: how many loops are counted as if they ran once.
-    command_buffers: how often a GPU starts a recorded sequence of kernels.
+    trips: rounds of every loop, None where unknown, in the order of the text, inner ones after
+      their outer one.
     """
 
     chip: Chip
     kernels: list[Kernel]
     pallas: Counter = field(default_factory=Counter)
     loops_of_unknown_length: int = 0
-    command_buffers: float = 0.0
+    trips: Sequence[int | None] = ()
 
     @classmethod
     def of(cls, text: str, chip: Chip, pallas: Counter) -> "Modelled":
@@ -44,7 +46,8 @@ class Modelled:
         module = Module.parse(text)
         reader = Reader(module, chip).read(module.entry)
         kept = _kept(pallas, reader.kernels)
-        return cls(chip, reader.kernels, kept, reader.unknown_loops, reader.buffers)
+        trips = module.all_trips(module.entry)
+        return cls(chip, reader.kernels, kept, reader.unknown_loops, trips)
 
     def total(self, name: str, *kinds: str) -> float:
         """The sum of a field of `Kernel` over all runs of kernels of these kinds (none: all)."""
@@ -102,11 +105,6 @@ class Modelled:
         if self.record is None:
             return None
         return sum(share.expected for share in self.by_operation().values())
-
-    @property
-    def outside_buffers(self) -> float:
-        """How many kernels are started one by one, outside command buffers."""
-        return sum(k.times for k in self.kernels if not k.in_buffer)
 
     # --- lists ---
 

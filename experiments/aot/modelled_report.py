@@ -48,8 +48,6 @@ def _expected(found: Modelled) -> dict:
         "measured_on": record and record.said,
         "operations": {name: asdict(share) for name, share in found.by_operation().items()},
         "work": [{"calls": n, **asdict(w)} for w, n in found.work().items()] if on_gpu else [],
-        "command_buffers": found.command_buffers if on_gpu else None,
-        "kernels_outside_buffers": found.outside_buffers if on_gpu else None,
     }
 
 
@@ -124,16 +122,6 @@ def _known(r: Mapping) -> str:
     return f"measured on {codes['measured_on']}"
 
 
-def _buffers(r: Mapping) -> str:
-    started = _codes(r)["command_buffers"]
-    return "" if started is None else f"{started:.0f}"
-
-
-def _outside(r: Mapping) -> str:
-    outside = _codes(r)["kernels_outside_buffers"]
-    return "" if outside is None else f"{outside:.0f}"
-
-
 _ROWS = (
     ("by the model, seconds", lambda r: _shown(_seconds(r))),
     ("  / roofline", _over_roofline),
@@ -142,8 +130,6 @@ _ROWS = (
     ("  efficiencies", _known),
     ("  products of these", lambda r: f"{_codes(r)['product_s']:.3g}"),
     ("  kernels started", lambda r: f"{_codes(r)['kernels']:.0f}"),
-    ("  outside command buffers", _outside),
-    ("  command buffers", _buffers),
     ("  cycles", _cycles),
     ("  moved", _moved),
     ("  weights copied", _copied),

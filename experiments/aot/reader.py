@@ -18,15 +18,13 @@ _FREE = set(
 # what may stand between a condition and the comparison that it comes from
 _SAME = set("bitcast convert copy reshape fusion".split())
 _PLAIN_NUMBERS = set("parameter get-tuple-element dynamic-slice constant".split())
-_BUFFER = "command_buffer"  # how XLA names what a GPU starts as one recorded sequence
 
 
 class Reader:
     """Walks through what a loop runs, or through what stands outside all loops.
 
     loop: a name for people, empty outside. trips: rounds of this loop. times: how often its body
-    runs, with the rounds of the loops around it. kernels, unknown_loops: what was found. buffers:
-    how often command buffers are started.
+    runs, with the rounds of the loops around it. kernels, unknown_loops: what was found.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class Reader:
         self.loop, self.trips, self.times = loop, trips, times
         self.kernels: list[Kernel] = []
         self.unknown_loops = 0
-        self.buffers = 0.0
 
     def read(self, name: str) -> "Reader":
         """Walk through a computation; returns the reader itself."""
@@ -52,27 +49,18 @@ class Reader:
             self._branches(i, within)
         elif i.opcode == "call":
             for inner in i.called("to_apply", "calls"):
-                self._call(inner)
+                self.read(inner)
         elif i.opcode.endswith("-start") and i.called("calls"):
             for inner in i.called("calls"):
                 self.read(inner)
         elif not (i.opcode in _FREE or i.opcode.endswith(("-done", "-update"))):
             self.kernels.append(self.costs.kernel(i, within, self.loop, self.times))
 
-    def _call(self, name: str) -> None:
-        """Walk through a called computation, which may be a command buffer."""
-        before = len(self.kernels)
-        self.read(name)
-        if name.startswith(_BUFFER):
-            self.buffers += self.times
-            self.kernels[before:] = [replace(k, in_buffer=True) for k in self.kernels[before:]]
-
     def _loop(self, i: Instruction) -> None:
         trips, [body] = self.module.trips(i), i.called("body")
         loop, rounds = f"{body} ({trips or '?'} x)", trips or 1
         inner = Reader(self.module, self.chip, loop, rounds, self.times * rounds).read(body)
         self.kernels += inner.kernels
-        self.buffers += inner.buffers
         self.unknown_loops += inner.unknown_loops + (trips is None)
 
     def _branches(self, i: Instruction, within: Computation) -> None:
@@ -89,7 +77,6 @@ class Reader:
             costs = [sum(k.times * (k.seconds + k.cycles) for k in r.kernels) for r in readers]
             shares = [float(number == costs.index(max(costs))) for number in range(len(costs))]
         for reader, share in zip(readers, shares, strict=True):
-            self.buffers += reader.buffers * share
             self.kernels += [replace(k, times=k.times * share) for k in reader.kernels if share]
 
     def _asks_for_one_round(self, name: str, within: Computation) -> bool:

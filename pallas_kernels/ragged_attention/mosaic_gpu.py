@@ -98,7 +98,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             kv_pool,
             table,
             lse=True,
-            programs=(count * (heads // several) * rows, several),
+            programs=estimates.Programs(count * heads // several * rows, several, config.block_k),
         ),
         interpret=interpret,
         name="ragged_attention",
