@@ -54,10 +54,14 @@ class _Node:
 def read_dump(folder: Path, trips: Sequence[int | None]) -> Launches | None:
     """The starts of the program that was dumped into `folder`; None if that cannot be read. trips:
     rounds of its loops (`Modelled.trips`)."""
-    files = folder.rglob("*thunk_sequence_after_thunk_passes.txt")
     # the largest file, because small helper modules are dumped, too
+    files = folder.rglob("*thunk_sequence.txt")
     path = max(files, key=lambda p: p.stat().st_size, default=None)
-    return read(path.read_text(), trips) if path else None
+    if path is None:
+        return None
+    recorded = path.with_name(f"{path.stem}_after_thunk_passes.txt")
+    # without it nothing was recorded
+    return read((recorded if recorded.exists() else path).read_text(), trips)
 
 
 def read(text: str, trips: Sequence[int | None]) -> Launches | None:
@@ -90,7 +94,8 @@ def _tree(text: str) -> _Node:
 
 
 def _all(nodes: Sequence[_Node], rounds: Iterator[int | None]) -> Launches:
-    return sum((_one(node, rounds) for node in nodes), Launches())
+    # a list, because a generator may not end by `StopIteration`
+    return sum([_one(node, rounds) for node in nodes], Launches())
 
 
 def _one(node: _Node, rounds: Iterator[int | None]) -> Launches:
