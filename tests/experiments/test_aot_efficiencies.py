@@ -3,13 +3,14 @@
 import json
 from collections import Counter
 from dataclasses import asdict, astuple, replace
+from pathlib import Path
 
 import pytest
 
 from experiments.aot import efficiencies, fitting, modelled_report
 from experiments.aot.efficiencies import FORMAT, GAPS, Efficiency
 from experiments.aot.modelled import Modelled
-from experiments.aot.work import ASSUMED, Work, by_operation
+from experiments.aot.work import ASSUMED, SMALL, Work, by_operation
 from pallas_kernels.chips import CHIPS
 from tests.experiments.test_aot_modelled import FLOPS, GPU, H200, V5E, WEIGHTS, X, Y
 from varjax.engine.cost import PallasWork
@@ -245,3 +246,55 @@ def test_nothing_is_faster_than_the_peaks():
     found = fitting.fit(programs, H200, {})
     assert found["write"].bandwidth == 1 and 0 < found["write"].call < 5e-6
     assert found[GAPS].call == pytest.approx(0, abs=1e-12)
+
+
+# --- the numbers of an H200 ---
+
+# Work of the programs that were measured, as compiled with jax 0.10.2; milliseconds as in
+# docs/lab/h200.md. Operation, whether ours, calls, bytes, FLOPs, rate, programs, copies.
+MEASURED = json.loads((Path(__file__).parent / "measured_programs" / "h200.json").read_text())
+FITTED = "VAR-d30, batch 1", "VAR-d30, batch 8"
+
+
+def work_of(name: str) -> dict[Work, float]:
+    return {Work(row[0], row[1], *row[3:]): row[2] for row in MEASURED[name]["work"]}
+
+
+def expected(name: str) -> dict[str, float]:
+    """{operation: milliseconds}, small calls with the others."""
+    found = Counter()
+    for operation, part in by_operation(work_of(name), H200, efficiencies.of(H200)).items():
+        found[operation.removesuffix(SMALL)] += 1e3 * part.expected
+    return found
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_operations_take_what_was_measured(name):
+    """15 %, and what one digit after the point of a millisecond leaves open."""
+    found, measured = expected(name), MEASURED[name]["measured_ms"]["operations"]
+    for operation, wanted in measured.items():
+        assert found[operation] == pytest.approx(wanted, rel=0.15, abs=0.05), operation
+    kernels = sum(found.values()) - found[GAPS]
+    assert kernels == pytest.approx(sum(measured.values()), rel=0.05)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_programs_take_what_was_measured(name):
+    """Two are fitted. The others are predicted."""
+    measured = MEASURED[name]["measured_ms"]["whole"]
+    assert sum(expected(name).values()) == pytest.approx(measured, rel=0.15)
+
+
+def test_the_numbers_of_the_file_are_those_that_fitting_finds():
+    programs = []
+    for name in FITTED:
+        measured = MEASURED[name]["measured_ms"]
+        seconds = {operation: 1e-3 * ms for operation, ms in measured["operations"].items()}
+        programs.append(fitting.Measured(work_of(name), seconds, 1e-3 * measured["whole"]))
+    record = efficiencies.of(H200).operations
+    given = {"attention": Efficiency(0.0, flops=0.43, copy=137e-9)}  # counted
+    found = fitting.fit(programs, H200, given)
+    assert found.keys() == record.keys()
+    for operation, numbers in found.items():
+        written = astuple(record[operation])[:5]
+        assert written == pytest.approx(astuple(numbers)[:5], rel=0.01), operation
