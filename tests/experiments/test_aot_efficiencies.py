@@ -11,6 +11,7 @@ from experiments.aot import efficiencies, fitting, modelled_report
 from experiments.aot.efficiencies import FORMAT, GAPS, Efficiency
 from experiments.aot.modelled import Modelled
 from experiments.aot.work import ASSUMED, SMALL, Work, by_operation
+from pallas_kernels import chips
 from pallas_kernels.chips import CHIPS
 from tests.experiments.test_aot_modelled import FLOPS, GPU, H200, V5E, WEIGHTS, X, Y
 from varjax.engine.cost import PallasWork
@@ -85,6 +86,16 @@ def test_what_is_refused(tmp_path, given, message):
     with pytest.raises(UserError, match=message) as error:
         efficiencies.read(path)
     assert str(error.value).startswith(str(path))
+
+
+def test_a_damaged_file_is_refused_before_compiling(call, monkeypatch):
+    def damaged():
+        raise UserError("efficiencies.json: version=7")
+
+    monkeypatch.setattr(efficiencies, "_known", damaged)
+    monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
+    status, out, err = call("aot", "--target=h200")
+    assert status == 2 and "version=7" in err and err.count("\n") == 1 and not out
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
