@@ -93,7 +93,13 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         ],
         _scratch(projection, config, chip, several, stored),
         mesh=mosaic.programs(computing=groups, tile=count, head=heads // several, row=rows),
-        cost=estimates.attend(projection, kv_pool, table, lse=True),
+        cost=estimates.attend(
+            projection,
+            kv_pool,
+            table,
+            lse=True,
+            programs=estimates.Programs(count * heads // several * rows, several, config.block_k),
+        ),
         interpret=interpret,
         name="ragged_attention",
     )

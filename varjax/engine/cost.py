@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import PyTree
 
-from pallas_kernels.estimates import FULL, CallEstimate, Occupancy
+from pallas_kernels.estimates import FULL, CallEstimate, ChainedEstimate, Occupancy
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
@@ -33,12 +33,15 @@ class PallasWork:
     """One call of a Pallas kernel, as its author estimates it.
 
     known: whether there is an estimate; else the numbers are 0.
+    programs, copies: what programs do one after another (`estimates.ChainedEstimate`); 0: not said.
     """
 
     name: str
     flops: float = 0.0
     bytes: float = 0.0
     known: bool = False
+    programs: int = 0
+    copies: float = 0.0
 
     @classmethod
     def of(cls, params, occupancy: Occupancy) -> "PallasWork":
@@ -48,7 +51,10 @@ class PallasWork:
             return cls(name)
         if isinstance(estimate, CallEstimate):
             estimate = estimate.at(occupancy)
-        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True)
+        chain = {}
+        if isinstance(estimate, ChainedEstimate):
+            chain = {"programs": estimate.programs, "copies": estimate.copies}
+        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True, **chain)
 
 
 @dataclass(frozen=True)
