@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import jax_versions
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
@@ -27,7 +28,6 @@ POOL_DTYPES = ("bfloat16", "float16", "int8")
 # How operations on a warpgroup are lowered. The other way, the default from JAX 0.11 on, does not
 # broadcast scalars.
 LANES = plgpu.LoweringSemantics.Lane
-SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # JAX has a simulator from 0.11 on
 # Registers of a thread, in the warpgroup that fetches and in each of two that compute. Together
 # they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
 # the missing registers for ever.
@@ -53,7 +53,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
 
 def check_simulator(interpret) -> None:
     """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
-    if interpret and not SIMULATED:
+    if interpret and not jax_versions.SIMULATES_GPUS:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
             f"implementation='reference' (--attention=reference)"
@@ -78,9 +78,17 @@ def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
 def load(ref, layout, plain: bool = False) -> Array:
     """The contents of a reference as registers in a layout. plain: whether they lie row by row,
     where some reads have to wait for others, or in global memory."""
-    # from JAX 0.11 on the place is part of the reference
-    place = () if SIMULATED else ((),)
+    place = jax_versions.PLACE_OF_LOADS
     return plgpu.load(ref, *place, layout=layout, optimized=not plain)
+
+
+def store(ref, numbers) -> None:
+    """Store registers where some stores have to wait for others, as in a plain `load`; where none
+    has to, `ref[...] = numbers`."""
+    if jax_versions.STORES_ARE_CHECKED:
+        plgpu.store(ref, numbers, optimized=False)
+    else:
+        ref[...] = numbers
 
 
 def number(value) -> Array:

@@ -304,3 +304,17 @@ class Layouts:
         """Repeat a number per column for every slot."""
         wide = jax.lax.broadcast_in_dim(columns, (CLASSES, *columns.shape), [1])
         return plgpu.layout_cast(wide, self.tile)
+
+
+def line(size: int) -> Layout:
+    """The layout of a line of 32, 64 or 128 numbers of 4 bytes in global memory. A warp holds a
+    run of them, 32 bytes at least: memory moves whole sectors of 32 bytes, and a warp that writes a
+    part of one writes as much. Threads without a number of their own repeat another's."""
+    each = size // 4  # numbers of a warp
+    if each == 32:
+        tiling = plgpu.Tiling(((size,), (each,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    copies = 32 // each
+    tiling = plgpu.Tiling(((size, copies), (each, copies), (1,)))
+    wide = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return wide.reduce(1)
