@@ -71,8 +71,13 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
     """Shared memory for copies from and to an array with this many tokens: a `tile`, or plain rows
     where the array is not made of whole pieces."""
-    whole = tokens % PIECE == 0 or tokens < PIECE
-    return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
+    plain = lands_plain(tokens)
+    return plgpu.SMEM(tuple(shape), dtype) if plain else tile(shape, dtype, swizzle)
+
+
+def lands_plain(tokens: int) -> bool:
+    """Whether a `landing` is plain rows."""
+    return tokens > PIECE and tokens % PIECE != 0
 
 
 def load(ref, layout, plain: bool = False) -> Array:
@@ -82,10 +87,9 @@ def load(ref, layout, plain: bool = False) -> Array:
     return plgpu.load(ref, *place, layout=layout, optimized=not plain)
 
 
-def store(ref, numbers) -> None:
-    """Store registers where some stores have to wait for others, as in a plain `load`; where none
-    has to, `ref[...] = numbers`."""
-    if jax_versions.STORES_ARE_CHECKED:
+def store(ref, numbers, plain: bool = True) -> None:
+    """Store registers. plain: whether some stores have to wait for others, as in a plain `load`."""
+    if plain and jax_versions.STORES_ARE_CHECKED:
         plgpu.store(ref, numbers, optimized=False)
     else:
         ref[...] = numbers

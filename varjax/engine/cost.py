@@ -129,8 +129,8 @@ def _scans_that_read(jaxpr: AnyJaxpr) -> list[int]:
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"]
-            inside = zip(equation.invars, open_jaxpr(body).invars, _scans_that_read(body), strict=True)
-            for variable, within, below in inside:
+            inside = open_jaxpr(body).invars, _scans_that_read(body)
+            for variable, within, below in zip(equation.invars, *inside, strict=True):
                 # an input that the inner scan slices has another shape in its body
                 whole = variable.aval.shape == within.aval.shape
                 times[id(variable)] += whole * equation.params["length"] * below
