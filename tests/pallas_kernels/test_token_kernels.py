@@ -2,6 +2,7 @@
 every size, NaN in empty slots. TPU: interpreted, and simulated with late copies; GPU: simulated
 (JAX from 0.11 on). The simulators fill fresh memory with NaN and look for races."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -192,6 +193,23 @@ def test_mosaic_leaves_unread_what_is_not_used(monkeypatch):
     monkeypatch.setattr(gpu_callbacks.AsyncCopyTask, "__init__", counted)
     check(*CASES["used"], simulated(1))
     assert begun.count(4) == 6 * 3  # the pool has four axes, other arrays one
+
+
+def numbers_of_a_warp(layout, size: int) -> list[int]:
+    """Which of a line of `size` numbers a warp holds first."""
+    tiled = layout.to_mgpu()
+    shape, strides = tiled.tiling.tile_shape((size,)), tiled.tiling.tile_strides((1,))
+    lanes = [d for d in tiled.lane_dims if isinstance(d, int)]  # others repeat numbers
+    places = itertools.product(*(range(shape[d]) for d in lanes))
+    return sorted(sum(i * strides[d] for i, d in zip(p, lanes, strict=True)) for p in places)
+
+
+@pytest.mark.parametrize("size", mosaic_gpu.SUMMED)
+def test_mosaic_sums_are_stored_in_whole_sectors(size):
+    """A warp stores a run of at least 32 bytes; slots as they are held would be 16."""
+    found = numbers_of_a_warp(mosaic_slots.line(size), size)
+    assert found == list(range(size // 4)) and len(found) * 4 >= 32
+    assert len(numbers_of_a_warp(mosaic_slots.Layouts.of("bfloat16").slot, size)) == 4
 
 
 @gpu_simulation.needed
