@@ -37,6 +37,7 @@ from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
+    SUMMED,
     FlatOperands,
     Layouts,
     Number,
@@ -52,7 +53,6 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
 KIB = 2**10
 SHARED = 228 * KIB  # shared memory of a multiprocessor
-SUMMED = (LINE, 2 * LINE, 4 * LINE)  # sums of attention weights that are changed at once
 MEETING = 64  # bytes through which warps join a number
 CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are

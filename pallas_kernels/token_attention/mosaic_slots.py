@@ -24,6 +24,7 @@ CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
 WINDOW = 64  # columns: heads are seen through one or two of them
 LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
+SUMMED = (LINE, 2 * LINE, 4 * LINE)  # sums of weights that are changed at once
 ALIGNED = 4  # numbers of 4 bytes: where copies may begin
 LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
 STEP_BYTES = 2**14  # of the pool, about: three steps fit, and several programs

@@ -204,7 +204,7 @@ def numbers_of_a_warp(layout, size: int) -> list[int]:
     return sorted(sum(i * strides[d] for i, d in zip(p, lanes, strict=True)) for p in places)
 
 
-@pytest.mark.parametrize("size", mosaic_gpu.SUMMED)
+@pytest.mark.parametrize("size", mosaic_slots.SUMMED)
 def test_mosaic_sums_are_stored_in_whole_sectors(size):
     """A warp stores a run of at least 32 bytes; slots as they are held would be 16."""
     found = numbers_of_a_warp(mosaic_slots.line(size), size)
