@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import jax_versions
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
@@ -27,7 +28,6 @@ POOL_DTYPES = ("bfloat16", "float16", "int8")
 # How operations on a warpgroup are lowered. The other way, the default from JAX 0.11 on, does not
 # broadcast scalars.
 LANES = plgpu.LoweringSemantics.Lane
-SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # JAX has a simulator from 0.11 on
 # Registers of a thread, in the warpgroup that fetches and in each of two that compute. Together
 # they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
 # the missing registers for ever.
@@ -53,7 +53,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
 
 def check_simulator(interpret) -> None:
     """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
-    if interpret and not SIMULATED:
+    if interpret and not jax_versions.SIMULATES_GPUS:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
             f"implementation='reference' (--attention=reference)"
@@ -71,16 +71,28 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
     """Shared memory for copies from and to an array with this many tokens: a `tile`, or plain rows
     where the array is not made of whole pieces."""
-    whole = tokens % PIECE == 0 or tokens < PIECE
-    return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
+    plain = lands_plain(tokens)
+    return plgpu.SMEM(tuple(shape), dtype) if plain else tile(shape, dtype, swizzle)
+
+
+def lands_plain(tokens: int) -> bool:
+    """Whether a `landing` is plain rows."""
+    return tokens > PIECE and tokens % PIECE != 0
 
 
 def load(ref, layout, plain: bool = False) -> Array:
     """The contents of a reference as registers in a layout. plain: whether they lie row by row,
     where some reads have to wait for others, or in global memory."""
-    # from JAX 0.11 on the place is part of the reference
-    place = () if SIMULATED else ((),)
+    place = jax_versions.PLACE_OF_LOADS
     return plgpu.load(ref, *place, layout=layout, optimized=not plain)
+
+
+def store(ref, numbers, plain: bool = True) -> None:
+    """Store registers. plain: whether some stores have to wait for others, as in a plain `load`."""
+    if plain and jax_versions.STORES_ARE_CHECKED:
+        plgpu.store(ref, numbers, optimized=False)
+    else:
+        ref[...] = numbers
 
 
 def number(value) -> Array:

@@ -37,12 +37,14 @@ from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
+    SUMMED,
     FlatOperands,
     Layouts,
     Number,
     Places,
     Ring,
     Steps,
+    line,
 )
 
 LOG2_E = math.log2(math.e)
@@ -279,19 +281,19 @@ class _Head:
     def put(self, sums, factor, joined, out) -> None:
         """Store the mean of the values, sums of all classes [16, W] times their factors."""
         # through shared memory, where warps exchange columns for slots
-        joined[...] = sums * self.layouts.across(factor, sums.shape[1])
+        mosaic.store(joined, sums * self.layouts.across(factor, sums.shape[1]))
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
         (waiting,), slots = self.waiting, self.ring.given.count
         seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
-        size = min(2, slots // LINE) * LINE
+        size = max(n for n in SUMMED if n <= slots)
+        layout = line(size)
 
         def tile(i, _):
             # the last one ends with the head, and leaves alone what the one before has done
             start = jnp.minimum(i * size, slots - size)
-            layout = self.layouts.slot
             found = _load(waiting.at[pl.ds(start, size)], layout)
             here = sums.at[pl.ds(first + start, size)]
             slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + start

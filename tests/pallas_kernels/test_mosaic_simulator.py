@@ -9,7 +9,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
@@ -18,8 +17,9 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
-from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels import test_sample as choices
+from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import (
     PLAIN,
     TOLERANCE,
@@ -29,9 +29,7 @@ from tests.pallas_kernels.test_kernels import (
     written,
 )
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
-)
+pytestmark = gpu_simulation.needed
 SMALL = SPECS["var-d30-t256"].reduced(heads=2, tokens=72, length=66, entries=9)
 OFTEN = {"small": SMALL, "small-int8": replace(SMALL, kv_dtype="int8")}
 SPECIAL = {
@@ -68,12 +66,7 @@ def chip(request, monkeypatch):
 
 def simulated(operation, **options):
     """`operation` of a Mosaic module in the simulator, as one program for all numbers."""
-    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
-    return jax.jit(partial(operation, interpret=params, **options))
-
-
-def no_races(captured) -> bool:
-    return "RACE DETECTED" not in captured.readouterr().out
+    return jax.jit(partial(operation, interpret=gpu_simulation.params(), **options))
 
 
 def check_attend(spec, run, capsys):
@@ -184,7 +177,7 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
     monkeypatch.setattr(mosaic_gpu, "fetch_all", without_waits)
     spec = replace(SMALL, filling="full", entries=24)
     args = spec.arguments()
-    with pytest.raises(Exception, match="no threads observed phase|^race"):
+    with pytest.raises(Exception, match=f"no threads observed phase|{RACE}"):
         jax.block_until_ready(
             simulated(mosaic_gpu.attend, return_lse=True)(*args.attend, args.kv_scale)
         )
@@ -193,7 +186,7 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("wait", "message"),
-    [("barrier_wait", "no threads observed phase"), ("wait_load_tmem", "^race")],
+    [("barrier_wait", f"no threads observed phase|{RACE}"), ("wait_load_tmem", RACE)],
 )
 def test_a_product_that_is_not_waited_for_is_seen(wait, message, monkeypatch, capsys):
     """Blackwell: sums that are read before they are there, or overwritten while they are read."""
