@@ -156,14 +156,16 @@ def _attend_tile(
     first = (jax.lax.axis_index("tile") * config.warpgroups + group) * ROWS
     parts = [Part(half, *refs) for half, refs in enumerate(parts)]
 
+    numbers = length[0], stored.layer[0]
+
     def keys_of(i) -> Keys:
-        return Keys(stored, own, length[0], row, begin + i, given.heads)
+        return Keys.of(stored, own, numbers, row, begin + i, given.heads)
 
     @pl.when(group == config.warpgroups)
     def _():
         if config.warpgroups > 1:  # a single computing warpgroup has all registers that it can use
             plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
-        fetch_all(keys_of, several, parts, config.buffers)
+        fetch_all(keys_of, stored, several, parts, config.buffers)
 
     @pl.when(group < config.warpgroups)
     def _():

@@ -1,5 +1,6 @@
 """Keys and values in the Mosaic GPU attention kernels: the steps in which a head sees them, and
-their way into shared memory. One warpgroup fetches, others compute on what has arrived.
+their way into shared memory. One warpgroup fetches, each of its warps a part of every step, and
+others compute on what has arrived.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pallas_kernels.tables import RANGE_BITS, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
 SCALES_COPIED = 32
+WARPS = 4  # of a warpgroup
 
 
 @jax.tree_util.register_dataclass
@@ -125,6 +127,8 @@ class Keys:
     own: finished keys and values of the scale, [R, T', 2 N H].
     length: real tokens of the scale.
     heads: N.
+    lead: place of the head's table in the first axis of `stored.table`.
+    used: the number of entries up to the last one that is not empty.
     """
 
     stored: StoredBlocks
@@ -133,61 +137,65 @@ class Keys:
     row: Scalar
     head: Scalar
     heads: int
+    lead: Scalar
+    used: Scalar
+
+    @classmethod
+    def of(cls, stored: StoredBlocks, own, numbers: tuple, row, head, heads: int) -> "Keys":
+        """numbers: length and layer, read once per program: every step needs them."""
+        length, layer = numbers
+        lead = row if stored.per_row else layer
+        used = stored.table[lead, head, 0, 2 * stored.entries]
+        return cls(stored, own, length, row, head, heads, lead, used)
 
     def _packed(self, place):
         """The number at a place in the head's row of the table."""
-        lead = self.row if self.stored.per_row else self.stored.layer[0]
-        return self.stored.table[lead, self.head, 0, place]
+        return self.stored.table[self.lead, self.head, 0, place]
 
     @property
     def own_steps(self):
         return pl.cdiv(self.length, self.stored.size)
 
     @property
-    def used(self):
-        """The number of entries up to the last one that is not empty."""
-        return self._packed(2 * self.stored.entries)
-
-    @property
     def steps(self):
         return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
 
-    def _entry(self, step, piece: int):
+    def _entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and
         the end of the last step may have none; then some other entry is looked up."""
         entry = (step - self.own_steps) * self.stored.pieces + piece
         return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
 
-    def fetch(self, step, place, part: Part) -> None:
-        """Start copying a step of keys or values to its place."""
-        stored, size, head_dim = self.stored, self.stored.block_size, part.places.shape[-1]
-        first = (part.half * self.heads + self.head) * head_dim
-        copy = partial(_copy, part.full.at[place])
-        for i in range(stored.pieces):
-            rows = pl.ds(i * size, size)
-            block = self._packed(self._entry(step, i)[1])
+    def block(self, step, piece):
+        """The block of a stored step's piece."""
+        return self._packed(self._entry(step, piece)[1])
 
-            # a step holds own keys or stored ones, so one of the two copies runs
-            @pl.when(step < self.own_steps)
-            def _(i=i, rows=rows):
-                here = pl.ds(step * stored.size + i * size, size)
-                copy(
-                    self.own.at[self.row, here, pl.ds(first, head_dim)], part.places.at[place, rows]
-                )
+    def copy_own(self, part: Part, step, piece, place) -> None:
+        """Start copying a piece of own keys or values, as many as a block has, to its place."""
+        size, head_dim = self.stored.block_size, part.places.shape[-1]
+        here = pl.ds(step * self.stored.size + piece * size, size)
+        columns = pl.ds((part.half * self.heads + self.head) * head_dim, head_dim)
+        _copy(self.own.at[self.row, here, columns], part.places, part, place, piece, size)
 
-            @pl.when(step >= self.own_steps)
-            def _(rows=rows, block=block):
-                source = stored.pool.at[self.row, block, :, pl.ds(part.half * head_dim, head_dim)]
-                copy(source, (part.raw if stored.scaled else part.places).at[place, rows])
+    def copy_block(self, part: Part, block, piece, place) -> None:
+        """Start copying a block of stored keys or values to its place."""
+        size, head_dim = self.stored.block_size, part.places.shape[-1]
+        columns = pl.ds(part.half * head_dim, head_dim)
+        target = part.raw if self.stored.scaled else part.places
+        _copy(self.stored.pool.at[self.row, block, :, columns], target, part, place, piece, size)
 
-            # Own keys copy some scales, too: a barrier counts as many copies for every step.
-            if stored.scales_by_block:
-                line = stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
-                copy(line, part.scales.at[place, rows])
+    def copy_scales(self, part: Part, block, piece, place) -> None:
+        """Start copying the scales of a block."""
+        size = self.stored.block_size
+        line = self.stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
+        _copy(line, part.scales, part, place, piece, size)
 
-        if stored.scaled and not stored.scales_by_block:
-            columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * stored.size, stored.size)
-            copy(stored.scales.at[self.row, self.head, part.half, columns], part.scales.at[place])
+    def copy_scale_line(self, part: Part, step, place) -> None:
+        """Start copying the scales of a step, which lie side by side."""
+        size = self.stored.size
+        columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * size, size)
+        line = self.stored.scales.at[self.row, self.head, part.half, columns]
+        plgpu.copy_gmem_to_smem(line, part.scales.at[place], part.full.at[place])
 
     def _ranges(self, step) -> list[tuple]:
         """(first valid key, last valid key + 1) of every piece of a step, counted in the piece."""
@@ -226,36 +234,112 @@ class Keys:
         return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
 
 
-def _copy(barrier, source, target) -> None:
-    plgpu.copy_gmem_to_smem(source, target, barrier)
+def _copy(source, target, part: Part, place, piece, size: int) -> None:
+    rows = pl.ds(piece * size, size)
+    plgpu.copy_gmem_to_smem(source, target.at[place, rows], part.full.at[place])
 
 
-def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
+@dataclass(frozen=True)
+class Fetcher:
+    """One warp of those that fetch. A step's pieces go to the warps in turn, keys and values alike;
+    where there are fewer pieces than warps, some warps take keys and others values. So a warp
+    starts few copies per step, by itself: a copy of the whole warpgroup makes all warps meet.
+
+    parts: keys and values, or keys alone.
+    buffers: places of a part.
+    """
+
+    warp: Scalar
+    stored: StoredBlocks
+    parts: Sequence[Part]
+    buffers: int
+
+    @property
+    def _together(self) -> int:
+        """Warps that share a step of keys or values."""
+        return min(WARPS, self.stored.pieces)
+
+    def _pieces(self) -> list:
+        first = jax.lax.rem(self.warp, self._together)
+        return [first + i for i in range(0, self.stored.pieces, self._together)]
+
+    def _each_part(self, act) -> None:
+        """Call `act` with the parts that the warp copies."""
+        for turn, part in enumerate(self.parts):
+            if self._together == WARPS:
+                act(part)
+            else:
+                mine = jax.lax.div(self.warp, self._together) == turn
+                pl.when(mine)(partial(act, part))
+
+    def wait(self, number) -> None:
+        """Wait until the place of a step is free. number: of the step, in the program."""
+
+        # A warp waits only where it copies. Nothing would keep it from missing a phase of another
+        # barrier, and then it would wait for ever.
+        def of_part(part: Part) -> None:
+            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, self.buffers)])
+
+        self._each_part(of_part)
+
+    def start_own(self, keys: Keys, step, number) -> None:
+        """Start copying the warp's share of a step of own keys, as soon as there is a place."""
+        # a barrier counts as many copies for every step, so own keys copy some scales, too
+        self._start(keys, step, number, [None] * len(self._pieces()))
+
+    def start_stored(self, keys: Keys, step, number) -> None:
+        """Start copying the warp's share of a stored step, as soon as there is a place."""
+        # looked up before the wait, which takes longer
+        self._start(keys, step, number, [keys.block(step, piece) for piece in self._pieces()])
+
+    def _start(self, keys: Keys, step, number, blocks: list) -> None:
+        place = jax.lax.rem(number, self.buffers)
+        if self.parts[0].free is not None:
+            pl.when(number >= self.buffers)(lambda: self.wait(number))
+
+        def of_part(part: Part) -> None:
+            for piece, block in zip(self._pieces(), blocks, strict=True):
+                if block is None:
+                    keys.copy_own(part, step, piece, place)
+                else:
+                    keys.copy_block(part, block, piece, place)
+                if self.stored.scales_by_block:
+                    keys.copy_scales(part, 0 if block is None else block, piece, place)
+            if self.stored.scaled and not self.stored.scales_by_block:
+                first = jax.lax.rem(self.warp, self._together) == 0
+                pl.when(first)(lambda: keys.copy_scale_line(part, step, place))
+
+        self._each_part(of_part)
+
+
+def fetch_all(keys_of, stored, heads: int, parts: Sequence[Part], buffers: int) -> None:
     """The work of the fetching warpgroup for `heads` heads, one after another. Steps go to places
     in turn, as soon as these are free. keys_of: function from i to the `Keys` of the program's i-th
     head."""
 
-    def wait(number) -> None:
-        for part in parts:
-            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, buffers)])
+    @plgpu.warp_map
+    def _(warp):
+        fetcher = Fetcher(warp, stored, parts, buffers)
 
-    def head(i, before):
-        keys = keys_of(i)
+        def head(i, before):
+            keys = keys_of(i)
 
-        def step(j, _):
-            number = before + j
-            pl.when(number >= buffers)(lambda: wait(number))
-            for part in parts:
-                keys.fetch(j, jax.lax.rem(number, buffers), part)
+            def steps_of(start, first, last) -> None:
+                def step(j, _):
+                    start(keys, j, before + j)
+                    return 0
+
+                jax.lax.fori_loop(first, last, step, 0)
+
+            # own keys are under way before the table has been read
+            steps_of(fetcher.start_own, 0, keys.own_steps)
+            steps_of(fetcher.start_stored, keys.own_steps, keys.steps)
+            return before + keys.steps
+
+        def last(number, _):
+            # a program may not end while a barrier has an arrival that nobody waited for
+            fetcher.wait(number)
             return 0
 
-        jax.lax.fori_loop(0, keys.steps, step, 0)
-        return before + keys.steps
-
-    def last(number, _):
-        # a program may not end while a barrier has an arrival that nobody waited for
-        wait(number)
-        return 0
-
-    steps = jax.lax.fori_loop(0, heads, head, 0)
-    jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)
+        steps = jax.lax.fori_loop(0, heads, head, 0)
+        jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)
