@@ -100,9 +100,9 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
 
 
 def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
-    """(`table.packed` with one axis in front, whether that axis counts rows). Else it counts
-    layers, or is 1."""
-    found, shared = table.with_packed().packed, table.ids.ndim == 2
+    """(`packed` of a table that has it, with one axis in front, whether that axis counts rows).
+    Else it counts layers, or is 1."""
+    found, shared = table.packed, table.ids.ndim == 2
     return found[None] if shared else found, table.layer is None and not shared
 
 

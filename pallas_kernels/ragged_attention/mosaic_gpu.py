@@ -11,9 +11,10 @@ head and there are many heads, a program serves several heads one after another:
 keys and queries are fetched while the last head's are in use.
 
 Scores are products in the type of the projection with float32 sums. Exponentials are float32 powers
-of two. Weights are rounded and go through shared memory into the second product. Keys outside the
-valid ranges have the weight 0. Their values are set to zero in shared memory, because 0 times NaN
-is NaN; only steps with a partly valid block need that.
+of two. Weights are rounded and go into the second product, which adds to the sums of the steps
+before: from registers on Hopper, through shared memory on Blackwell. Keys outside the valid ranges
+have the weight 0. Their values are set to zero in shared memory, because 0 times NaN is NaN; only
+steps with a partly valid block need that, and the table has a bit per entry that says which.
 
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
 head run side by side, so all but the first find its keys in the L2 cache. From memory come R N H b
@@ -38,6 +39,7 @@ from pallas_kernels.mosaic_products import (
     PER_COLUMN,
     PER_ROW,
     ROWS,
+    Add,
     Multiply,
     Products,
     across,
@@ -72,7 +74,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     alone, with the length 0, sees stored slots only; every row then needs at least one."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
-    (rows, heads, tokens, head_dim), groups, chip = projection.shape, config.warpgroups, products()
+    (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
+    chip = products().simulated() if interpret else products()
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     count = pl.cdiv(tokens, groups * ROWS)
     several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
@@ -123,7 +126,7 @@ def _scratch(projection, config, chip: Products, several: int, stored: StoredBlo
         # The result lies in the place of the queries where no other queries follow. Statistics.
         [landing] if several > 1 else [],
         plgpu.SMEM((groups, ROWS), jnp.float32),
-        tile((groups, ROWS, size)),  # weights
+        chip.weights((groups, ROWS, size), dtype),
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
@@ -174,7 +177,8 @@ def _attend_tile(
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
-        tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
+        add = chip.add(multiply, weights, group)
+        tile = _Tile(work.tile, multiply, add, changed, group, config)
         # raw queries are not needed once they are finished: the result may take their place
         result, line = (results or [raw])[0].at[group], statistics.at[group]
         pl.when(group == 0)(lambda: given.start_turn(turn))
@@ -238,11 +242,11 @@ def _masked(keys: Keys, step, scores):
 
 @dataclass(frozen=True)
 class _Tile:
-    """The 64 queries of a warpgroup in shared memory, with room for their weights."""
+    """The 64 queries of a warpgroup in shared memory."""
 
     queries: Ref
-    weights: Ref
     multiply: Multiply
+    add: Add
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
@@ -279,20 +283,18 @@ class _Tile:
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
-        total = total * rescale + weights.sum(axis=1)
+        total, out = total * rescale + weights.sum(axis=1), out * across(rescale, out.shape)
         plgpu.barrier_wait(v.full.at[place])
         if v.raw is not None:  # after the total, which sums the weights alone
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
             weights = jnp.where(weights > 0, weights * scales, 0.0)
-        self.weights[...] = weights.astype(self.weights.dtype)
-        plgpu.commit_smem()
         self._convert(keys, i, v, place)
         # int8 numbers are finite, so only own values of an int8 pool's call may be NaN
         unclean = partly if v.raw is None else partly & (i < keys.own_steps)
         pl.when(unclean)(lambda: self._clear(keys, i, v.places.at[place]))
-        new = self.multiply(self.weights, v.places.at[place], out.shape)
+        out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
         v.release(place)
-        return highest, total, out * across(rescale, out.shape) + new
+        return highest, total, out
 
     def _convert(self, keys: Keys, i, part: Part, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""

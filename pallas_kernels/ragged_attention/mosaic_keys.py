@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.refs import Operand, Ref, Scalar
-from pallas_kernels.tables import RANGE_BITS, BlockTable
+from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
 SCALES_COPIED = 32
@@ -51,7 +51,7 @@ class StoredBlocks:
         scales = kv_scale
         if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
             scales = _scale_lines(kv_scale, table, size)
-        packed, per_row = mosaic.packed(table)
+        packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
 
@@ -129,6 +129,7 @@ class Keys:
     heads: N.
     lead: place of the head's table in the first axis of `stored.table`.
     used: the number of entries up to the last one that is not empty.
+    partial: bits that say which of the first `WORD` entries are partial.
     """
 
     stored: StoredBlocks
@@ -139,14 +140,15 @@ class Keys:
     heads: int
     lead: Scalar
     used: Scalar
+    partial: Scalar
 
     @classmethod
     def of(cls, stored: StoredBlocks, own, numbers: tuple, row, head, heads: int) -> "Keys":
         """numbers: length and layer, read once per program: every step needs them."""
         length, layer = numbers
         lead = row if stored.per_row else layer
-        used = stored.table[lead, head, 0, 2 * stored.entries]
-        return cls(stored, own, length, row, head, heads, lead, used)
+        used, bits = (stored.table[lead, head, 0, 2 * stored.entries + i] for i in (0, 1))
+        return cls(stored, own, length, row, head, heads, lead, used, bits)
 
     def _packed(self, place):
         """The number at a place in the head's row of the table."""
@@ -212,8 +214,13 @@ class Keys:
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
         # most steps are whole, and skip the mask and the clearing of values
-        size, ranges = self.stored.block_size, self._ranges(step)
-        return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
+        entry, bits = jnp.maximum(self._entry(step, 0)[0], 0), self.partial
+        if self.stored.entries > WORD:
+            bits = self._packed(2 * self.stored.entries + 1 + entry // WORD)
+        # the pieces of a step never lie in two words
+        found = bits >> jax.lax.rem(entry, WORD) & (1 << self.stored.pieces) - 1
+        own = (step + 1) * self.stored.size > self.length
+        return jnp.where(step < self.own_steps, own, found != 0)
 
     def valid(self, step, shape: tuple[int, ...], axis: int, layout=LAYOUT):
         """Mask of an array whose `axis` runs over the keys of a step."""

@@ -18,7 +18,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
-from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels import copy_rules, register_products
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.test_kernels import (
     PLAIN,
@@ -53,7 +53,8 @@ CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
 
 @pytest.fixture(autouse=True)
 def copies(monkeypatch):
-    """All that the chip asks of them is asked here."""
+    """All that the chip asks of them is asked here; products may have factors in registers."""
+    register_products.install(monkeypatch)
     broken = copy_rules.watch(monkeypatch)
     yield
     assert not broken, broken[:3]
