@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import target
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
@@ -32,6 +33,19 @@ SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # JAX has a simulator from 0.1
 # they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
 # the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
+KIB, MEETING = 2**10, 64  # bytes through which warps join a number
+SHARED, MOST = 228 * KIB, 226 * KIB  # shared memory of a multiprocessor; of a program, at most
+CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
+
+
+def programs_at_once(shared_memory: int, most: int | None = None) -> int:
+    """How many programs the chip runs at the same time. shared_memory: bytes of each, without
+    barriers. most: on a multiprocessor; None: as many as there is shared memory for."""
+    # compiled for a chip that is not here, or none known: as many as an H100 has
+    cores = CORES.get(target.capability(), CORES["9.0"])
+    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
+    each = max(1, SHARED // (shared_memory + 2 * KIB))
+    return cores * min(each, most or each)
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
@@ -146,8 +160,8 @@ def update(
 
 
 def programs(*, computing: int, **grid: int) -> plgpu.Mesh:
-    """A grid of programs, each of `computing` warpgroups that compute and one that fetches. The
-    axes are those of the grid and "warpgroup"."""
+    """A grid of programs, each of `computing` warpgroups that compute and one that fetches; 0: of
+    one that does both. The axes are those of the grid and "warpgroup"."""
     return plgpu.Mesh(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -175,12 +189,16 @@ def launch(
     def kernel(*refs):
         pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
 
+    # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
+    params = plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
+    )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
         kernel,
         out_type=tuple(results),
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
+        compiler_params=params,
         cost_estimate=cost,
         interpret=simulator(interpret),
         name=name,

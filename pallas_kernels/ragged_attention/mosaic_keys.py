@@ -3,7 +3,7 @@ their way into shared memory. One warpgroup fetches, each of its warps a part of
 others compute on what has arrived.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -101,7 +101,8 @@ class Part:
 
     half: 0 for keys, 1 for values.
     places: room for steps in shared memory.
-    full, free: barriers that say which places are.
+    full, free: barriers that say which places are. No `free` where the warpgroup that computes
+      fetches as well.
     raw: room for steps of an int8 pool before they are converted.
     scales: room for the scales of these steps.
     """
@@ -117,7 +118,8 @@ class Part:
         """Say that the place may be filled again."""
         if self.raw is not None:
             plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
-        plgpu.barrier_arrive(self.free.at[place])
+        if self.free is not None:
+            plgpu.barrier_arrive(self.free.at[place])
 
 
 @dataclass(frozen=True)
@@ -319,16 +321,63 @@ class Fetcher:
         self._each_part(of_part)
 
 
-def fetch_all(keys_of, stored, heads: int, parts: Sequence[Part], buffers: int) -> None:
-    """The work of the fetching warpgroup for `heads` heads, one after another. Steps go to places
+@dataclass(frozen=True)
+class Ring:
+    """Places that the program's only warpgroup fills before it computes, and again after it has
+    used them.
+
+    keys_of: function from i to the `Keys` of the program's i-th tile.
+    count: tiles.
+    """
+
+    keys_of: Callable
+    count: Scalar
+    stored: StoredBlocks
+    parts: Sequence[Part]
+    buffers: int
+
+    def fill(self) -> tuple:
+        """Start copying the first steps. Returns what `refill` wants: the next step to copy, as
+        tile, step, steps of this tile."""
+        begin = jnp.int32(0), jnp.int32(0), self.keys_of(0).steps
+        return jax.lax.fori_loop(0, self.buffers, self._start, begin)
+
+    def refill(self, number, following: tuple) -> tuple:
+        """Start copying the step `following` to the place of step `number` of the program, which
+        nobody reads any more. Returns the next step to copy."""
+        return self._start(number + self.buffers, following)
+
+    def _start(self, number, following: tuple) -> tuple:
+        tile, step, steps = following
+
+        @pl.when(tile < self.count)
+        def _():
+            keys = self.keys_of(tile)
+
+            @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
+            def _(warp):
+                fetcher = Fetcher(warp, self.stored, self.parts, self.buffers)
+                own = step < keys.own_steps
+                pl.when(own)(lambda: fetcher.start_own(keys, step, number))
+                pl.when(jnp.logical_not(own))(lambda: fetcher.start_stored(keys, step, number))
+
+        ends = step + 1 >= steps
+        tile = tile + ends.astype(jnp.int32)
+        begins = ends & (tile < self.count)
+        steps = jax.lax.cond(begins, lambda: self.keys_of(tile).steps, lambda: steps)
+        return tile, jnp.where(ends, 0, step + 1), steps
+
+
+def fetch_all(keys_of, stored, count, parts: Sequence[Part], buffers: int) -> None:
+    """The work of the fetching warpgroup for `count` tiles, one after another. Steps go to places
     in turn, as soon as these are free. keys_of: function from i to the `Keys` of the program's i-th
-    head."""
+    tile."""
 
     @plgpu.warp_map
     def _(warp):
         fetcher = Fetcher(warp, stored, parts, buffers)
 
-        def head(i, before):
+        def tile(i, before):
             keys = keys_of(i)
 
             def steps_of(start, first, last) -> None:
@@ -348,5 +397,5 @@ def fetch_all(keys_of, stored, heads: int, parts: Sequence[Part], buffers: int) 
             fetcher.wait(number)
             return 0
 
-        steps = jax.lax.fori_loop(0, heads, head, 0)
+        steps = jax.lax.fori_loop(0, count, tile, 0)
         jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)

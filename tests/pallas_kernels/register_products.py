@@ -1,9 +1,9 @@
 """Products of a warpgroup's registers in JAX's simulator, which has none: `wgmma` with its first
 factor in registers, and `pl.run_state`, which gives it sums to add to.
 
-A stand-in for tests. It multiplies at once, as the simulator does with factors in shared memory, and
-records what it reads for the search for races. It does what JAX's lowering does with `run_state`:
-the references that it makes become values.
+A stand-in for tests. It multiplies at once, as the simulator does with factors in shared memory.
+With `run_state` it does what JAX's lowering does: the references that it makes become values. What
+products read of shared memory is searched for races, which the simulator leaves out.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from pallas_kernels import mosaic_products
 
 def install(monkeypatch) -> None:
     """From now on the simulator has these products, and kernels use them in it."""
-    from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 
     plain = jaxpr_interpret.JaxprInterpreter.interpret
 
@@ -26,6 +26,8 @@ def install(monkeypatch) -> None:
         return _one_by_one(self, plain, jaxpr, token, args)
 
     monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "interpret", interpret)
+    recorded = gpu_callbacks.fail_on_exception(_recorded(gpu_callbacks.wgmma))
+    monkeypatch.setattr(gpu_callbacks, "wgmma", recorded)
     monkeypatch.setattr(mosaic_products.Wgmma, "simulated", lambda self: self)
 
 
@@ -90,10 +92,8 @@ def _read(*, token, mesh_location, thread, key, transforms, source_info):
     """(token, what a product reads of shared memory)."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    memory, key = (
-        gpu_callbacks._get_shared_memory(),
-        gpu_callbacks.HostAllocationKey.from_array(key),
-    )
+    memory = gpu_callbacks._get_shared_memory()
+    key = gpu_callbacks.HostAllocationKey.from_array(key)
     transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
     access = memory.access(key, transforms)
     place = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
@@ -104,6 +104,21 @@ def _read(*, token, mesh_location, thread, key, transforms, source_info):
             clock = memory.clocks[thread].copy().async_smem_clock
         gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
     return token, found
+
+
+def _recorded(multiply):
+    """The simulator's product of shared memory, whose reads are searched for races as well."""
+
+    def recorded(*, token, mesh_location, thread, source_info, **given):
+        for name in "ab":
+            key, transforms = (
+                given[f"{name}_{end}"] for end in ("allocation_key_as_array", "transforms")
+            )
+            place = dict(mesh_location=mesh_location, thread=thread, source_info=source_info)
+            _read(token=token, key=key, transforms=transforms, **place)
+        return multiply(token=token, **place, **given)
+
+    return recorded
 
 
 RULES = {"run_state": _run_state, "wgmma": _wgmma}
