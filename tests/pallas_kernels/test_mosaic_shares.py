@@ -14,11 +14,11 @@ D30 = SPECS["var-d30-t256"]
 CORES = 132  # multiprocessors of an H100
 
 
-def shares_of(spec, chip=mosaic_products.Wgmma()):
+def shares_of(spec):
     args = spec.abstract()
     call = config.Call.of("attend", args.projection, args.kv_pool, args.table)
     tiles = config.heuristic(call, "mosaic")
-    return Shares.of(args.projection, tiles, chip, spec.kv_dtype == "int8")
+    return Shares.of(args.projection, tiles, mosaic_products.Wgmma(), spec.kv_dtype == "int8")
 
 
 @pytest.mark.parametrize(("tiles", "heads", "rows", "programs"), [(2, 3, 5, 7), (1, 30, 2, 60)])
