@@ -124,8 +124,8 @@ def _scratch(projection, config, chip: Products, shares: Shares, stored: StoredB
         # queries as they come, queries finished, a barrier that says that they are there
         [landing, tile((groups, ROWS, head_dim)), plgpu.Barrier(num_barriers=groups)],
         turn_scratch(projection, chip),
-        # the result lies in the place of the queries, or has one of its own; statistics
-        [landing] if shares.apart else [],
+        # a place for the result where other queries follow; statistics
+        [landing] if shares.several else [],
         plgpu.SMEM((groups, ROWS), jnp.float32),
         chip.weights((groups, ROWS, size), dtype),
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
@@ -212,19 +212,11 @@ class _Program:
 
         def tile(i, carry):
             row, head, first = self._place(i)
-            follows = i + 1 < count
             self.given.finish(Q, head, first, self.work)
-            if self.shares.apart:
-                pl.when(follows)(lambda: self._start(i + 1))
+            if self.shares.several:
+                pl.when(i + 1 < count)(lambda: self._start(i + 1))
             found, carry = self.tile.see(self.keys_of(i), carry)
             self.results.put(row, head, first, *found)
-            if self.shares.several and not self.shares.apart:
-
-                @pl.when(follows)
-                def _():
-                    self.results.wait()
-                    self._start(i + 1)
-
             return carry
 
         jax.lax.fori_loop(0, count, tile, (jnp.int32(0), following))

@@ -6,6 +6,7 @@ are around the mask of a step whose keys are all valid, and waits find what they
 predicate switches off counts, because it takes its turn as well.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -19,23 +20,29 @@ import jaxlib
 LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-LOADS, BARRIERS = ("LDG", "LD."), ("BAR", "MEMBAR")
-PRODUCT, COPY = "HGMMA", "UTMALDG"
 
 
 @cache
-def disassembler() -> str | None:
-    """CUDA's `nvdisasm`: of the toolkit, or of the package nvidia-cuda-nvdisasm."""
+def tool(name: str) -> str | None:
+    """A program of CUDA's toolkit: on the path, of a package (nvidia-cuda-nvdisasm,
+    nvidia-cuda-nvcc), or where the toolkit is installed."""
     packages = Path(jaxlib.__file__).parents[1] / "nvidia"
-    inside = sorted(packages.glob("*/bin/nvdisasm"))
-    return shutil.which("nvdisasm") or (str(inside[-1]) if inside else None)
+    toolkit = Path(os.environ.get("CUDA_ROOT", "/usr/local/cuda")) / "bin" / name
+    found = [*sorted(packages.glob(f"*/bin/{name}")), *([toolkit] if toolkit.exists() else [])]
+    return shutil.which(name) or (str(found[0]) if found else None)
 
 
-def assembled(ptx: Path, architecture: str) -> str:
-    """The instructions of PTX text. architecture: as sm_90a."""
+def available() -> bool:
+    """Whether PTX can be assembled and disassembled here."""
+    return bool(tool("ptxas") and tool("nvdisasm"))
+
+
+def assembled(ptx: Path) -> str:
+    """The instructions of PTX text, for the architecture that it names."""
+    architecture = re.search(r"^\.target (\w+)", ptx.read_text(), re.MULTILINE)[1]
     cubin = ptx.with_suffix(".cubin")
-    subprocess.run(["ptxas", f"-arch={architecture}", ptx, "-o", cubin], check=True)
-    command = [disassembler(), "-c", cubin]
+    subprocess.run([tool("ptxas"), f"-arch={architecture}", ptx, "-o", cubin], check=True)
+    command = [tool("nvdisasm"), "-c", cubin]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -55,13 +62,10 @@ class Loop:
     label: str
     names: tuple[str, ...]
 
-    def count(self, *prefixes: str) -> int:
-        """Instructions whose names begin so; all without prefixes."""
-        return sum(name.startswith(prefixes or "") for name in self.names)
-
     @property
-    def summary(self) -> Counter:
-        return Counter(name.split(".")[0] for name in self.names)
+    def counts(self) -> dict[str, int]:
+        """How many instructions of every name, without what follows its first point."""
+        return dict(Counter(name.split(".")[0] for name in self.names))
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -87,7 +91,9 @@ def loops(text: str) -> list[Loop]:
         if begin is not None and begin <= number:
             ends[instruction.target] = number
     order = sorted(ends, key=lambda label: labels[label])
-    return [Loop(label, _shortest(found, labels, labels[label], ends[label])) for label in order]
+    ways = [(label, _shortest(found, labels, labels[label], ends[label])) for label in order]
+    # waits that found nothing go on at the end of the text, and jump back where there is no loop
+    return [Loop(label, names) for label, names in ways if names]
 
 
 def _shortest(found, labels, begin: int, end: int) -> tuple[str, ...]:

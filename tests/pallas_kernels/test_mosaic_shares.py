@@ -23,7 +23,7 @@ def shares_of(spec):
 
 @pytest.mark.parametrize(("tiles", "heads", "rows", "programs"), [(2, 3, 5, 7), (1, 30, 2, 60)])
 def test_every_tile_is_served_once(tiles, heads, rows, programs):
-    shares = Shares(tiles, heads, tiles * heads * rows, programs, apart=False)
+    shares = Shares(tiles, heads, tiles * heads * rows, programs)
     served, counts = [], []
     for program in range(programs):
         first, count = shares.of_program(program)
@@ -35,29 +35,29 @@ def test_every_tile_is_served_once(tiles, heads, rows, programs):
 
 
 @pytest.mark.parametrize(
-    ("spec", "programs", "apart"),
+    ("spec", "programs"),
     [
-        # 3 programs of one warpgroup on a multiprocessor, or one of two
-        (replace(D30, tokens=64, length=64, rows=16), 3 * CORES, True),
-        (replace(D30, rows=16), CORES, True),
+        # 3 programs of one warpgroup on a multiprocessor (rotated: 2), or one of two
+        (replace(D30, tokens=64, length=64, rows=16), 3 * CORES),
+        (replace(SPECS["llamagen-xl-t1"], rows=64), 2 * CORES),
+        (replace(D30, rows=16), CORES),
         # as many as there are tiles
-        (replace(D30, tokens=64, length=64, rows=2), 60, False),
-        (replace(D30, rows=2), 120, False),
-        # no place for a result of its own, beside the matrix of a rotation or heads of 128
-        (replace(SPECS["infinity-2b-t64"], rows=32), 2 * CORES, False),
-        (replace(SPECS["llamagen-xl-t1"], rows=64), 3 * CORES, False),
-        (replace(SPECS["infinity-2b-t4096"], rows=2), CORES, False),
+        (replace(D30, tokens=64, length=64, rows=2), 60),
+        (replace(D30, rows=2), 120),
+        # heads of 128 leave no room for results of their own
+        (replace(SPECS["infinity-2b-t64"], rows=32), 32 * 16),
+        (replace(SPECS["infinity-2b-t4096"], rows=2), 2 * 16 * 32),
     ],
 )
-def test_shares(spec, programs, apart):
-    shares = shares_of(spec)
-    assert (shares.programs, shares.apart) == (programs, apart)
+def test_shares(spec, programs):
+    assert shares_of(spec).programs == programs
 
 
 def test_shared_memory_of_three_programs():
     """With room for what CUDA takes and for barriers: 228 KiB in all."""
     tiles = config.MosaicConfig(warpgroups=1, block_k=64, buffers=3)
-    needed = shared_memory(tiles, 64, False, turned=False, apart=True)
+    needed = shared_memory(tiles, 64, False, several=True, turned=False)
     assert needed == 72 * 1024 + 256
-    assert programs_at_once(tiles, needed) == 3 * CORES
-    assert programs_at_once(tiles, needed + 4096) == 2 * CORES
+    assert programs_at_once(tiles, needed, False) == 3 * CORES
+    assert programs_at_once(tiles, needed + 4096, False) == 2 * CORES
+    assert programs_at_once(tiles, needed, True) == 2 * CORES
