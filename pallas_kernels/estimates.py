@@ -60,14 +60,16 @@ class Programs(NamedTuple):
     """The programs of a call that copy keys and values block by block.
 
     count: how many there are.
-    heads: that each of them serves.
+    heads: that each of them serves; several tiles of a head count as heads.
     keys: of a step, for which as many blocks are copied as hold them, whether all are in use or
       not.
+    chains: copies that are started side by side.
     """
 
     count: int
     heads: int
     keys: int
+    chains: int = 1
 
 
 class ChainedEstimate(pl.CostEstimate):
@@ -155,7 +157,8 @@ def attend(
     own = math.ceil(tokens / programs.keys) if projection.qkv.shape[2] > 1 else 0
     pieces = programs.keys // kv_pool.shape[2]
     steps = own + math.ceil(blocks / pieces)
-    return ChainedEstimate(cost, programs.count, 2 * programs.heads * steps * pieces)  # K and V
+    copies = 2 * programs.heads * steps * pieces  # of keys and of values
+    return ChainedEstimate(cost, programs.count, copies / programs.chains)
 
 
 @_depending_on_occupancy

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import jax_versions
+from pallas_kernels import jax_versions, target
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
@@ -32,6 +32,19 @@ LANES = plgpu.LoweringSemantics.Lane
 # they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
 # the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
+KIB, MEETING = 2**10, 64  # bytes through which warps join a number
+SHARED, MOST = 228 * KIB, 226 * KIB  # shared memory of a multiprocessor; of a program, at most
+CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
+
+
+def programs_at_once(shared_memory: int, most: int | None = None) -> int:
+    """How many programs the chip runs at the same time. shared_memory: bytes of each, without
+    barriers. most: on a multiprocessor; None: as many as there is shared memory for."""
+    # compiled for a chip that is not here, or none known: as many as an H100 has
+    cores = CORES.get(target.capability(), CORES["9.0"])
+    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
+    each = max(1, SHARED // (shared_memory + 2 * KIB))
+    return cores * min(each, most or each)
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
@@ -112,9 +125,9 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
 
 
 def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
-    """(`table.packed` with one axis in front, whether that axis counts rows). Else it counts
-    layers, or is 1."""
-    found, shared = table.with_packed().packed, table.ids.ndim == 2
+    """(`packed` of a table that has it, with one axis in front, whether that axis counts rows).
+    Else it counts layers, or is 1."""
+    found, shared = table.packed, table.ids.ndim == 2
     return found[None] if shared else found, table.layer is None and not shared
 
 
@@ -158,8 +171,8 @@ def update(
 
 
 def programs(*, computing: int, **grid: int) -> plgpu.Mesh:
-    """A grid of programs, each of `computing` warpgroups that compute and one that fetches. The
-    axes are those of the grid and "warpgroup"."""
+    """A grid of programs, each of `computing` warpgroups that compute and one that fetches; 0: of
+    one that does both. The axes are those of the grid and "warpgroup"."""
     return plgpu.Mesh(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -187,12 +200,16 @@ def launch(
     def kernel(*refs):
         pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
 
+    # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
+    params = plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
+    )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
         kernel,
         out_type=tuple(results),
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
+        compiler_params=params,
         cost_estimate=cost,
         interpret=simulator(interpret),
         name=name,

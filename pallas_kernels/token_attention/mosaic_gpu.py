@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import estimates, target
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
@@ -51,10 +51,6 @@ LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
-KIB = 2**10
-SHARED = 228 * KIB  # shared memory of a multiprocessor
-MEETING = 64  # bytes through which warps join a number
-CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
@@ -71,7 +67,9 @@ def attend(query, slots, *, interpret, steps: Steps | None = None):
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
+            approx_math=True,
+            lowering_semantics=mosaic.LANES,
+            reduction_scratch_bytes=mosaic.MEETING,
         ),
         cost_estimate=estimates.attend_token(
             query.q,
@@ -120,17 +118,14 @@ def shared_memory(given: FlatOperands, steps: Steps) -> int:
         buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
         max(scores, 4 * CLASSES * given.width),
-        MEETING,
+        mosaic.MEETING,
     )
-    return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
+    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in arrays)  # where an array may begin
 
 
 def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     """How many programs the chip runs at the same time."""
-    # compiled for a chip that is not here, or none known: as many as an H100 has
-    cores = CORES.get(target.capability(), CORES["9.0"])
-    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
-    return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
+    return mosaic.programs_at_once(shared_memory(given, steps))
 
 
 def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, out):

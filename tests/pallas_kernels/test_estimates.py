@@ -49,6 +49,9 @@ def test_attend_block_by_block():
     for held, steps in ((1, 2), (0.25, 2), (0, 1)):
         part = found.at(Occupancy(held={(5, 2): held}))
         assert (part.programs, part.copies) == (3, 2 * 2 * steps * 2)
+    side_by_side = programs._replace(chains=4)
+    found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False, programs=side_by_side)
+    assert found.at(Occupancy(held={(5, 2): 1})).copies == 2 * 2 * 2 * 2 / 4
 
 
 def test_attend_int8():

@@ -13,11 +13,11 @@ import pytest
 from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
-from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_keys, mosaic_shares
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
-from tests.pallas_kernels import copy_rules, gpu_simulation
+from tests.pallas_kernels import copy_rules, gpu_simulation, register_products
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import (
@@ -51,7 +51,8 @@ CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
 
 @pytest.fixture(autouse=True)
 def copies(monkeypatch):
-    """All that the chip asks of them is asked here."""
+    """All that the chip asks of them is asked here; products may have factors in registers."""
+    register_products.install(monkeypatch)
     broken = copy_rules.watch(monkeypatch)
     yield
     assert not broken, broken[:3]
@@ -89,11 +90,18 @@ def test_attend(chip, spec, capsys):
         check_attend(replace(spec, filling=filling), run, capsys)
 
 
-def test_several_heads_of_a_program(chip, monkeypatch, capsys):
-    """One query per row: a program goes from head to head."""
-    monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 2)
-    spec = SPECS["llamagen-xl-t1"].reduced(heads=3, entries=5)
-    assert mosaic_gpu.heads_of_a_program(spec.rows, spec.heads) == spec.heads
+ONE_QUERY = SPECS["llamagen-xl-t1"].reduced(heads=3, entries=5)
+SEVERAL = {  # more steps than places
+    "one-query": ONE_QUERY,
+    "one-warpgroup": replace(SMALL, tokens=24, length=20, entries=17, filling="full"),
+    "two-warpgroups": replace(SMALL, tokens=136, length=130, entries=17, filling="full"),
+}
+
+
+@pytest.mark.parametrize("spec", SEVERAL.values(), ids=SEVERAL)
+def test_several_tiles_of_a_program(chip, spec, monkeypatch, capsys):
+    """Programs go from tile to tile, of this head and of others. One has more tiles than others."""
+    monkeypatch.setattr(mosaic_shares, "programs_at_once", lambda *_: 3)
     check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
 
 
@@ -182,6 +190,19 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
             simulated(mosaic_gpu.attend, return_lse=True)(*args.attend, args.kv_scale)
         )
         assert no_races(capsys), "race"
+
+
+def test_a_place_that_is_filled_before_its_step_is_seen(monkeypatch, capsys):
+    """A warpgroup that fills the place of the following step in place of the last one's."""
+    every = mosaic_keys.Ring.refill
+
+    def too_early(ring, number, following):
+        return every(ring, number + 1, following)
+
+    monkeypatch.setattr(mosaic_keys.Ring, "refill", too_early)
+    spec = SEVERAL["one-warpgroup"]
+    with pytest.raises(Exception, match=f"no threads observed phase|{RACE}"):
+        check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
 
 
 @pytest.mark.parametrize(
