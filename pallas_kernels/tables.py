@@ -153,7 +153,7 @@ def _in_use(entries: Bool[Array, "*rows N M"]) -> Int[Array, "*rows N 1"]:
     return jnp.where(entries, entry + 1, 0).max(-1, keepdims=True, initial=0)
 
 
-def _bits(entries: Bool[Array, "*rows N M"]) -> Int[Array, "*rows N words"]:
+def _bits(entries: Bool[AnyArray, "*rows N M"]) -> Int[Array, "*rows N words"]:
     """A bit per entry, the first one lowest; ones behind the last, in at least one number."""
     count = entries.shape[-1]
     widths = [(0, 0)] * (entries.ndim - 1) + [(0, max(1, -(-count // WORD)) * WORD - count)]

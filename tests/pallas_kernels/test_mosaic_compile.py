@@ -18,7 +18,7 @@ from tests.pallas_kernels import compile_mosaic, sass
 # finished keys and values are one; moments take finished queries, too
 KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "text": 1}
 # bytes that later compilers spill: stores and loads of one number each
-MOST_SPILLED = {("b200", "ragged_attention"): 16} if jax.__version_info__ >= (0, 11) else {}
+MOST_SPILLED = {("b200", "ragged_attention"): 68} if jax.__version_info__ >= (0, 11) else {}
 FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
 TARGETS = [(target, FEW) for target in ("h200", "b200")]
 REST = [name for name in compile_mosaic.SHAPES if name not in FEW]
