@@ -217,10 +217,15 @@ class FileFlags:
         """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
+    @property
+    def overwrite(self) -> bool:
+        """Whether an older file may be replaced."""
+        return self._overwrite.value
+
     def check(self) -> pathlib.Path | None:
         """Return `path`; `UserError` unless it may be written now."""
         if self.path is not None:
-            overwrite = self._overwrite.value
+            overwrite = self.overwrite
             if self.path.is_file() and not overwrite:
                 raise UserError(
                     f"{self.path} exists already: choose another file or add --overwrite"

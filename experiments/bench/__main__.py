@@ -24,11 +24,12 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from experiments.bench import checks, report, tuning
+from experiments.bench import adopt, checks, machine, report, tuning, worker
 from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
@@ -67,7 +68,22 @@ IMPLEMENTATION = FLAGS.enum(
 REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
 CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
 TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
-JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
+MACHINE = FLAGS.boolean(
+    "machine", False, "Check, tune and time this machine in 40 minutes; goes on where it ended."
+)
+QUICK = FLAGS.boolean("quick", False, "--machine: what matters most, in 5 minutes.")
+MINUTES = FLAGS.integer(
+    "minutes", None, "--machine: at most so many; default: 40, with --quick 5.", lower_bound=1
+)
+STEP = FLAGS.string("step", None, "--machine: this step alone, of which nothing is kept.")
+ADOPT = FLAGS.string(
+    "adopt", None, "Take what --machine has written into the cost model's data and tuned tiles."
+)
+WORKER = FLAGS.string("worker", None, "Internal: run the steps of --machine, keep them here.")
+SKIP = FLAGS.list("skip", [], "Internal: steps of --machine to leave out.")
+JSON = FileFlags(
+    FLAGS, "json", "Also write the results to this file; --machine: results/machine.json."
+)
 
 
 def is_small() -> bool:
@@ -289,7 +305,30 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
     return kept
 
 
+# --- a whole machine ---
+
+
+def show_machine() -> int:
+    """Do what --machine, --adopt and the flags that belong to them ask for."""
+    only = {"--quick": QUICK.value, "--minutes": MINUTES.value, "--step": STEP.value}
+    if given := [name for name, value in only.items() if value and not MACHINE.value]:
+        raise UserError(f"{given[0]} belongs to --machine: add it, or leave {given[0]} out")
+    if CHECK.value or TUNE.value:
+        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    if ADOPT.value:
+        return adopt.show_adopted(ADOPT.value)
+    if STEP.value:
+        return worker.alone(STEP.value, QUICK.value)
+    if WORKER.value:
+        options = {"overwrite": JSON.overwrite, "skip": SKIP.value}
+        return worker.work(Path(WORKER.value), quick=QUICK.value, **options)
+    options = {"minutes": MINUTES.value, "overwrite": JSON.overwrite}
+    return machine.measure(JSON.path or machine.DEFAULT, quick=QUICK.value, **options)
+
+
 def main(argv) -> int:
+    if MACHINE.value or ADOPT.value or QUICK.value or MINUTES.value or STEP.value:
+        return show_machine()
     JSON.check()
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")

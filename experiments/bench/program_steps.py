@@ -1,5 +1,5 @@
-"""Steps of `experiments.bench --machine` that run whole programs: products, starts of kernels, codes
-and pixels of models with random weights."""
+"""Steps of `experiments.bench --machine` that run whole programs: products, starts of kernels,
+codes and pixels of models with random weights."""
 
 import statistics
 import time

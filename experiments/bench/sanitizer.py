@@ -1,5 +1,5 @@
-"""The kernels of token attention under NVIDIA's compute-sanitizer, which sees accesses out of bounds
-that give right numbers by chance."""
+"""The kernels of token attention under NVIDIA's compute-sanitizer, which sees accesses out of
+bounds that give right numbers by chance."""
 
 import os
 import shutil
