@@ -310,7 +310,8 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
 
 def show_machine() -> int:
     """Do what --machine, --adopt and the flags that belong to them ask for."""
-    only = {"--quick": QUICK.value, "--minutes": MINUTES.value, "--step": STEP.value}
+    own = QUICK, MINUTES, STEP, WORKER, SKIP
+    only = {f"--{flag.name}": flag.value for flag in own}
     if given := [name for name, value in only.items() if value and not MACHINE.value]:
         raise UserError(f"{given[0]} belongs to --machine: add it, or leave {given[0]} out")
     if CHECK.value or TUNE.value:
@@ -327,7 +328,7 @@ def show_machine() -> int:
 
 
 def main(argv) -> int:
-    if MACHINE.value or ADOPT.value or QUICK.value or MINUTES.value or STEP.value:
+    if any(flag.value for flag in (MACHINE, ADOPT, QUICK, MINUTES, STEP, WORKER, SKIP)):
         return show_machine()
     JSON.check()
     if CHECK.value and TUNE.value:

@@ -1,6 +1,6 @@
-"""`experiments.bench --adopt=FILE`: what `--machine` measured on a chip becomes a record of the cost
-model (`experiments.aot.efficiencies`) and tuned tiles. Everything is checked before anything is
-written."""
+"""`experiments.bench --adopt=FILE`: what `--machine` measured on a chip becomes a record of the
+cost model (`experiments.aot.efficiencies`) and tuned tiles. Everything is checked before anything
+is written."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

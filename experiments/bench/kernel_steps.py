@@ -165,9 +165,9 @@ def timed(scope: Scope, operation: str, spec: ArgSpec, share: float) -> Row:
     except Exception as error:  # out of memory, a kernel that refuses the call
         return replace(row, note=bench.short(error))
     flops, moved = found.work(own)
-    work = kernels_of(candidate.step, (candidate.carry, *candidate.arguments), scope.chip)
+    kernels = kernels_of(candidate.step, (candidate.carry, *candidate.arguments))
     row = replace(row, seconds=seconds, flops=float(flops), bytes=float(moved))
-    return row.with_work(work, scope.chip)
+    return row.with_kernels(kernels, scope.chip)
 
 
 def show(row: Row) -> str:

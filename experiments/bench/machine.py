@@ -24,7 +24,7 @@ from experiments.work_folder import SETTINGS, WorkFolder
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
 from varjax.progress import show_seconds
-from varjax.storage.atomic import check_new_file, write_text
+from varjax.storage.atomic import check_new_file, exits_when_terminated, write_text
 from varjax.storage.manifest import read_json
 
 FORMAT = {"format": "varjax machine", "version": 1}
@@ -44,14 +44,13 @@ def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) ->
     until = start + 60 * (minutes or MINUTES[quick])
     check_place(path, overwrite)
     folder, before, watch = partial_folder(path), device.clocks(), Watch()
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = WorkFolder(folder, {}, "--json")
-    with kept.held():
+    with kept.held(), exits_when_terminated():
         try:
             _follow(watch, folder, quick, overwrite, until)
         except Refused as refused:
             return refused.status
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             print(_kept(watch, folder), file=sys.stderr)
             raise
         if watch.wrong:
@@ -68,18 +67,23 @@ def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) ->
 
 
 def check_place(path: Path, overwrite: bool) -> None:
-    """Raise `UserError` unless results may be written to `path`. A file that lists steps as not run
-    may be, as long as its steps are kept."""
-    unfinished = (partial_folder(path) / SETTINGS).is_file() and path.is_file()
-    if unfinished and not overwrite:
-        with_rest = read_json(path)
-        if isinstance(with_rest, dict) and with_rest.get("format") == FORMAT["format"]:
-            overwrite = any(s.get("status") != "finished" for s in with_rest.get("steps", ()))
+    """Raise `UserError` unless results may be written to `path`. A file that lists steps as not
+    finished may be replaced by the run that goes on, as long as its steps are kept."""
     if path == DEFAULT and not path.parent.exists():
-        return
-    if path.is_file() and not overwrite:
+        return  # it is made when the first step is kept
+    check_new_file(path, overwrite=True, flag="--json")
+    if path.is_file() and not overwrite and not _goes_on(path):
         raise UserError(f"{path} exists already: choose another --json or add --overwrite")
-    check_new_file(path, overwrite=overwrite, flag="--json")
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether a file of results is of an unfinished run whose steps are there."""
+    if not (partial_folder(path) / SETTINGS).is_file():
+        return False
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT["format"]:
+        return False
+    return any(step.get("status") != "finished" for step in found.get("steps", ()))
 
 
 def _follow(watch: Watch, folder: Path, quick: bool, overwrite: bool, until: float) -> None:
@@ -121,10 +125,8 @@ def _stopped(watch: Watch, folder: Path) -> int:
 
 def content(watch: Watch, folder: Path, quick: bool, clocks: dict) -> dict:
     """The content of the file of results."""
-    text = (folder / SETTINGS).read_text("utf-8")
     settings = read_json(folder / SETTINGS)
     digest = WorkFolder(folder, settings).digest
-    assert WorkFolder(folder, settings).settings == text
     steps, rows, tuned = [], [], []
     for name in watch.names:
         found = step_files.read(folder, name, digest) or {}

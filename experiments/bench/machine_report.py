@@ -1,4 +1,4 @@
-"""The table of `experiments.bench --machine`: times beside those of the cost model and the peaks."""
+"""The table of `experiments.bench --machine`: times beside those of the cost model and peaks."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,71 +1,73 @@
 """Matrix products of the models' shapes, and kernels that do nothing, to be timed like operations.
 
-A product is timed with other weights each time, as many as a chip's cache cannot hold: a layer's
-weights come from memory in a real program, too.
+Products are timed in pairs, [rows, width] to [rows, columns] and back, so that each takes all of
+the last one's result and nothing can be left out. Every pair has weights of its own, together more
+than a chip's cache holds: a layer's weights come from memory in a real program, too.
 """
 
+import math
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench import Candidate, Work
-from pallas_kernels.bench.timing import after
 from varjax.nn.published import TransformerConfig
 
-COLD = 256 * 2**20  # bytes of weights that a loop goes through
-MOST = 16  # products of a loop
+COLD = 256 * 2**20  # bytes of weights that a run goes through
+MOST = 8  # pairs of a run
 STARTS = 256  # kernels of a chain
 
 
 @dataclass(frozen=True)
-class Product:
-    """[rows, inner] times [inner, columns]. name: what of a layer it is."""
+class Pair:
+    """[rows, width] times [width, columns], and the result times [columns, width]. name: what of a
+    layer the first one is."""
 
     name: str
     rows: int
-    inner: int
+    width: int
     columns: int
 
     def work(self, dtype: str) -> Work:
-        """Its FLOPs, and bytes of factors and result."""
-        numbers = self.inner * (self.rows + self.columns) + self.rows * self.columns
-        return Work(
-            2.0 * self.rows * self.inner * self.columns, numbers * jnp.dtype(dtype).itemsize
-        )
+        """FLOPs of each of the two products, and bytes of its factors and result."""
+        small, large = self.rows * self.width, self.rows * self.columns
+        moved = (small + large + self.width * self.columns) * jnp.dtype(dtype).itemsize
+        return Work(2.0 * self.rows * self.width * self.columns, moved)
 
-    def loop(self, dtype: str) -> tuple[Candidate, int]:
-        """(what is timed, how many products a run of it holds)."""
-        each = self.inner * self.columns * jnp.dtype(dtype).itemsize
-        count = max(1, min(MOST, -(-COLD // each)))
-        key = jax.random.key(0)
-        normal = partial(jax.random.normal, dtype=jnp.dtype(dtype))
-        x = normal(key, (self.rows, self.inner))
+    def run(self, dtype: str, most: int = MOST) -> tuple[Candidate, int]:
+        """(what is timed, how many products a run of it holds). most: pairs of a run."""
+        each = 2 * self.width * self.columns * jnp.dtype(dtype).itemsize
+        count = max(1, min(most, -(-COLD // each)))
+        keys = jax.random.split(jax.random.key(0), 2 * count + 1)
+        x = jax.random.normal(keys[0], (self.rows, self.width), jnp.dtype(dtype))
         weights = tuple(
-            normal(jax.random.fold_in(key, n), (self.inner, self.columns)) for n in range(count)
+            _matrix(key, self.width, self.columns, dtype)
+            if number % 2 == 0
+            else _matrix(key, self.columns, self.width, dtype)
+            for number, key in enumerate(keys[1:])
         )
-        out = jnp.zeros((self.rows, self.columns), jnp.dtype(dtype))
-        return Candidate("products", _products, out, (x, weights)), count
+        return Candidate("products", _chain, x, weights), 2 * count
 
 
-def _products(out, x, weights):
+def _matrix(key: jax.Array, inner: int, columns: int, dtype: str) -> jax.Array:
+    """Random numbers with which results stay as large as the rows that are multiplied."""
+    found = jax.random.normal(key, (inner, columns), jnp.dtype(dtype))
+    return found / math.sqrt(inner)
+
+
+def _chain(x, *weights):
     for matrix in weights:
-        out = after(out, x) @ matrix  # one after another, as layers are
-    return out
+        x = x @ matrix
+    return x
 
 
-def of_model(config: TransformerConfig, rows: int) -> list[Product]:
+def of_model(config: TransformerConfig, rows: int) -> list[Pair]:
     """The products of a layer and of the head. rows: of the transformer times tokens."""
-    width, hidden = config.embed_dim, config.hidden_dim
-    logits = config.logits_per_token
-    return [
-        Product("qkv", rows, width, 3 * width),
-        Product("out", rows, width, width),
-        Product("up", rows, width, hidden),
-        Product("down", rows, hidden, width),
-        Product("head", rows, width, logits),
-    ]
+    width = config.embed_dim
+    columns = {"qkv": 3 * width, "out": width, "up": config.hidden_dim}
+    columns["head"] = config.logits_per_token
+    return [Pair(name, rows, width, number) for name, number in columns.items()]
 
 
 def starts() -> tuple[Candidate, int]:

@@ -41,29 +41,31 @@ CODE_MAP = 0.5  # spread of random code maps
 
 
 def product_times(scope: Scope, name: str) -> Found:
-    """Products of a layer and of the head: of the first scale or token, and of the last scale."""
+    """Products of a layer and of the head: of the first scale or token, and of the last scale. Each
+    is timed there and back (`products.Pair`); a row is the mean of the two."""
     config, rows = random_models.abstract(name, scope.small).config, []
     most = max(h * w for h, w in config.token_maps) if hasattr(config, "schedule") else 1
     options = programs.compiler_options(jax.default_backend())
     for images in scope.images:
         for tokens in sorted({1, most}):
-            for product in products.of_model(config, 2 * images * tokens):
-                rows.append(_product(scope, name, product, images, options))
+            for pair in products.of_model(config, 2 * images * tokens):
+                rows.append(_pair(scope, name, pair, images, options))
     return Found(rows)
 
 
-def _product(scope: Scope, name: str, product: products.Product, images: int, options) -> Row:
-    shape = f"{name} {product.name} {product.rows}x{product.inner}x{product.columns}"
+def _pair(scope: Scope, name: str, pair: products.Pair, images: int, options: Mapping) -> Row:
+    shape = f"{name} {pair.name} {pair.rows}x{pair.width}x{pair.columns}"
     row = Row(Call("products", shape, "xla", scope.dtype, images))
     try:
-        candidate, count = product.loop(scope.dtype)
+        candidate, count = pair.run(scope.dtype, 1 if scope.small else products.MOST)
         seconds = bench.measure(candidate, scope.repeats, options) / count
     except Exception as error:  # out of memory above all
         return replace(row, note=bench.short(error))
-    flops, moved = product.work(scope.dtype)
+    flops, moved = pair.work(scope.dtype)
     row, chip = replace(row, seconds=seconds, flops=flops, bytes=moved), scope.chip
-    work = {Work("products", False, moved, flops, chip.bf16_flops): 1.0} if chip else {}
-    return row.with_work(work, chip)
+    if chip is None or chip.gpu is None:
+        return row
+    return row.with_work({Work("products", False, moved, flops, chip.bf16_flops): 1.0}, chip)
 
 
 def start_times(scope: Scope) -> Found:
@@ -187,7 +189,8 @@ def _with_model(row: Row, found: Modelled | None, scope: Scope) -> Row:
     """With what the model says of a whole program."""
     if found is None or not found.seconds:
         return row
-    row = row.with_work(found.work(), scope.chip)
+    if scope.chip.gpu:
+        row = row.with_work(found.work(), scope.chip)
     return replace(row, bytes=found.total("bytes"), modelled=found.seconds)
 
 

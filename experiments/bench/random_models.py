@@ -30,7 +30,7 @@ SPREAD = 0.02  # of random weights, as large as trained ones
 
 def _small_configs() -> dict[str, dict]:
     """Configurations by part: two layers, two heads as wide as the published ones."""
-    maps = Schedule.square((1, 2, 3, 4))
+    maps = Schedule.square((1, 2, 4))
     levels = {"ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1}
     shape = {"depth": 2, "embed_dim": 128, "num_heads": 2}
     var = VARConfig(num_classes=8, schedule=maps, vocab_size=128, z_channels=8, **shape)

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 import jax
 
 from experiments.aot import efficiencies
+from experiments.aot.modelled import Modelled
 from experiments.aot.work import Work, by_operation, works
 from pallas_kernels.chips import Chip
-from varjax.engine.cost import program_cost
+from varjax.engine.cost import PallasWork, program_cost
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,16 @@ class Row:
     def as_json(self) -> dict:
         return asdict(self)
 
-    def with_work(self, work: Mapping[Work, float], chip: Chip | None) -> "Row":
-        """With what the cost model says of its kernels."""
-        if not work or chip is None or chip.gpu is None:
+    def with_kernels(self, pallas: Counter[PallasWork], chip: Chip | None) -> "Row":
+        """With what the cost model says of its Pallas kernels."""
+        if not pallas or chip is None:
             return self
+        if chip.gpu is None:
+            return replace(self, modelled=Modelled(chip, [], pallas).pallas_seconds)
+        return self.with_work(works((), pallas, chip), chip)
+
+    def with_work(self, work: Mapping[Work, float], chip: Chip) -> "Row":
+        """With what the cost model says of a GPU's kernels."""
         listed = tuple({**asdict(w), "calls": float(calls)} for w, calls in work.items())
         record = efficiencies.of(chip)
         parts = by_operation(work, chip, record).values()
@@ -87,9 +94,6 @@ class Found:
         return {"rows": [row.as_json() for row in self.rows], "tuned": self.tuned}
 
 
-def kernels_of(step: Callable, arguments: tuple, chip: Chip | None) -> Counter[Work]:
-    """The work of the Pallas kernels that a function calls."""
-    if chip is None:
-        return Counter()
-    cost = program_cost(jax.make_jaxpr(step)(*arguments))
-    return works((), cost.kernels, chip)
+def kernels_of(step: Callable, arguments: tuple) -> Counter[PallasWork]:
+    """The Pallas kernels that a function calls."""
+    return program_cost(jax.make_jaxpr(step)(*arguments)).kernels

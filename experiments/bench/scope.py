@@ -14,6 +14,9 @@ from pallas_kernels.chips import Chip
 
 # those whose shapes are checked and timed, and whose codes and pixels are drawn
 MODELS = ("var-d30", "infinity-2b", "llamagen-xl")
+TIMED = ("attend", "finish", "write", "sample", "attend_token", "store_token", "attend_text")
+CHECKED = (*TIMED, "attention_moments", "token_scores", "move_slots", "rank")
+SMALLEST = ("attend", "write", "attend_token")  # what interpreters do in seconds
 OTHERS = tuple(
     dict.fromkeys(n for n in (s.rpartition("-t")[0] for s in arg_specs.SPECS) if n not in MODELS)
 )
@@ -27,6 +30,7 @@ class Scope:
     kernels: implementations that are checked. best: the one that is timed.
     dtype: of what is timed.
     shapes: published shapes that are checked.
+    checked, timed: operations.
     types: (type, type of the pool or None) of each check.
     images: batches. share: of the cache, beside the full one.
     """
@@ -37,6 +41,8 @@ class Scope:
     best: str
     dtype: str
     shapes: tuple[str, ...]
+    checked: tuple[str, ...]
+    timed: tuple[str, ...]
     types: tuple[tuple[str, str | None], ...]
     images: tuple[int, ...]
     share: float
@@ -68,6 +74,8 @@ def _on_chip(quick: bool) -> Scope:
         best=best,
         dtype="bfloat16",
         shapes=_shapes(MODELS if quick else (*MODELS, *OTHERS)),
+        checked=TIMED[:6] if quick else CHECKED,
+        timed=TIMED[:6] if quick else TIMED,
         types=types[:1] if quick else types,
         images=(1, 8) if quick else (1, 8, 64),
         share=0.1,
@@ -78,6 +86,8 @@ def _on_chip(quick: bool) -> Scope:
 def _interpreted(quick: bool) -> Scope:
     names = (name + implementations.SUFFIX for name in implementations.PLATFORMS)
     kernels = [n for n in names if implementations.why_not_here(n) is None]
+    if quick:  # the simulator of GPUs takes most of the time
+        kernels = [n for n in kernels if not n.startswith("mosaic")]
     shapes = _shapes(MODELS)
     return Scope(
         small=True,
@@ -86,6 +96,8 @@ def _interpreted(quick: bool) -> Scope:
         best="reference",
         dtype="float32",
         shapes=("var-d30-t1", "llamagen-xl-t1") if quick else shapes,
+        checked=SMALLEST if quick else CHECKED,
+        timed=SMALLEST if quick else TIMED,
         types=(("bfloat16", None),),  # the one that all kernels take
         images=(1,) if quick else (1, 2),
         share=0.25,

@@ -16,21 +16,6 @@ from pallas_kernels import bench
 from pallas_kernels.ragged_attention import tune
 from varjax.errors import choose
 
-CHECKED = (
-    "attend",
-    "finish",
-    "write",
-    "sample",
-    "attend_token",
-    "store_token",
-    "attention_moments",
-    "attend_text",
-    "token_scores",
-    "move_slots",
-    "rank",
-)
-CHECKED_QUICKLY = CHECKED[:6]
-TIMED = ("attend", "finish", "write", "sample", "attend_token", "store_token", "attend_text")
 POLICIES = ("full", "streaming")  # the second keeps a share, known beforehand
 
 
@@ -57,7 +42,7 @@ def listed(scope: Scope) -> list[Step]:
     steps += [*_tiles(scope, "attend")]
     steps += [
         Step(f"time-{operation}", partial(kernel_steps.time, scope, operation))
-        for operation in (TIMED[:6] if scope.quick else TIMED)
+        for operation in scope.timed
     ]
     steps.append(Step("starts", partial(program_steps.start_times, scope)))
     steps += [
@@ -82,10 +67,9 @@ def named(scope: Scope, name: str) -> Step:
 
 
 def _checks(scope: Scope) -> Iterator[Step]:
-    operations = CHECKED_QUICKLY if scope.quick else CHECKED
     if "mosaic" in scope.kernels and sanitizer.available() and not scope.quick:
         yield Step("sanitizer", sanitizer.check, sanitizer.SECONDS + 60, checks=True)
-    for operation in operations:
+    for operation in scope.checked:
         for kernel in scope.kernels:
             if not bench.OPERATIONS[operation].has(kernel):
                 continue
