@@ -9,7 +9,6 @@ import numpy as np
 
 from experiments.aot import efficiencies, fitting
 from experiments.aot.efficiencies import GAPS, Efficiency
-from experiments.aot.kernels import START
 from experiments.aot.work import Share, Work, by_operation
 from experiments.aot.worker import versions
 from experiments.bench.machine import FORMAT
@@ -27,7 +26,8 @@ from varjax.storage.manifest import read_json
 SAME = ("varjax", "jax", "jaxlib")  # versions that have to be those here
 # operations of the record, each after those whose kernels run in its calls, too
 MEASURED = ("products", "finish", "choosing", "write", "attention", "token attention")
-SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the peak, tried for kernels that copy block by block
+# tried for kernels that copy block by block: shares of the peak, and seconds between two copies
+SHARES, COPIES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8), np.arange(10, 401, 10) * 1e-9
 LEAST = 0.1  # share of a call's time that is left for its own kernel, whatever the others take
 Point = tuple[Mapping[Work, float], float]  # (work of an operation, seconds of it)
 
@@ -221,7 +221,7 @@ def _best_fit(points: Sequence[Point], chip: Chip) -> Efficiency:
     """The numbers that fit best. Kernels whose programs copy block by block are also tried so."""
     tried = [fitting.fit_share(points, chip)]
     if all(w.programs for work, _ in points for w in work):
-        given = [Efficiency(START, flops=share) for share in SHARES]
+        given = [Efficiency(0.0, flops=share, copy=c) for share in SHARES for c in COPIES]
         tried += [fitting.fit_turns(points, chip, each) for each in given]
     return min(tried, key=_error(points, chip))
 
