@@ -1,6 +1,7 @@
 """Published models with random weights, and small ones of the same families for machines without a
 chip: what programs cost does not depend on the weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from varjax.schedule import Schedule
 
 PUBLISHED = {"var-d30": "var-d30", "infinity-2b": "infinity-2b", "llamagen-xl": "llamagen-xl-384"}
 TEXT = 128  # tokens of a text
+MADE_ON_HOST = 2**20  # numbers of an array at most: sooner made there than a program is compiled
 SPREAD = 0.02  # of random weights, as large as trained ones
 
 
@@ -86,16 +88,22 @@ def with_weights(model: Model, dtype: str) -> Model:
 def _filled(module: nnx.Module, dtype: str) -> nnx.Module:
     shapes: Mapping = parameters.named(parameters.shapes(module, dtype))
     arrays = {
-        name: _normal(shape.shape, shape.dtype.name, number)
-        for number, (name, shape) in enumerate(shapes.items())
+        name: _numbers(shape, number) for number, (name, shape) in enumerate(shapes.items())
     }
     return parameters.fill(module, arrays)
 
 
+def _numbers(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+        return jnp.zeros(shape.shape, shape.dtype)
+    if math.prod(shape.shape) > MADE_ON_HOST:
+        return _normal(shape.shape, shape.dtype.name, seed)
+    found = SPREAD * np.random.default_rng(seed).standard_normal(shape.shape, np.float32)
+    return jnp.asarray(found, shape.dtype)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.zeros(shape, dtype)
     return (SPREAD * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)).astype(dtype)
 
 

@@ -3,13 +3,15 @@ a step takes, and how it ends."""
 
 import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from experiments.aot.worker import LAST_LINES
@@ -65,18 +67,17 @@ class Watch:
         """
         self._step = self._case = None
         begun, ends = False, time.monotonic() + BEGIN_SECONDS
-        with _process(command, environment) as (process, events):
+        with _process(command, environment) as (process, events, last):
             while True:
                 try:
                     event = events.get(timeout=max(0.0, min(until, ends) - time.monotonic()))
                 except queue.Empty:
                     return self._late(until, begun)
                 if event is None:
-                    break
+                    return self._ended(process.wait(), begun, last)
                 begun = True
                 self._note(event)
                 ends = self._step["ends"] if self._step else float("inf")
-        return self._ended(process.returncode, begun, process.last)
 
     def _note(self, event: dict) -> None:
         kind = event["event"]
@@ -133,38 +134,37 @@ class Watch:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[tuple]:
-    """(a process, the queue of what it says); None in the queue is the end. It is killed at the
-    end of the block, and its other lines are printed. `last`: the last lines of its errors."""
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """(a process, the queue of what it says, the last lines of its errors); None in the queue is
+    the end. Other lines are printed. At the end of the block it is killed, with what it has
+    started."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     events: queue.Queue = queue.Queue()
-    process.last = deque(maxlen=LAST_LINES)
-    readers = [
-        threading.Thread(target=_read, args=(process.stdout, events), daemon=True),
-        threading.Thread(target=_forward, args=(process.stderr, process.last), daemon=True),
-    ]
-    for reader in readers:
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    errors = threading.Thread(target=_forward, args=(process.stderr, last), daemon=True)
+    said = threading.Thread(target=_read, args=(process.stdout, events, errors), daemon=True)
+    for reader in (errors, said):
         reader.start()
     try:
-        yield process, events
-        process.wait()
-        readers[1].join(timeout=5)
+        yield process, events, last
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _read(lines, events: queue.Queue) -> None:
+def _read(lines: Iterable[str], events: queue.Queue, errors: threading.Thread) -> None:
+    """Put what is said into the queue; at the end, when all errors are read, too, None."""
     for line in lines:
         if line.startswith(MARK):
             events.put(json.loads(line.removeprefix(MARK)))
         else:
             print(line, end="", file=sys.stderr)
+    errors.join()
     events.put(None)
 
 
-def _forward(lines, last: deque) -> None:
+def _forward(lines: Iterable[str], last: deque) -> None:
     for line in lines:
         print(line, end="", file=sys.stderr, flush=True)
         if line.strip():

@@ -209,8 +209,8 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
-    what is hidden is removed, and what was started is ended. Where somebody else handles it, and in other threads, nothing
-    changes."""
+    what is hidden is removed, and what was started is ended. Where somebody else handles it, and in
+    other threads, nothing changes."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
