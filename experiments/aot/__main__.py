@@ -93,7 +93,9 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
-    model, program = PROGRAM.stored(model), PROGRAM.resolve(model)
+    model = PROGRAM.stored(model)
+    programs = {chip.name: PROGRAM.resolve(model, chip) for chip in wanted}
+    program = programs[wanted[0].name]  # they differ in what pixels are decoded in
     batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
@@ -106,10 +108,9 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         model=model,
         plan=plan,
         sampling=sampling,
-        program=program,
         text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
     )
-    workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
+    workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
     # a worker says which kernels cannot take the plan's blocks
     return workloads, plan_remarks(plan, calibration)
 

@@ -34,7 +34,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
-from varjax.engine import memory
+from varjax.engine import memory, pixels
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import BuildOptions, drawing
@@ -286,7 +286,13 @@ class Compilation:
     def compile_codes(self) -> None:
         """Compile the program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
-        trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
+        trace = partial(
+            programs.trace_codes,
+            *arguments,
+            precision=self.workload.program.matmul_precision,
+            auto_layout=self.automatic,
+            sharded=self.sharded,
+        )
         int8 = self.workload.model.weights_dtype == INT8
         how = {"few_rows": self.spec.few_rows, "int8": int8}
         options = programs.compiler_options(self.chip.platform, **how)
@@ -300,10 +306,9 @@ class Compilation:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
         program."""
         formats = self.codes.formats[0][0] if self.automatic else None
-        trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
-        options = self.workload.program
-        trace = partial(trace, at_once=options.decode_batch, dtype=options.decode_dtype)
-        self.pixels = self._compiled(trace, programs.compiler_options(self.chip.platform))
+        arguments = (self.networks, self.code_map, self.workload.program.decoding)
+        trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
+        self.pixels = self._compiled(trace, pixels.compiler_options(self.chip.platform))
         taken = show_bytes(self.pixels.resident)
         self.say(
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
@@ -316,8 +321,6 @@ class Compilation:
         carried: Sequence[Carried] = (),
         occupancy: Occupancy = FULL,
     ) -> Program:
-        precision = self.workload.program.matmul_precision
-        trace = partial(trace, precision=precision, sharded=self.sharded)
         # kernels ask the mesh in use for the kind of device that they are traced for
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return compile_program(trace, self.networks, self.chip, options, carried, occupancy)

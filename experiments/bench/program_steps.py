@@ -24,14 +24,16 @@ from experiments.bench.scope import Scope
 from pallas_kernels import bench
 from varjax import metrics, sampling
 from varjax.cache.plan import CachePlan
+from varjax.codecs import arithmetic
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, program_cost, tree_bytes
 from varjax.engine.device_errors import OutOfMemory
 from varjax.engine.memory import show_bytes
-from varjax.errors import MissingExtra
+from varjax.engine.pixels import Decoding, compile_pixels, trace_pixels
+from varjax.errors import MissingExtra, UserError
 from varjax.generator import Generator
-from varjax.model import DTYPES, Model
+from varjax.model import Model
 from varjax.nn.compiled import peak_bytes
 
 SINGLE = "python -m experiments.bench --machine --step={}"  # repeats a step
@@ -205,7 +207,7 @@ def decoder_times(scope: Scope, name: str) -> Found:
         shape = (images, *model.code_map)
         code_map = CODE_MAP * jax.random.normal(jax.random.key(0), shape)
         exact = None
-        for dtype in sorted(DTYPES, key=lambda n: n != "float32"):  # which the others meet
+        for dtype in reversed(arithmetic.DTYPES):  # float32 first, which the others meet
             row, exact = _decoded(scope, model, code_map, dtype, exact)
             rows.append(replace(row, call=replace(row.call, shape=name)))
     return Found(rows)
@@ -217,12 +219,12 @@ def _decoded(
     networks: Mapping = model.networks
     row = Row(Call("pixels, by type", "", "xla", dtype, len(code_map)))
     try:
-        traced = programs.trace_pixels(networks, code_map, dtype=dtype)
-        compiled = programs.compile_pixels(traced)
+        decoding = Decoding(arithmetic.resolve_here(dtype))
+        compiled = compile_pixels(trace_pixels(networks, code_map, decoding))
         run = partial(compiled, networks, code_map)
         found = np.asarray(run())
         seconds = [_seconds(run) for _ in range(scope.repeats)]
-    except jax.errors.JaxRuntimeError as error:  # out of memory
+    except (jax.errors.JaxRuntimeError, UserError) as error:  # out of memory; no such type here
         return replace(row, note=bench.short(error)), exact
     held = show_bytes(peak_bytes(compiled) - tree_bytes(networks))
     note = f"{held} beside the weights"
