@@ -87,9 +87,7 @@ def with_weights(model: Model, dtype: str) -> Model:
 
 def _filled(module: nnx.Module, dtype: str) -> nnx.Module:
     shapes: Mapping = parameters.named(parameters.shapes(module, dtype))
-    arrays = {
-        name: _numbers(shape, number) for number, (name, shape) in enumerate(shapes.items())
-    }
+    arrays = {name: _numbers(shape, number) for number, (name, shape) in enumerate(shapes.items())}
     return parameters.fill(module, arrays)
 
 
