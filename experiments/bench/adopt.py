@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.aot import efficiencies, fitting
 from experiments.aot.efficiencies import GAPS, Efficiency
+from experiments.aot.kernels import START
 from experiments.aot.work import Share, Work, by_operation
 from experiments.aot.worker import versions
 from experiments.bench.machine import FORMAT
@@ -189,6 +190,7 @@ def _is_program(row: Row) -> bool:
 
 
 def _numbers(e: Efficiency) -> dict:
+    """An operation of the record. Calls as small as the smallest ones are among those measured."""
     found = {"call_us": 1e6 * e.call, "bandwidth": e.bandwidth, "flops": e.flops}
     return found | ({"program_us": 1e6 * e.program, "copy_ns": 1e9 * e.copy} if e.copy else {})
 
@@ -200,7 +202,7 @@ def fitted(calls: Sequence[Point], chip: Chip) -> dict[str, Efficiency]:
     for operation in MEASURED:
         points = list(_points(operation, calls, found, chip))
         if points:
-            found[operation] = _best_fit(points, chip)
+            found[operation] = _best_fit(operation, points, chip)
     return found
 
 
@@ -217,9 +219,13 @@ def _points(
             yield own, max(seconds - rest, LEAST * seconds)
 
 
-def _best_fit(points: Sequence[Point], chip: Chip) -> Efficiency:
-    """The numbers that fit best. Kernels whose programs copy block by block are also tried so."""
+def _best_fit(operation: str, points: Sequence[Point], chip: Chip) -> Efficiency:
+    """The numbers that fit best. Products are tried with a share of each peak, kernels whose
+    programs copy block by block also so."""
     tried = [fitting.fit_share(points, chip)]
+    if operation == "products":
+        calls = {0.0, START, tried[0].call}
+        tried += [fitting.fit_two_shares(points, chip, call) for call in calls]
     if all(w.programs for work, _ in points for w in work):
         given = [Efficiency(0.0, flops=share, copy=c) for share in SHARES for c in COPIES]
         tried += [fitting.fit_turns(points, chip, each) for each in given]

@@ -48,12 +48,6 @@ def describe() -> dict:
     }
 
 
-def memory() -> int | None:
-    """Bytes that programs may fill on the device; None where it does not say."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
-
-
 def clocks() -> list[dict[str, str]] | None:
     """Driver, clocks, power and load of every GPU, as nvidia-smi prints them; None without it."""
     if not shutil.which(NVIDIA_SMI):

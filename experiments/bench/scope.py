@@ -16,10 +16,14 @@ from pallas_kernels.chips import Chip
 MODELS = ("var-d30", "infinity-2b", "llamagen-xl")
 TIMED = ("attend", "finish", "write", "sample", "attend_token", "store_token", "attend_text")
 CHECKED = (*TIMED, "attention_moments", "token_scores", "move_slots", "rank")
+SMALL = ("var-d30-t1", "infinity-2b-t64", "llamagen-xl-t1")  # shapes that are cut down
 SMALLEST = ("attend", "write", "attend_token")  # what interpreters do in seconds
-OTHERS = tuple(
-    dict.fromkeys(n for n in (s.rpartition("-t")[0] for s in arg_specs.SPECS) if n not in MODELS)
-)
+QUICK = (MODELS[0], MODELS[2])
+
+
+def model_of(shape: str) -> str:
+    """The model of a published shape: "var-d30" of "var-d30-t256"."""
+    return shape.rpartition("-t")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,14 @@ class Scope:
         """Models whose codes and pixels are drawn."""
         return MODELS[:1] if self.quick else MODELS
 
+    def timed_shapes(self) -> list[str]:
+        """Shapes whose times are taken: those of `MODELS`, or the last one of each."""
+        found: dict[str, list[str]] = {}
+        for shape in self.shapes:
+            found.setdefault(model_of(shape), []).append(shape)
+        last = -1 if self.quick else 0
+        return [shape for name in MODELS for shape in found.get(name, [])[last:]]
+
 
 def here(quick: bool) -> Scope:
     """What is done on the default device."""
@@ -73,7 +85,7 @@ def _on_chip(quick: bool) -> Scope:
         kernels=(best,) if quick else tuple(kernels),
         best=best,
         dtype="bfloat16",
-        shapes=_shapes(MODELS if quick else (*MODELS, *OTHERS)),
+        shapes=_shapes(QUICK) if quick else tuple(arg_specs.SPECS),
         checked=TIMED[:6] if quick else CHECKED,
         timed=TIMED[:6] if quick else TIMED,
         types=types[:1] if quick else types,
@@ -88,14 +100,13 @@ def _interpreted(quick: bool) -> Scope:
     kernels = [n for n in names if implementations.why_not_here(n) is None]
     if quick:  # the simulator of GPUs takes most of the time
         kernels = [n for n in kernels if not n.startswith("mosaic")]
-    shapes = _shapes(MODELS)
     return Scope(
         small=True,
         quick=quick,
         kernels=tuple(kernels),
         best="reference",
         dtype="float32",
-        shapes=("var-d30-t1", "llamagen-xl-t1") if quick else shapes,
+        shapes=SMALL[::2] if quick else SMALL,
         checked=SMALLEST if quick else CHECKED,
         timed=SMALLEST if quick else TIMED,
         types=(("bfloat16", None),),  # the one that all kernels take
@@ -106,4 +117,4 @@ def _interpreted(quick: bool) -> Scope:
 
 
 def _shapes(models: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(n for n in arg_specs.SPECS if n.rpartition("-t")[0] in models)
+    return tuple(n for n in arg_specs.SPECS if model_of(n) in models)

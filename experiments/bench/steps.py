@@ -5,17 +5,18 @@ settles how attention spends its time, tiles (which later steps use), times of o
 What matters less comes last, since a deadline may end the list.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from experiments.bench import kernel_steps, program_steps, sanitizer
 from experiments.bench.rows import Found
-from experiments.bench.scope import MODELS, Scope
+from experiments.bench.scope import MODELS, Scope, model_of
 from pallas_kernels import bench
 from pallas_kernels.ragged_attention import tune
 from varjax.errors import choose
 
+CASE_SECONDS = 180.0  # in which a case of a check is compiled and run
 POLICIES = ("full", "streaming")  # the second keeps a share, known beforehand
 
 
@@ -25,7 +26,7 @@ class Step:
 
     name: letters, digits, "-" and "_".
     run: does it. It raises `kernel_steps.WrongResult` if a number is wrong.
-    limit: seconds after which it is taken to hang.
+    limit: seconds after which it is taken to hang; of checks those of one case.
     checks: whether it looks for wrong numbers only: then a failure ends the run, too, and `run`
       takes `notify` (`kernel_steps.check`).
     """
@@ -38,7 +39,9 @@ class Step:
 
 def listed(scope: Scope) -> list[Step]:
     """All steps for a machine."""
-    steps = [*_checks(scope), Step("slope", partial(kernel_steps.slope, scope))]
+    first = scope.kernels if scope.small else (scope.best,)
+    steps = [*_sanitizer(scope), *_checks(scope, first)]
+    steps.append(Step("slope", partial(kernel_steps.slope, scope)))
     steps += [*_tiles(scope, "attend")]
     steps += [
         Step(f"time-{operation}", partial(kernel_steps.time, scope, operation))
@@ -57,7 +60,8 @@ def listed(scope: Scope) -> list[Step]:
         ]
         steps += _draws(scope, POLICIES[1])
         steps += _tiles(scope, "attention_moments")
-    return steps
+    # kernels that run by name only
+    return [*steps, *_checks(scope, [name for name in scope.kernels if name not in first])]
 
 
 def named(scope: Scope, name: str) -> Step:
@@ -66,16 +70,19 @@ def named(scope: Scope, name: str) -> Step:
     return found[choose("step", name, found)]
 
 
-def _checks(scope: Scope) -> Iterator[Step]:
+def _sanitizer(scope: Scope) -> Iterator[Step]:
     if "mosaic" in scope.kernels and sanitizer.available() and not scope.quick:
         yield Step("sanitizer", sanitizer.check, sanitizer.SECONDS + 60, checks=True)
+
+
+def _checks(scope: Scope, kernels: Sequence[str]) -> Iterator[Step]:
     for operation in scope.checked:
-        for kernel in scope.kernels:
+        for kernel in kernels:
             if not bench.OPERATIONS[operation].has(kernel):
                 continue
             run = partial(kernel_steps.check, scope, operation, kernel)
             if any(True for _ in kernel_steps.cases(scope, operation, kernel)):
-                yield Step(f"check-{operation}-{kernel}", run, checks=True)
+                yield Step(f"check-{operation}-{kernel}", run, CASE_SECONDS, checks=True)
 
 
 def _tiles(scope: Scope, operation: str) -> Iterator[Step]:
@@ -83,7 +90,7 @@ def _tiles(scope: Scope, operation: str) -> Iterator[Step]:
     kernel = scope.kernels[0] if scope.small else scope.best
     if kernel.removesuffix("-interpret") not in tune.CHOICES or scope.quick and not scope.small:
         return
-    names = [n for n in scope.shapes if n.rpartition("-t")[0] in MODELS[:2]]
+    names = [n for n in scope.shapes if model_of(n) in MODELS[:2]]
     for shape in names[:1] if scope.small else names:
         run = partial(kernel_steps.tiles, scope, operation, shape, kernel)
         yield Step(f"tune-{operation}-{shape}", run)

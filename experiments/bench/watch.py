@@ -89,6 +89,7 @@ class Watch:
             self._case = None
         elif kind == "case":
             self._case = event
+            self._step["ends"] = time.monotonic() + self._step["limit"]
         elif kind == "wrong":
             self.wrong = Wrong(event["name"], event["words"], event["command"])
         elif kind == "failed":

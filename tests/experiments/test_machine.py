@@ -124,8 +124,10 @@ def test_steps_of_a_chip(monkeypatch):
     assert len(set(names)) == len(names)
     for name in names:
         assert FINISHED.fullmatch(step_files.path_of(Path(), name).name)
-    checked = [step.checks for step in every]
-    assert checked == sorted(checked, reverse=True) and names[0] == "sanitizer"
+    first = [step.name for step in every[: names.index("slope")]]
+    assert all(step.checks for step in every[: len(first)]) and names[0] == "sanitizer"
+    assert first[1:] == [f"check-{n}-mosaic" for n in scope.CHECKED if f"check-{n}-mosaic" in names]
+    assert names[-1].startswith("check-") and names[-1].endswith("-triton")
     draws = [f"draw-{m}-{p}-{i}" for p in steps.POLICIES for i in (1, 8, 64) for m in scope.MODELS]
     assert [n for n in names if n.startswith("draw")] == draws
     assert "check-attend-triton" in names and "check-finish-mosaic" in names
@@ -134,12 +136,14 @@ def test_steps_of_a_chip(monkeypatch):
 
 
 def test_a_check_compares_what_is_published():
-    here = replace(scope.here(False), small=False, shapes=("var-d30-t256",), types=(("f", None),))
+    here = replace(scope.here(False), small=False, dtype="bfloat16", shapes=("var-d30-t256",))
     here = replace(here, types=(("bfloat16", None), ("bfloat16", "int8")))
     found = list(kernel_steps.cases(here, "attend", "mosaic"))
     assert len(found) == 2 * len(bench.OPERATIONS["attend"].fillings) + 1
     assert {case.spec.heads for case in found} == {3, 30}
     assert all((case.spec.tokens, case.spec.entries) == (256, 27) for case in found)
+    other = list(kernel_steps.cases(replace(here, shapes=("var-d36-t9",)), "attend", "mosaic"))
+    assert [case.spec.heads for case in other] == [3, 36]
 
 
 def test_a_wrong_number_names_the_input_and_its_command(call, monkeypatch):
@@ -148,19 +152,18 @@ def test_a_wrong_number_names_the_input_and_its_command(call, monkeypatch):
 
     def errors(operation, spec, name):
         seen.append(spec)
-        wrong = spec.name.startswith("llamagen")
-        return {"out": float("nan") if wrong else 1e-4, "lse": 1e-4}
+        return {"out": float("nan"), "lse": 1e-4}
 
     monkeypatch.setattr(bench, "errors", errors)
     with pytest.raises(WrongResult) as wrong:
         kernel_steps.check(here, "attend", "triton-interpret")
-    for part in ("attend by triton-interpret", "llamagen-xl-t1", "bfloat16", "tables random"):
+    for part in ("attend by triton-interpret", "var-d30-t1", "bfloat16", "tables random"):
         assert part in wrong.value.words
     assert "error out nan  lse 1.0e-04, allowed is less than 1e-02" in wrong.value.words
     words = wrong.value.command.split()
     assert words[:3] == ["python", "-m", "experiments.bench"]
     status, out, _ = call("bench", *words[3:])
-    assert status == 1 and out.startswith("WRONG  attend  llamagen-xl-t1  bfloat16")
+    assert status == 1 and out.startswith("WRONG  attend  var-d30-t1  bfloat16")
     assert seen[-1] == replace(seen[-2], kv_dtype="bfloat16")
 
 
@@ -179,7 +182,7 @@ def test_a_kernel_may_refuse_shapes(monkeypatch):
 
     monkeypatch.setattr(bench, "errors", errors)
     [row] = kernel_steps.check(scope.here(True), "write", "tpu-interpret").rows
-    assert row.note == "0 right, largest error 0.0e+00, 2 refused"
+    assert row.note == "0 right, largest error 0.0e+00, 1 refused"
 
 
 def test_what_cannot_be_timed_says_why(monkeypatch):
