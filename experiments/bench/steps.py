@@ -39,7 +39,7 @@ class Step:
 
 def listed(scope: Scope) -> list[Step]:
     """All steps for a machine."""
-    first = scope.kernels if scope.small else (scope.best,)
+    first = [name for name in scope.kernels if scope.small or name == scope.best]
     steps = [*_sanitizer(scope), *_checks(scope, first)]
     steps.append(Step("slope", partial(kernel_steps.slope, scope)))
     steps += [*_tiles(scope, "attend")]
