@@ -10,7 +10,7 @@ import numpy as np
 from experiments.aot import efficiencies, fitting
 from experiments.aot.efficiencies import GAPS, Efficiency
 from experiments.aot.kernels import START
-from experiments.aot.work import Share, Work, by_operation
+from experiments.aot.work import Work, by_operation
 from experiments.aot.worker import versions
 from experiments.bench.machine import FORMAT
 from experiments.bench.rows import Row
@@ -244,11 +244,12 @@ def _error(points: Sequence[Point], chip: Chip) -> Callable[[Efficiency], float]
 
 
 def gap(drawn: Sequence[Point], found: Mapping[str, Efficiency], chip: Chip) -> float:
-    """Seconds between two kernels: what programs take beyond all of their kernels."""
+    """Seconds between two kernels that were measured: what programs take beyond what is expected
+    of all of their kernels."""
     record = efficiencies.Record(chip.name, {}, dict(found))
-    programs = []
-    for work, whole in drawn:
-        parts: Mapping[str, Share] = by_operation(work, chip, record)
-        seconds = {name: part.expected for name, part in parts.items()}
-        programs.append(fitting.Measured(work, seconds, whole))
-    return fitting.fit(programs, chip, {})[GAPS].call
+    calls = [sum(n for w, n in work.items() if w.operation in found) for work, _ in drawn]
+    parts = [by_operation(work, chip, record).values() for work, _ in drawn]
+    left = [
+        whole - sum(part.expected for part in p) for (_, whole), p in zip(drawn, parts, strict=True)
+    ]
+    return fitting.fit_gap(calls, left, [whole for _, whole in drawn])

@@ -55,7 +55,7 @@ def seconds_of(work: Counter) -> float:
 
 
 def row(operation: str, work: Counter, gap: float = 0.0, images: int = 1) -> Row:
-    seconds = seconds_of(work) + gap * sum(work.values())
+    seconds = seconds_of(work) + gap * sum(n for w, n in work.items() if w.operation in TRUE)
     return Row(Call(operation, "s", "mosaic", "bfloat16", images), seconds).with_work(work, H200)
 
 
