@@ -44,7 +44,8 @@ ROW = Row(Call("attend", "var-d30-t1", "mosaic", "bfloat16", 8, 1.0), 1e-3, 989.
 def test_a_quick_run_on_a_cpu(call, tmp_path):
     """Every kind of step, in a process of its own."""
     path = tmp_path / "machine.json"
-    status, out, err = call("bench", "--machine", "--quick", f"--json={path}")
+    flags = "--machine", "--quick", "--minutes=60", f"--json={path}"
+    status, out, err = call("bench", *flags)
     assert status == 0, err
     assert CPU in out and "its peaks are not known" in out and "not run" not in out
     found = json.loads(path.read_text())
@@ -70,7 +71,7 @@ def test_a_quick_run_on_a_cpu(call, tmp_path):
 @pytest.mark.slow
 def test_a_whole_run_on_a_cpu(call, tmp_path):
     path = tmp_path / "machine.json"
-    status, out, err = call("bench", "--machine", f"--json={path}")
+    status, out, err = call("bench", "--machine", "--minutes=240", f"--json={path}")
     assert status == 0, err
     found = json.loads(path.read_text())
     assert {s["status"] for s in found["steps"]} == {"finished"}
