@@ -155,6 +155,8 @@ def cache_report(generator: Generator, dense_dtype: str) -> dict:
     read from the compiled program. dense_dtype: type of a full cache."""
     plan, batch = generator.plan, generator.batch_size
     dense, allocated = plan.dense_bytes(batch, dense_dtype), generator.allocated_bytes
+    read, geometry = plan.read_tokens, plan.geometry
+    full = geometry.dense_tokens / (geometry.num_layers * geometry.num_heads)
     return {
         "dtype": str(generator.kv_dtype),
         "dense_bytes": dense,
@@ -162,6 +164,8 @@ def cache_report(generator: Generator, dense_dtype: str) -> dict:
         "allocated_bytes": allocated,
         "fraction": allocated / max(1, dense),
         "peak_live_fraction": plan.peak_live_fraction,
+        # of a head's full cache, where queries read less than what is stored
+        "read_fraction": None if read is None else read / full,
         "block_size": plan.block_size,
         "pool_blocks": plan.pool_blocks,
         "accounting": plan.accounting,

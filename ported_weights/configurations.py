@@ -170,7 +170,8 @@ class PublishedModel:
             given, words = self.defaults.tokenizer(known)
             if not self.defaults.is_whole:
                 say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
-        with about(self.tokenizer_config or "published defaults"):
+        own = self.config if self.defaults.is_whole else "published defaults"
+        with about(self.tokenizer_config or own):
             return self.family.parts["codec"].read(given)
 
     def read_class_names(self, transformer: object) -> list[str]:

@@ -260,9 +260,11 @@ def _open_part(
     if prefix and (own := source.below(prefix)).tensors:
         source = own
     similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
-    if similar and table not in similar:
+    lacking = [f"{what} ({name})" for name, what in table.needed if name not in source.tensors]
+    # a part of what is needed: a file of this kind, whatever else it holds
+    if similar and table not in similar and not 0 < len(lacking) < len(table.needed):
         raise UserError(f"{table.flag}: {path} {_instead(table, similar)}")
-    if lacking := [f"{what} ({name})" for name, what in table.needed if name not in source.tensors]:
+    if lacking:
         raise UserError(
             f"{table.flag}: {path} lacks {some(lacking)}: it does not draw pictures, and may be a"
             " model that only reads pictures or text; give the folder of the whole model"

@@ -366,7 +366,8 @@ def _report(problems: Sequence[str]) -> None:
         order = sorted(problems, key=_natural)
         kinds = itertools.groupby(order, key=lambda text: text.partition(":")[0])
         listed = [some(of_kind, MAX_LISTED, between="\n  ") for _, of_kind in kinds]
-        raise UserError(f"{len(order)} problems:\n  " + "\n  ".join(listed))
+        count = f"{len(order)} problem{'s'[len(order) == 1 :]}"
+        raise UserError(f"{count}:\n  " + "\n  ".join(listed))
 
 
 def _natural(text: str) -> list:

@@ -141,15 +141,20 @@ PROMPT_SHAPES = {
     "lumina_small": ("lumina_tiny", (3, 2), 15),
 }
 GROUPS = "lumina_groups"  # 4 query heads for 2 heads of keys, norms after the branches
+FEW_NORMS = "lumina_few_norms"  # 4 heads, and 2 sets of weights of their norms
+LUMINA_OPTIONS = {
+    GROUPS: {"num_key_value_heads": 2, "swin_norm": True, "model_parallel_size": 2},
+    FEW_NORMS: {"model_parallel_size": 2},
+}
 TOKEN_MODELS = ("llamagen_c2i", *PROMPT_SHAPES, GROUPS)
 
 
-def _grouped_model() -> Model:
-    """A Lumina-mGPT of random numbers with the options of the 34B family."""
+def _random_lumina(name: str) -> Model:
+    """A Lumina-mGPT of random numbers with options of the 34B family."""
     family = registry.family("lumina")
     published = json.loads((LUMINA_FIXTURES / "lumina_tiny_config.json").read_text())
     given = published | {"units": [3, 2], "prompt_tokens": 15}
-    given["model"] |= {"num_key_value_heads": 2, "swin_norm": True, "model_parallel_size": 2}
+    given["model"] |= LUMINA_OPTIONS[name]
     config = family.parts["transformer"].read(given)
     transformer = family.parts["transformer"].module(config, rngs=nnx.Rngs(0))
     # the initial weights give logits that are almost alike
@@ -157,13 +162,13 @@ def _grouped_model() -> Model:
         parameter.set_value(20 * parameter[...])
     parts = {"transformer": transformer, "codec": fixture_model("lumina_tiny").codec}
     sampling = registry.lumina_sampling(config)
-    return Model(GROUPS, parts, {"family": "lumina", "sampling": sampling})
+    return Model(name, parts, {"family": "lumina", "sampling": sampling})
 
 
 @functools.cache
 def fixture_model(name: str) -> Model:
-    if name == GROUPS:
-        return _grouped_model()
+    if name in LUMINA_OPTIONS:
+        return _random_lumina(name)
     if name in PROMPT_SHAPES:
         of, grid, slots = PROMPT_SHAPES[name]
         return fixture_model(of).with_grid(grid).with_prompt_tokens(slots)

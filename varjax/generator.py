@@ -139,6 +139,8 @@ class Generator:
         self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
         self._networks = model.networks
         self._arrange()
+        # only now: another generator may have left matrices turned, which are never divided
+        sharding.check_weights(self._networks, mesh)
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None

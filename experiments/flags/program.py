@@ -20,7 +20,7 @@ from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn.quantized import INT8
-from varjax.parallel import plans
+from varjax.parallel import plans, sharding
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -249,6 +249,7 @@ class ProgramFlags:
             with about(self._mesh):
                 heads = model.config.num_heads
                 mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
+                sharding.check_weights(model.networks, mesh)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""

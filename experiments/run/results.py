@@ -269,6 +269,8 @@ def dry_run_text(run: Run) -> str:
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
     ]
+    if reads := plan.reads():
+        rows.append(("reads", reads))
     if (length := text_tokens(run.condition)) is not None:
         taken = memory.show_bytes(need.condition)
         rows.append(("text", f"{taken}, keys and values of {length} tokens"))
@@ -285,7 +287,7 @@ def dry_run_text(run: Run) -> str:
 def summary(report: dict, out: pathlib.Path) -> str:
     """Return the lines that are printed at the end of a run."""
     kv, seconds = report["kv"], report["time"]
-    steady = seconds["steady_s_per_image"]
+    steady, read = seconds["steady_s_per_image"], kv["read_fraction"]
     rows = [
         ("policy", f"{report['policy']}, budget {report['budget']:g}"),
         (
@@ -295,6 +297,7 @@ def summary(report: dict, out: pathlib.Path) -> str:
         ("full KV cache", memory.show_bytes(kv["dense_bytes"])),
         ("allocated KV", f"{memory.show_bytes(kv['allocated_bytes'])} ({kv['fraction']:.1%})"),
         ("peak live tokens", f"{kv['peak_live_fraction']:.1%}"),
+        *([("read by a query", f"{read:.1%}")] if read is not None else []),
         ("compile", f"{seconds['compile_s']:.1f} s (cache {seconds['compilation_cache']})"),
         ("time per image", "-" if steady is None else f"{steady:.3f} s"),
     ]

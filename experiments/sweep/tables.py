@@ -36,7 +36,9 @@ _MEANS = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 
 _INTERVALS = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
 _DIFFERENCES = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
 PARTS = {  # {part of a cell in sweep.json: its entries that the table takes}
-    "kv": "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split(),
+    "kv": (
+        "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction read_fraction"
+    ).split(),
     "fidelity": [*_MEANS, "identical_images", *_INTERVALS, *_DIFFERENCES],
     "time": ["steady_s_per_image", "compile_s"],
 }
@@ -44,10 +46,11 @@ NEW = [
     name
     for name in PARTS["fidelity"]
     if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in JUDGED
-]
+] + ["read_fraction"]
 _OLD = [name for name in PARTS["fidelity"] if name not in NEW]
 # New columns are at the end, so that the others keep their places in all versions.
-CSV_FIELDS = [*ASKED, *PARTS["kv"], *_OLD, *PARTS["time"], "note", *NEW]
+_OLD_KV = [name for name in PARTS["kv"] if name not in NEW]
+CSV_FIELDS = [*ASKED, *_OLD_KV, *_OLD, *PARTS["time"], "note", *NEW]
 
 
 # --- content ---

@@ -34,7 +34,8 @@ class RuleTable:
     needed: Sequence[tuple[str, str]] = ()
 
 
-# By the name of the `Part`. A file may look like two parts; messages name the first.
+# By the name of the `Part`. A file may look like two parts; messages name the first. Chameleon's
+# tokenizer has all names that VAR's is known by, so it comes before that.
 RULE_TABLES = {
     "VQ": RuleTable(
         "VQ tokenizer",
@@ -44,6 +45,12 @@ RULE_TABLES = {
     ),
     "VAR": RuleTable(
         "VAR transformer", "--source", ("pos_1LC", "class_emb.weight"), transformers.var_rules
+    ),
+    "ChameleonVQ": RuleTable(
+        "Chameleon tokenizer",
+        "--tokenizer_source",
+        ("decoder.mid.attn_1.q.weight", "encoder.mid.attn_1.q.weight"),
+        lumina.tokenizer_rules,
     ),
     "VQVAE": RuleTable(
         "VQVAE tokenizer",
@@ -87,12 +94,6 @@ RULE_TABLES = {
         ("model.layers.0.self_attn.q_norm.weight",),
         lumina.transformer_rules,
         needed=lumina.NEEDED,
-    ),
-    "ChameleonVQ": RuleTable(
-        "Chameleon tokenizer",
-        "--tokenizer_source",
-        ("decoder.mid.attn_1.q.weight", "encoder.mid.attn_1.q.weight"),
-        lumina.tokenizer_rules,
     ),
     "T5": RuleTable(
         "text encoder",

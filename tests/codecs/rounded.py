@@ -66,7 +66,8 @@ def _evaluate(jaxpr, consts, arguments) -> list:
 
 def code_maps(model: Model, images: int = 4) -> jax.Array:
     """Latent maps of images whose codes are drawn greedily for the first labels or prompts."""
-    generator = models.greedy_generator(model, batch_size=images, keep_logits=False)
+    options = {"batch_size": images, "keep_logits": False, "segments": "auto"}
+    generator = models.greedy_generator(model, **options)
     results, _ = generator.run_images(models.condition(model, range(images)), np.arange(images))
     return results["code_map"]
 

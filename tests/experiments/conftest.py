@@ -9,6 +9,7 @@ import pytest
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.cli import command_line
+from varjax.generator import Generator
 
 
 @pytest.fixture
@@ -27,6 +28,26 @@ def call(capsys, monkeypatch):
             command_line.run(module.main)
         captured = capsys.readouterr()
         return stop.value.code, captured.out, captured.err
+
+    return invoke
+
+
+def flags_as_text(value) -> str | None:
+    """Names of cases that are tuples of flags."""
+    return " ".join(value) if isinstance(value, tuple) else None
+
+
+@pytest.fixture
+def refused(call, tmp_path, monkeypatch):
+    """refused("run", message, "--flag=..."): status 2, one message with these words in it, nothing
+    compiled and nothing written to the current folder, which is empty."""
+
+    def invoke(verb, message, *flags):
+        monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+        monkeypatch.chdir(tmp_path)
+        status, _, err = call(verb, *flags)
+        assert status == 2 and message in err and err.count("error:") == 1, err
+        assert "Traceback" not in err and not list(tmp_path.iterdir())
 
     return invoke
 

@@ -96,7 +96,7 @@ def test_a_released_file_of_janus():
         ({"gen_aligner_config": {"params": {"depth": 3}}}, "depth is 3, not 2"),
         ({"grid": [6]}, "a height and a width"),
         ({"grid": [0, 2]}, "a height and a width"),
-        ({"grid": [300, 300]}, "images of 90000 tokens: at most 65536"),
+        ({"grid": [300, 300]}, "images of 300x300 tokens: at least 2, at most 65536"),
         ({"prompt_tokens": 16000}, "16000 tokens and 576 image tokens are 16576.*at most 16384"),
         ({"pad_id": 102400}, "pad_id is 102400"),
         ({"surplus": 1}, "unknown name 'surplus'"),
@@ -167,7 +167,7 @@ def test_vocabulary():
     assert vocabulary.code_of("IMGIMGBAJZ") == 109 and vocabulary.code_of("IMGIMGZ") is None
     assert vocabulary.image_ids(names) == (9, 7, 8)
     for change, message in (
-        ({"IMGIMGEZ": 10}, "4 codes have names, but 3 have none"),
+        ({"IMGIMGEZ": 10}, "4 codes have names, but codes 3 have none"),
         ({"IMGIMGACZ": 10}, "code 2 has two names, ids 8 and 10"),
         ({"IMGIMGDZ": 9}, "some codes share an id"),
         ({"IMGIMGDZ": "9"}, "no number of a token"),
@@ -186,7 +186,7 @@ def test_vocabulary():
         (JANUS, [5], "at least the first one"),
         (JANUS, [1] * 123, "123 tokens and 6 image tokens are 129"),
         (LUMINA, [1, 30, 34], "image start, height and width, here"),
-        (LUMINA, [30, 34, 33], "a prompt of Lumina-mGPT has text"),
+        (LUMINA, [30, 34, 33], "no text before image start, height and width"),
         (LUMINA, [1, 30, 33, 34], "ask for an image of 1x2 units, the model draws 2x1"),
         (LUMINA, [1, 5, 30, 34, 33], r"prompt ids \[5\] are image tokens"),
         (LUMINA, [1, 30, 2, 30, 34, 33], "image start 30 2 times: a prompt asks for one image"),
@@ -260,7 +260,7 @@ def test_norm_of_heads_by_shard():
     norm, x = HeadNorm(2, 4), np.random.default_rng(0).normal(size=(1, 3, 6, 4))
     norm.scale.set_value(jnp.arange(8.0).reshape(2, 4))
     norm.bias.set_value(jnp.arange(8.0).reshape(2, 4) / 10)
-    found = norm(jnp.asarray(x, jnp.float32))
+    found = norm(jnp.asarray(x, jnp.float32), 6, None)
     for head in range(6):
         of = x[:, :, head]
         plain = (of - of.mean(-1, keepdims=True)) / np.sqrt(of.var(-1, keepdims=True) + 1e-5)

@@ -28,6 +28,8 @@ CASES = [  # weights and ragged heads divided
     # matrices and their scales divided, layers apart and stacked
     (models.GROUPS + INT8, "headkv", {"budget": 0.6}, "int8", ("model=2",)),
     (DEMO + INT8, "full", {}, None, ("model=2",)),
+    # norms of heads whole: two sets of weights for the heads of four devices
+    (models.FEW_NORMS, "full", {}, None, ("model=4",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),

@@ -1,5 +1,6 @@
 """Several devices: same images as one, pools divided, what cannot be divided refused."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -16,7 +17,7 @@ from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.nn import parameters
-from varjax.parallel import plans
+from varjax.parallel import plans, sharding
 from varjax.parallel.split import MeshSpec
 
 
@@ -92,6 +93,18 @@ def test_a_mesh_larger_than_the_machine_is_refused():
     model = fixture_model("a_k10")
     with pytest.raises(UserError, match="this machine has at most"):
         Generator(model, batch_size=64, mesh=MeshSpec(data=64))
+
+
+def test_every_matrix_can_be_divided():
+    """Widths are whatever a configuration says, so heads are not all that has to be checked."""
+    model = fixture_model("lumina_tiny")  # 4 heads, a feed-forward of width 144
+    sharding.check_weights(model.networks, MeshSpec(model=4))
+    config = dataclasses.replace(model.config, intermediate_size=146)
+    part = model.family.parts["transformer"]
+    odd = {**model.networks, "transformer": part.abstract(config)}
+    sharding.check_weights(odd, MeshSpec(model=2))
+    with pytest.raises(UserError, match="146 cannot be split evenly over model=4.*a divisor of"):
+        sharding.check_weights(odd, MeshSpec(model=4))
 
 
 @pytest.mark.parametrize("name", ["llamagen_c2i", "a_k10"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -46,11 +47,12 @@ def refused(tmp_path, published: PublishedModel, match: str) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def janus(tmp_path, **arrays) -> PublishedModel:
-    """Weights of one file; None takes a tensor out, an array puts one in. `__` stands for a dot."""
+def janus(tmp_path, name: str = "janus", **arrays) -> PublishedModel:
+    """Weights of one file in a folder of this name; None takes a tensor out, an array puts one in.
+    `__` stands for a dot."""
     changed = {name.replace("__", "."): array for name, array in arrays.items()}
     found = {n: a for n, a in (tensors("janus_tiny") | changed).items() if a is not None}
-    folder = tmp_path / "janus"
+    folder = tmp_path / name
     folder.mkdir()
     save_file(found, folder / "model.safetensors")
     return dataclasses.replace(models.janus_files(), source=str(folder))
@@ -283,7 +285,7 @@ def broken(case: str) -> dict:
 @pytest.mark.parametrize(
     ("case", "match"),
     [
-        ("not every code", "127 codes have names, but 7 have none"),
+        ("not every code", "127 codes have names, but codes 7 have none"),
         ("two names", "code 7 has two names, ids 75 and 3"),
         ("one id twice", "some codes share an id"),
         ("outside", "ids 260 are outside the vocabulary of 260"),
@@ -337,7 +339,21 @@ def test_checkpoints_that_do_not_draw(tmp_path):
     llama = lumina(tmp_path, source=str(tmp_path / "llama.safetensors"))
     refused(tmp_path, llama, "lacks Chameleon's norm of queries and keys")
     codec = lumina(tmp_path, source=str(LUMINA / "lumina_tiny_vqgan.ckpt"))
-    refused(tmp_path, codec, "looks like .*not Lumina-mGPT transformer weights")
+    refused(tmp_path, codec, "looks like Chameleon tokenizer weights, not Lumina-mGPT transformer")
+    # a language model and a tokenizer of images, and nothing that draws
+    images = [n for n in drawing if not n.startswith(CODEC)]
+    no_head = janus(tmp_path, "no_head", **{n.replace(".", "__"): None for n in images})
+    refused(
+        tmp_path, no_head, r"lacks the embedding of image tokens \(gen_embed.weight\), the head"
+    )
+
+
+def test_an_image_of_one_token(tmp_path):
+    """Its default could never be drawn."""
+    files, path = models.janus_files(), tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(Path(files.config).read_text()) | {"grid": [1, 1]}))
+    one = dataclasses.replace(files, config=str(path))
+    refused(tmp_path, one, "images of 1x1 tokens: at least 2")
 
 
 def test_without_a_tokenizer(tmp_path):

@@ -203,6 +203,7 @@ def test_both_numbers_are_reported():
     )
     assert plan.facts()["reads"] == words and f"reads     {words}" in plan.timeline()
     assert plan.arrays()["reads"].tolist() == [33] * 36
+    assert plan.read_tokens == 1 + 4 + 33
     assert "reads" not in plan_cache(XL, policies.Streaming(budget=1 / 8)).facts()
 
 

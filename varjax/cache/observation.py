@@ -126,8 +126,7 @@ class Rule(Protocol):
     """What a policy does on one kind of model, as planner, cache and engine see it;
     `varjax.policies.rule` says what each member means. Models that draw token by token are never
     asked for `window_tokens`, `init_state` and `update_state`, the others never for `local_window`,
-    `slots`, `minimum_slots`,
-    `compares_heads` and `inputs_heads`."""
+    `slots`, `minimum_slots`, `compares_heads` and `inputs_heads`."""
 
     policy: "Policy"
     needs: Needs

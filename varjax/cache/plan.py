@@ -118,6 +118,15 @@ class CachePlan(PlanView):
         return batch_size * g.rows_per_image * per_row
 
     @property
+    def read_tokens(self) -> int | None:
+        """Tokens of a head that a query reads at most, where that is less than what is stored."""
+        return None
+
+    def reads(self) -> str | None:
+        """`read_tokens` in words."""
+        return None
+
+    @property
     def live_tokens(self) -> np.ndarray:
         """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale or stage s
         has stored."""

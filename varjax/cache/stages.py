@@ -222,14 +222,19 @@ class TokenPlan(CachePlan):
         reads = self.reads()
         return super().facts() | ({} if reads is None else {"reads": reads})
 
+    @property
+    def read_tokens(self) -> int | None:
+        a = self.allocation
+        if a.reads is None:
+            return None
+        return self.sequence.condition + a.protected + int(a.reads[0])
+
     def reads(self) -> str | None:
-        """What a query reads, in words, where that is less than what is stored."""
         a, condition = self.allocation, self.sequence.condition
         if a.reads is None:
             return None
         ring, read = int(a.slots[0]) - a.protected, int(a.reads[0])
-        fixed = condition + a.protected
-        share = (fixed + read) / self.sequence.persistent_tokens
+        share = self.read_tokens / self.sequence.persistent_tokens
         first = f"the first {a.protected} image tokens, " if a.protected else ""
         return (
             f"{first}{read} of the newest {ring} image tokens, which are stored, and the condition "

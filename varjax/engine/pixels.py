@@ -22,7 +22,8 @@ from varjax.parallel.sharding import ShardedProgram
 
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 # Convolutions by the first algorithm that cuDNN's heuristics name. By default XLA runs them all,
-# with inputs, results and workspaces of their own: 51 GiB were seen.
+# with inputs, results and workspaces of their own: 51 GiB were seen. `xla_gpu_autotune_level=0`
+# would compile convolutions without any algorithm (docs/lab/decoding.md).
 UNTUNED = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 

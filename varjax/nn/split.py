@@ -43,3 +43,11 @@ def contract(
 def whole(x: Float[Array, "... D"], axis: str | None) -> Float[Array, "... D"]:
     """Gather an array whose last axis is divided over `axis` of the mesh."""
     return x if axis is None else jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+
+
+def own_part(array: Float[Array, "N ..."], size: int, axis: str | None) -> Float[Array, "M ..."]:
+    """The `size` rows that belong to this device, of an array that is whole on all devices along
+    `axis` of the mesh."""
+    if axis is None:
+        return array
+    return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axis) * size, size)

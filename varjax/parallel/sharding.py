@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from varjax.errors import UserError
 from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf
 from varjax.parallel.split import AXES, MeshSpec
@@ -68,6 +69,25 @@ def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
         return math.prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
 
     return sum(jax.tree.leaves(map_weights(size, networks)))
+
+
+def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:
+    """Raise `UserError` if a matrix cannot be divided evenly over `model`. Shapes are enough."""
+
+    def check(leaf: Leaf, split: Split | None) -> None:
+        if split is None:
+            return
+        # widths of the sections side by side are multiples of this
+        unit = leaf.shape[split.axis] // sum(split.parts)
+        if unit % spec.model:
+            raise UserError(
+                f"layers have a matrix {' x '.join(map(str, leaf.shape[-2:]))}, of which {unit} "
+                f"cannot be split evenly over model={spec.model} devices: choose a divisor of "
+                f"{unit}"
+            )
+
+    if spec.model > 1:
+        map_weights(check, networks)
 
 
 def _weight_specs(networks: Mapping[str, nnx.Module], parts: int) -> PyTree[P]:

@@ -120,8 +120,8 @@ class JanusConfig(LlamaConfig):
         super().check_prompt(ids)
         if len(ids) < 2:
             raise UserError(
-                f"a prompt of {len(ids)} ids: Janus-Pro's have at least the first one (begin of "
-                f"sentence) and the last one (begin of image)"
+                "a prompt of one id: Janus-Pro's have at least the first one (begin of sentence)"
+                " and the last one (begin of image)"
             )
 
 

@@ -109,8 +109,11 @@ class LlamaConfig(DecoderConfig):
             )
         if heads % kv_heads:
             raise self.wrong(f"{heads} query heads are no multiple of {kv_heads} key heads")
-        if self.image_tokens > MOST_TOKENS:
-            raise self.wrong(f"images of {self.image_tokens} tokens: at most {MOST_TOKENS}")
+        if not 2 <= self.image_tokens <= MOST_TOKENS:
+            raise self.wrong(
+                f"images of {'x'.join(map(str, self.grid))} tokens: at least 2, at most "
+                f"{MOST_TOKENS}"
+            )
         self.check_context(self.prompt_tokens)
 
     def check_grid(self, grid: Sequence[int]) -> None:
@@ -140,8 +143,10 @@ class LlamaConfig(DecoderConfig):
             found["text_vocab_size"] = found.pop("vocab_size")
         if found.get("num_key_value_heads") is None and "num_attention_heads" in found:
             found["num_key_value_heads"] = found["num_attention_heads"]
-        wide = found.get("hidden_size", 0) // max(1, found.get("num_attention_heads", 1))
-        if size not in (None, wide):
+        heads = found.get("num_attention_heads", 1)
+        # impossible numbers of heads have a message of their own
+        wide = found.get("hidden_size", 0) // max(1, heads)
+        if heads > 0 and size not in (None, wide):
             raise cls.wrong(f"head_dim={show(size)}: it must be hidden_size over the heads, {wide}")
         return found
 
@@ -214,6 +219,11 @@ class LlamaConfig(DecoderConfig):
 
     def check_context(self, length: int) -> None:
         """Raise `UserError` if a prompt of this length and an image are too long together."""
+        if self.image_tokens >= self.max_context:
+            raise UserError(
+                f"{self.image_tokens} image tokens leave no room for a prompt, {self.what} takes "
+                f"at most {self.max_context} tokens: choose a smaller image"
+            )
         total = length + self.image_tokens
         if total > self.max_context:
             raise UserError(

@@ -44,15 +44,20 @@ class HeadNorm(nnx.Module):
         self.scale = ones(shards, size)
         self.bias = nnx.Param(jnp.zeros((shards, size)))
 
-    def __call__(self, x: Float[Array, "R T N H"]) -> Float[Array, "R T N H"]:
-        """Normalised heads, float32."""
-        *_, heads, size = x.shape
+    def __call__(
+        self, x: Float[Array, "R T N H"], heads: int, axis: str | None
+    ) -> Float[Array, "R T N H"]:
+        """Normalised heads, float32. heads: of all devices along `axis` of the mesh, where N are
+        those of this device."""
+        *_, own, size = x.shape
         each = heads // self.scale[...].shape[0]
         # Two dimensions: XLA tries every tiling of a norm for GPUs, and with four or five of them
         # compiling a layer takes three times as long, one with its neighbours minutes.
         flat = x.astype(jnp.float32).reshape(-1, size)
+        # The sets are whole on all devices: there may be fewer of them than devices.
         scale, bias = (
-            jnp.repeat(p[...].astype(jnp.float32), each, axis=0) for p in (self.scale, self.bias)
+            split.own_part(jnp.repeat(p[...].astype(jnp.float32), each, axis=0), own, axis)
+            for p in (self.scale, self.bias)
         )
         return layers.layer_norm(flat, HEAD_NORM_EPS).reshape(x.shape) * scale + bias
 
@@ -203,7 +208,8 @@ class Llama(Decoder):
         own = heads.shape[2] // (groups + 2)  # of this device
         q, k, v = jnp.split(heads, [groups * own, (groups + 1) * own], axis=2)
         if config.norm_shards:
-            q, k = block.q_norm(q), block.k_norm(k)
+            q = block.q_norm(q, config.num_attention_heads, self.model_axis)
+            k = block.k_norm(k, config.num_key_value_heads, self.model_axis)
         q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))
         scale = 1 / math.sqrt(config.head_dim)
         # both in float32, rounded once

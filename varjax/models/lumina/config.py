@@ -144,10 +144,15 @@ class LuminaConfig(LlamaConfig):
     def check_prompt(self, ids: Sequence[int]) -> None:
         super().check_prompt(ids)
         ids = [int(i) for i in ids]
-        if len(ids) <= len(self.opening) or ids[-3] != self.image_start:
+        if ids[-3:-2] != [self.image_start]:
             raise UserError(
                 f"prompt ids end with {ids[-3:]}: a prompt of Lumina-mGPT has text, then image "
                 f"start, height and width, here {list(self.opening)}"
+            )
+        if len(ids) == len(self.opening):
+            raise UserError(
+                f"prompt ids {ids} have no text before image start, height and width: give at "
+                f"least one id of text"
             )
         if tuple(ids[-3:]) != self.opening:
             height, width = (i - self.size_zero for i in ids[-2:])

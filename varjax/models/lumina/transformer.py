@@ -19,7 +19,6 @@ from varjax.models.llama.decoder import Llama, NormedBlock, linear, ones, table
 from varjax.models.lumina.config import PRESETS, LuminaConfig
 from varjax.models.next_token import as_it_is
 from varjax.nn import stacked
-from varjax.nn.split import Split
 
 __all__ = ["PRESETS", "Lumina", "LuminaConfig"]
 
@@ -37,12 +36,6 @@ class Lumina(Llama):
         self.blocks = stacked.stack(lambda r: NormedBlock(config, rngs=r), config.depth, rngs)
         self.norm = ones(width)
         self.head = linear(width, config.vocab_size, rngs)
-
-    def splits(self) -> dict[str, Split]:
-        norms = ("q_norm.scale", "q_norm.bias", "k_norm.scale", "k_norm.bias")
-        # a single set of norm weights serves the heads of all devices
-        shared = self.config.norm_shards == 1
-        return super().splits() | ({} if shared else {name: Split(1) for name in norms})
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
         """The unconditional rows know the size of the image only: image start, height and width.

@@ -58,8 +58,8 @@ def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
     missing = sorted(set(range(len(found))) - found.keys())
     if missing:
         raise UserError(
-            f"{len(found)} codes have names, but {some(map(str, missing), 8)} have none: the "
-            f"vocabulary is incomplete"
+            f"{len(found)} codes have names, but codes {some(map(str, missing), 8)} have none: "
+            f"the vocabulary is incomplete"
         )
     if len(set(found.values())) < len(found):
         raise UserError("some codes share an id: the vocabulary is damaged")
@@ -76,9 +76,11 @@ def check_ids(config: HasIds) -> None:
         )
     wrong = [i for i in (*ids, *config.opening) if not 0 <= i < config.text_vocab_size]
     if wrong:
+        # where nothing names them, the ids are those of released models
+        cause = "" if config.image_ids else " (no vocabulary names the image tokens; num_codes)"
         raise UserError(
             f"Lumina-mGPT configuration: ids {some(map(str, wrong), 8)} are outside the vocabulary "
-            f"of {config.text_vocab_size}"
+            f"of {config.text_vocab_size}{cause}"
         )
     if len(set(ids)) < len(ids):
         raise UserError("Lumina-mGPT configuration: image_ids and new_line must all differ")
