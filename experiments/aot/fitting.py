@@ -64,8 +64,15 @@ def fit(
         found["products"] = fit_two_shares(points, chip, found["fusions"].call)
     kernels = [sum(p.work.values()) for p in programs]
     between = [p.whole - sum(p.operations.values()) for p in programs]
-    [gap] = _least_squares(np.array([kernels]).T, between, [p.whole for p in programs])
+    gap = fit_gap(kernels, between, [p.whole for p in programs])
     return found | {GAPS: Efficiency(gap)}
+
+
+def fit_gap(kernels: Sequence[float], between: Sequence[float], whole: Sequence[float]) -> float:
+    """Seconds between two kernels. Of each program: how many kernels, seconds without kernels,
+    seconds of all."""
+    [gap] = _least_squares(np.array([kernels]).T, between, whole)
+    return gap
 
 
 Points = Sequence[tuple[Mapping[Work, float], float]]  # (work of an operation, seconds of it)

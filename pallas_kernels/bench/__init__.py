@@ -10,12 +10,13 @@ from pallas_kernels.bench.api import (
     ways,
 )
 from pallas_kernels.bench.scales import DENSE, candidate, fits
-from pallas_kernels.bench.timing import Candidate, Work, chip, measure, short
+from pallas_kernels.bench.timing import Candidate, Operation, Work, chip, measure, short
 
 __all__ = [
     "DENSE",
     "OPERATIONS",
     "Candidate",
+    "Operation",
     "Work",
     "candidate",
     "chip",

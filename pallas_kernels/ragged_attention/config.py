@@ -264,7 +264,7 @@ def read_tuned(kind: str, operation: str, implementation: str) -> dict[Call, Con
     for name, value in _header(kind, operation, implementation).items():
         if found.get(name) != value:
             raise ValueError(f"{name} is {found.get(name)!r}, needed is {value!r}")
-    return dict(_read_entry(entry, operation, implementation) for entry in found["entries"])
+    return dict(read_entry(entry, operation, implementation) for entry in found["entries"])
 
 
 def write_tuned(
@@ -292,7 +292,9 @@ def _header(kind: str, operation: str, implementation: str) -> dict:
     return device | {"operation": operation, "implementation": implementation}
 
 
-def _read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
+def read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
+    """A call and its tiles from {"call": its fields, "config": those of the tiles}. `ValueError` if
+    they are none, or of another operation."""
     if not isinstance(entry, dict):
         raise ValueError(f"entry {entry!r} is not a call with its tiles")
     call = _fill(Call, entry.get("call"))

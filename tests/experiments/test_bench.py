@@ -35,6 +35,7 @@ def test_timings(call, tmp_path):
         ("attend", "dense xla"),
         ("attention_moments", "reference"),
         ("write", "reference"),
+        ("finish", "reference"),
         ("sample", "reference"),
     ]
     for row in rows:
