@@ -8,11 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands
-from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels import copy_rules, gpu_simulation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
-)
+pytestmark = gpu_simulation.needed
 HALF = jnp.bfloat16
 
 
