@@ -22,7 +22,7 @@ from functools import partial
 
 import jax
 
-from experiments.aot import report, worker
+from experiments.aot import efficiencies, report, worker
 from experiments.aot.program import Workload
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -75,6 +75,8 @@ def targets() -> list[Chip]:
         found[chip.name] = chip
     if why := chips.why_unavailable(*found):
         raise UserError(f"cannot compile for {why}")
+    for chip in found.values():
+        efficiencies.of(chip)  # a damaged file is refused before anything is compiled
     return list(found.values())
 
 

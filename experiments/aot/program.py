@@ -20,8 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers
+from experiments.aot import buffers, launches
 from experiments.aot.buffers import Carried
+from experiments.aot.launches import Launches
 from experiments.aot.modelled import Modelled
 from experiments.aot.occupancy import plan_occupancy
 from experiments.flags.program import ProgramOptions
@@ -84,6 +85,8 @@ class Program:
     unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     modelled: what running it costs, read from its text; None where that cannot be read.
+    launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
+      not say.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
@@ -97,6 +100,7 @@ class Program:
     resident: int
     cost: Cost
     modelled: Modelled | None
+    launches: Launches | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
@@ -136,9 +140,11 @@ def compile_program(
         elapsed = time.perf_counter() - start
         text = compiled.as_text()
         found = buffers.read_dump(Path(folder), text)
+        cost = program_cost(traced.jaxpr, occupancy)
+        read = modelled(text, chip, cost.kernels)
+        started = launches.read_dump(Path(folder), read.trips) if read else None
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
-    cost = program_cost(traced.jaxpr, occupancy)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
@@ -147,7 +153,8 @@ def compile_program(
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=cost,
-        modelled=modelled(text, chip, cost.kernels),
+        modelled=read,
+        launches=started,
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),

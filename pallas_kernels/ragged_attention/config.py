@@ -149,9 +149,12 @@ def heuristic(call: Call, implementation: str) -> Config:
 def _mosaic_heuristic(call: Call) -> MosaicConfig:
     """Two warpgroups share what is fetched, where there are queries for both. Registers leave room
     for one such program on a multiprocessor. Its shared memory holds four steps, or two of an int8
-    pool, which lie there a second time in bfloat16."""
-    groups, buffers = 1 if call.queries <= 64 else 2, 2 if call.kv_dtype == "int8" else 4
-    return MosaicConfig(warpgroups=groups, block_k=64, buffers=buffers)
+    pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have room on
+    a multiprocessor, with three steps each (heads of 128: two, with two steps)."""
+    scaled = call.kv_dtype == "int8"
+    if call.queries > 64:
+        return MosaicConfig(warpgroups=2, block_k=64, buffers=2 if scaled else 4)
+    return MosaicConfig(warpgroups=1, block_k=64, buffers=2 if scaled or call.head_dim > 64 else 3)
 
 
 def _triton_heuristic(call: Call) -> TritonConfig:

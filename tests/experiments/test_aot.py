@@ -52,6 +52,7 @@ COMPILED = {
             "temporary_bytes": 1 << 29,
             "live_temporary_bytes": 1 << 28,
             "modelled": modelled_report.describe(Modelled(chips.CHIPS["h200"], [])),
+            "launches": {"buffers": 3.0, "inside": 40.0, "outside": 5.0},
             "largest_temporaries": [
                 {
                     "bytes": 1 << 27,
@@ -137,6 +138,10 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert ["fits", "yes", "NO"] in lines
     assert "in place yes NO: copies: 1 of kv_pool, 2 of position".split() in lines
     assert ["kernels", "25.0%", "25.0%"] in lines
+    assert "command buffers, codes 3 3".split() in lines
+    assert "kernels outside them 5 5".split() in lines
+    said = "measured on NVIDIA H200, 2026-11-22"  # both are results of an H200
+    assert f"efficiencies {said} {said}".split() in lines
     assert "128 MiB  f32[4,8]                     pixels/dot_general" in out
     assert "a100: copy of kv_pool: %copy.1" in out and "a100: 2 loops" in out
     assert "a100: copy of position: %copy.3" in out
