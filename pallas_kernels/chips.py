@@ -2,9 +2,9 @@
 
 Peak numbers are dense ones (no sparsity) from the vendors' public data sheets: Google Cloud's pages
 "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)" and "TPU7x (Ironwood)"; NVIDIA's data sheets of
-the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper.
-They are numbers of one JAX device. A TPU v4 or TPU7x chip is two devices, each with half of the
-chip.
+the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper
+(fp8 with float32 sums). They are numbers of one JAX device. A TPU v4 or TPU7x chip is two devices,
+each with half of the chip.
 
 Memory is what a program may fill. For a TPU it is the limit that the compiler enforces. For a GPU
 it is what the driver offers. JAX takes three quarters of that unless
@@ -64,7 +64,9 @@ class Chip:
     name: as users write it.
     platform: "tpu" or "gpu".
     memory: bytes that a program may fill.
-    bf16_flops, int8_flops: peak operations per second.
+    bf16_flops: peak operations per second.
+    int8_flops, fp8_flops: those of products of two 8-bit numbers; None where a compiled product of
+      them is not faster than one in bfloat16 (docs/lab/weights_8_bits.md).
     bandwidth: bytes per second of the memory.
     topologies: (devices, name) of each topology that a TPU offers, smallest first.
     gpu: the numbers that a GPU's compiler asks for.
@@ -75,7 +77,8 @@ class Chip:
     platform: str
     memory: int
     bf16_flops: float
-    int8_flops: float
+    int8_flops: float | None
+    fp8_flops: float | None
     bandwidth: float
     topologies: tuple[tuple[int, str], ...] = ()
     gpu: Gpu | None = None
@@ -95,15 +98,14 @@ class Chip:
 def _tpu(
     name: str,
     memory: float,
-    bf16: float,
-    int8: float,
+    peaks: tuple[float, float | None, float | None],
     bandwidth: float,
     grids: str,
     devices_per_chip: int = 1,
     clock: float | None = None,
 ) -> Chip:
     """A TPU. Units: bytes of memory, 10**12 operations and 10**9 bytes per second, 10**9 cycles per
-    second. grids: those of chips that form its topologies."""
+    second. peaks: in bfloat16, int8 and fp8. grids: those of chips that form its topologies."""
     topologies = tuple(
         (
             devices_per_chip * math.prod(map(int, grid.split("x"))),
@@ -115,25 +117,35 @@ def _tpu(
         name=name,
         platform="tpu",
         memory=int(memory),
-        bf16_flops=bf16 * TERA,
-        int8_flops=int8 * TERA,
+        **_per_second(peaks),
         bandwidth=bandwidth * 10**9,
         topologies=topologies,
         clock=clock and clock * 10**9,
     )
 
 
-def _gpu(name: str, memory: int, bf16: float, int8: float, bandwidth: float, gpu: Gpu) -> Chip:
+def _gpu(
+    name: str,
+    memory: int,
+    peaks: tuple[float, float | None, float | None],
+    bandwidth: float,
+    gpu: Gpu,
+) -> Chip:
     """A GPU, in the same units."""
     return Chip(
         name=name,
         platform="gpu",
         memory=memory,
-        bf16_flops=bf16 * TERA,
-        int8_flops=int8 * TERA,
+        **_per_second(peaks),
         bandwidth=bandwidth * 10**9,
         gpu=gpu,
     )
+
+
+def _per_second(peaks: tuple[float, float | None, float | None]) -> dict[str, float | None]:
+    """The peaks of a `Chip`, from 10**12 operations per second."""
+    names = ("bf16_flops", "int8_flops", "fp8_flops")
+    return {name: peak and peak * TERA for name, peak in zip(names, peaks, strict=True)}
 
 
 _FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
@@ -154,19 +166,19 @@ _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 
 # In the order of `--help`. Numbers of chips with two devices are halved.
 _CHIPS = (
-    _tpu("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
-    _tpu("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),
-    _tpu("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8", clock=1.75),
-    _tpu("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT, clock=1.75),
-    # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
-    _tpu("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
-    _gpu("a100", 85_100_068_864, 312, 624, 2039, _A100),
-    _gpu("a6000", 51_000_000_000, 154.8, 309.7, 768, _A6000),
-    _gpu("l4", 23_600_000_000, 121, 242, 300, _L4),
-    _gpu("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, _RTX4090),
-    _gpu("h100", 84_900_000_000, 989.4, 1978.9, 3352, _H100),
-    _gpu("h200", 150_100_000_000, 989.4, 1978.9, 4800, _H100),
-    _gpu("b200", 191_500_000_000, 2250, 4500, 7672, _B200),
+    # an int8 product takes a v4 as long as one in bfloat16
+    _tpu("tpu-v4", 15.25 * GIB, (275 / 2, None, None), 1228 / 2, _CUBES, 2, clock=1.05),
+    _tpu("tpu-v5e", 15.75 * GIB, (197, 394, None), 819, _FLAT, clock=1.5),
+    _tpu("tpu-v5p", 95.74 * GIB, (459, 918, None), 2765, _CUBES + " 4x8x8", clock=1.75),
+    _tpu("tpu-v6e", 31.25 * GIB, (918, 1836, None), 1640, _FLAT, clock=1.75),
+    _tpu("tpu7x", 94.75 * GIB, (2307 / 2, None, 4614 / 2), 7380 / 2, _CUBES, 2),
+    _gpu("a100", 85_100_068_864, (312, 624, None), 2039, _A100),
+    _gpu("a6000", 51_000_000_000, (154.8, 309.7, None), 768, _A6000),
+    _gpu("l4", 23_600_000_000, (121, 242, 242), 300, _L4),
+    _gpu("rtx4090", 25_300_000_000, (165.2, 660.6, 330.3), 1008, _RTX4090),
+    _gpu("h100", 84_900_000_000, (989.4, 1978.9, 1978.9), 3352, _H100),
+    _gpu("h200", 150_100_000_000, (989.4, 1978.9, 1978.9), 4800, _H100),
+    _gpu("b200", 191_500_000_000, (2250, 4500, 4500), 7672, _B200),
 )
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
@@ -183,6 +195,17 @@ def get_chip(name: str) -> Chip:
     if known not in CHIPS:
         raise ValueError(f"unknown chip {name!r}: choose one of {', '.join(CHIPS)}")
     return CHIPS[known]
+
+
+def of_kind(kind: str) -> Chip | None:
+    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"). None if its peak numbers are
+    not known, for example those of cards with other memory than the one that is listed."""
+    kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
+    kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
+    words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
+    if {"pcie", "40gb"} & set(words):  # slower memory than the listed SXM cards with 80 GB
+        return None
+    return next((found for name, found in CHIPS.items() if name in words), None)
 
 
 def quiet_environment() -> dict[str, str]:

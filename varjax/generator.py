@@ -31,7 +31,6 @@ from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
-from varjax.nn.quantized import INT8
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
@@ -141,6 +140,7 @@ class Generator:
         self._arrange()
         # only now: another generator may have left matrices turned, which are never divided
         sharding.check_weights(self._networks, mesh)
+        sharding.check_widths(self._networks["transformer"], mesh.model)
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
@@ -195,7 +195,7 @@ class Generator:
                     sharded=self._sharded,
                 )
                 # in this order: pixels take the weights in the layout that the codes' program chose
-                how = {"few_rows": self.spec.few_rows, "int8": self.model.weights_dtype == INT8}
+                how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
                 self.compiled, self.timing.cache = program.compile_codes(codes, **how)
                 formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
                 self._formats, self._cache_formats = formats

@@ -14,19 +14,20 @@ from flax import nnx
 
 from varjax import arguments
 from varjax.cache.allocation import Geometry
-from varjax.errors import UserError
+from varjax.errors import UserError, choose
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
-from varjax.nn import parameters, quantized
+from varjax.nn import parameters, quantized, schemes
 from varjax.nn.families import Family
 from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
+from varjax.nn.schemes import SCHEMES
 from varjax.sampling import Sampling
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
-WEIGHTS_DTYPES = (*DTYPES, quantized.INT8)  # of stored weights
+WEIGHTS_DTYPES = (*DTYPES, *SCHEMES)  # of stored weights
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 
 
@@ -48,7 +49,7 @@ class Model:
         count = sum(map(parameters.count, self.parts.values()))
         height, width = self.pixels
         condition = f"{self.num_classes} labels" if self.num_classes else self.condition
-        eight = ", matrices in int8" if self.weights_dtype == quantized.INT8 else ""
+        eight = f", matrices in {self.weights_dtype}" if self.weights_dtype in SCHEMES else ""
         weights = f"{'only shapes of ' if self.is_abstract else ''}{self.dtype}{eight}"
         where = f"folder {self.directory}" if self.directory else "published, no weights here"
         return (
@@ -81,15 +82,15 @@ class Model:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type that the transformer computes in, and of all its weights but int8 matrices."""
+        """The type that the transformer computes in, and of all its weights but 8-bit matrices."""
         return self.transformer.dtype
 
     @property
     def weights_dtype(self) -> str:
-        """The type in which the matrices of the transformer's layers are stored: "int8", or that of
-        products."""
-        is_int8 = quantized.is_one(self.transformer.head.kernel.get_value())
-        return quantized.INT8 if is_int8 else str(self.dtype)
+        """How the matrices of the transformer's layers are stored: one of `SCHEMES`, or in the type
+        of products."""
+        kernel = self.transformer.head.kernel.get_value()
+        return kernel.scheme.name if quantized.is_one(kernel) else str(self.dtype)
 
     @property
     def draws_tokens(self) -> bool:
@@ -224,16 +225,29 @@ class Model:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
         return replace(self, parts=shapes)
 
-    def quantized(self) -> "Model":
-        """This model with the matrices of the transformer's layers in int8, with or without
+    def quantized(self, scheme: str = schemes.INT8, *, emulated: bool = False) -> "Model":
+        """This model with the matrices of the transformer's layers in 8 bits, with or without
         weights: it takes half the bytes of bfloat16. If it is abstract, `load_weights` will read
         them so, and no device ever holds them in another type. Weights that are there already are
-        converted on the host; the model itself keeps its own."""
-        if self.weights_dtype == quantized.INT8:
+        converted on the host; the model itself keeps its own.
+
+        scheme: one of `varjax.nn.schemes.SCHEMES`.
+        emulated: compute what a chip would with products in float32, slowly and on any device.
+
+        Raises:
+          UserError: no such scheme, or a matrix whose widths do not fit it, or a model whose
+            matrices are in 8 bits already, in another way.
+        """
+        found = replace(SCHEMES[choose("weights_dtype", scheme, SCHEMES)], emulated=emulated)
+        if (held := self.weights_dtype) == scheme:
             return self
+        if held in SCHEMES:
+            raise UserError(
+                f"the matrices are in {held} already: convert the model as it is stored"
+            )
         # variables of its own: without a copy both models would share them
         transformer = nnx.merge(*nnx.split(self.transformer), copy=True)
-        quantized.convert(transformer)
+        quantized.convert(transformer, found)
         return replace(self, parts={**self.parts, "transformer": transformer})
 
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
@@ -246,10 +260,12 @@ class Model:
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
         dtypes = {"transformer": dtype, "codec": "float32"}
-        names = []
-        if self.weights_dtype == quantized.INT8:
-            names = [f"transformer/{n}" for n in quantized.matrices(self.transformer)]
-        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host, names)
+        kernels = quantized.matrices(self.transformer).items()
+        values = {f"transformer/{name}": kernel.get_value() for name, kernel in kernels}
+        in_8_bits = {
+            name: value.scheme for name, value in values.items() if quantized.is_one(value)
+        }
+        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host, in_8_bits)
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -328,22 +344,26 @@ def load(
       on_host: keep the weights in host memory, for a `Generator` over several devices, which puts
         every device's share where it belongs.
       weights_dtype: "int8" stores the matrices of the transformer's layers in 8 bits, with a scale
-        per output channel; they are converted on the host, and products run in `dtype`. "float32"
-        or "bfloat16" say the same as `dtype`. None: as `dtype`.
+        per output channel; they are converted on the host, and products run in `dtype`. "w8a8" and
+        "fp8" bring activations into 8 bits as well, on chips that multiply such numbers
+        (`varjax.nn.schemes`). "float32" or "bfloat16" say the same as `dtype`. None: as `dtype`.
 
     Raises:
-      UserError: there is no usable checkpoint there, or no such shape; or the types contradict each
-        other.
+      UserError: there is no usable checkpoint there, or no such shape; the types contradict each
+        other; or this device does not multiply such numbers.
     """
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
     model, dtype = describe(path, **shape), computed_in(dtype, weights_dtype)
-    model = model.quantized() if weights_dtype == quantized.INT8 else model
+    if weights_dtype in SCHEMES:
+        if why := schemes.why_not_here(SCHEMES[weights_dtype]):
+            raise UserError(f"weights_dtype={why}")
+        model = model.quantized(weights_dtype)
     return model.load_weights(dtype, on_host=on_host)
 
 
 def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
-    """The type that products run in; None: the usual one. Weights that are not int8 are stored in
-    it.
+    """The type that activations have; None: the usual one. Weights that are not in 8 bits are
+    stored in it.
 
     Raises:
       UserError: two types are given that contradict each other, or no such type.
@@ -351,11 +371,11 @@ def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
     if weights_dtype is None:
         return dtype
     arguments.dtype("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
-    if weights_dtype == quantized.INT8:
+    if weights_dtype in SCHEMES:
         return dtype
     if dtype is not None and arguments.dtype("dtype", dtype, DTYPES) != weights_dtype:
         raise UserError(
             f"dtype={dtype} and weights_dtype={weights_dtype} contradict each other: products run "
-            f"in the type of the weights, unless these are {quantized.INT8}; give one of them"
+            f"in the type of the weights, unless these are in 8 bits; give one of them"
         )
     return weights_dtype

@@ -99,6 +99,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
+        PROGRAM.check_chip(chip)
     sampling = SAMPLING.sampling(model)
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
     plan, calibration = POLICY.plan(policy, model, sampling)

@@ -98,14 +98,19 @@ class Costs:
         return replace(found, seconds=seconds, cycles=cycles, rate=rate)
 
     def _rate(self, i: Instruction, within: Computation) -> float:
-        """FLOPs per second of the units that compute a GPU's product. Tensor cores compute float32
-        products in TF32 at half of their rate. Products in full precision run on float32 units."""
+        """FLOPs per second of the units that compute a GPU's product. Both operands of a product in
+        8 bits have 8. Tensor cores compute float32 products in TF32 at half of their rate. Products
+        in full precision run on float32 units."""
         if i.opcode == "fusion":
             bodies = [self.module[name] for name in i.called("calls")]
             inside = [(x, body) for body in bodies for x in body]
             rates = [self._rate(*x) for x in inside if self._is_product(*x)]
             return min(rates, default=self.chip.bf16_flops)
-        if first(within, i.operands[0]).kind != "f32":
+        kinds = {first(within, name).kind for name in i.operands[:2]}
+        if kinds == {"s8"} or kinds == {"f8e4m3fn"}:
+            peak = self.chip.int8_flops if kinds == {"s8"} else self.chip.fp8_flops
+            return peak or self.chip.bf16_flops
+        if "f32" not in kinds:
             return self.chip.bf16_flops
         exact = re.search("highest", i.attributes, re.IGNORECASE)
         return self.chip.gpu.float32_flops if exact else self.chip.bf16_flops / 2

@@ -16,6 +16,8 @@ from experiments.aot.program import Compilation
 from pallas_kernels.chips import Chip
 from varjax.cache.stages import TokenPlan
 from varjax.engine.cost import device_bytes
+from varjax.nn import schemes
+from varjax.nn.schemes import SCHEMES
 
 
 def describe(case: Compilation) -> dict | None:
@@ -29,9 +31,11 @@ def describe(case: Compilation) -> dict | None:
     transformer = case.networks["transformer"]
     weights = jax.tree.leaves([getattr(transformer, n) for n in transformer.every_token])
     mesh, slots = workload.program.mesh, slots_read(plan)
+    scheme = SCHEMES.get(workload.model.weights_dtype)
     per_slot = plan.num_bytes(case.batch_size, workload.program.kv_dtype) / plan.pool_tokens
     least = floor(
         case.chip,
+        peak=scheme and schemes.peak(scheme, case.chip),
         weight_bytes=sum(map(device_bytes, weights)),
         parameters=sum(device_bytes(a) // a.dtype.itemsize for a in weights),
         rows=case.batch_size * plan.geometry.rows_per_image // mesh.data,
@@ -51,7 +55,13 @@ def describe(case: Compilation) -> dict | None:
 
 
 def floor(
-    chip: Chip, *, weight_bytes: float, parameters: float, rows: int, cache_bytes: float
+    chip: Chip,
+    *,
+    weight_bytes: float,
+    parameters: float,
+    rows: int,
+    cache_bytes: float,
+    peak: float | None = None,
 ) -> float:
     """The least seconds per token.
 
@@ -59,8 +69,9 @@ def floor(
       weight_bytes, parameters: of the layers and the head.
       rows: of the transformer.
       cache_bytes: what all rows read of the cache for a token.
+      peak: FLOPs per second of the products; None: in bfloat16.
     """
-    computing = 2 * parameters * rows / chip.bf16_flops
+    computing = 2 * parameters * rows / (peak or chip.bf16_flops)
     return max(weight_bytes / chip.bandwidth, computing) + cache_bytes / chip.bandwidth
 
 

@@ -42,7 +42,6 @@ from varjax.engine.memory import show_bytes
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
-from varjax.nn.quantized import INT8
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
@@ -293,8 +292,8 @@ class Compilation:
             auto_layout=self.automatic,
             sharded=self.sharded,
         )
-        int8 = self.workload.model.weights_dtype == INT8
-        how = {"few_rows": self.spec.few_rows, "int8": int8}
+        stored = self.workload.model.weights_dtype
+        how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)

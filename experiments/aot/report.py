@@ -22,7 +22,8 @@ from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
-from varjax.nn import stacked
+from varjax.nn import schemes, stacked
+from varjax.nn.schemes import SCHEMES
 
 TERA = 10**12
 
@@ -33,7 +34,7 @@ in place     the donated cache is updated in place: no buffer and no copy of the
              it, and no copy of another array of at least 1 % of its bytes.
 promised     weights + pool + activations and logits as predicted without compiling.
 FLOPs        products and convolutions, padding included; "kernels": counted from the plan, without.
-roofline     a floor, not a prediction: max(FLOPs / peak bfloat16 rate, bytes / bandwidth), bytes =
+roofline     a floor, not a prediction: max(FLOPs / peak rate, bytes / bandwidth), bytes =
              a layer's weights and tables once per scale, other weights once, the pool's tokens read
              by every scale and written once."""
 GPU_LEGEND = """\
@@ -122,7 +123,7 @@ def _program(program: Program, temporaries: int) -> dict:
 def roofline(case: Compilation) -> dict:
     """The least time that a chip could take for a batch: a floor, not a prediction.
 
-        seconds = max(FLOPs / peak FLOP/s of bfloat16, bytes / bandwidth)
+        seconds = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
     FLOPs: products and convolutions of both programs from the jaxpr, padding included, scan bodies
     as often as they run. What Pallas kernels compute is not in the jaxpr and is added from the
@@ -131,7 +132,8 @@ def roofline(case: Compilation) -> dict:
     (weights, tables and conditioning of a layer, once per scale and layer), every other weight
     once, the tokens that each scale finds in the pool read once and what it adds written once.
     Activations are not counted (but for queries, keys and values where attention in plain JAX takes
-    a few rows at a time), and float32 products as if they ran at the rate of bfloat16.
+    a few rows at a time). The peak is bfloat16's, also of float32 products; products of two numbers
+    in 8 bits have that of such numbers.
 
     All numbers are of one device; images/s are those of all devices.
     """
@@ -143,7 +145,9 @@ def roofline(case: Compilation) -> dict:
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
     moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
     moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
-    computing, moving = flops / case.chip.bf16_flops, moved / case.chip.bandwidth
+    eight = codes.cost.flops_8_bits
+    computing = (flops - eight) / case.chip.bf16_flops + eight / _peak(case)
+    moving = moved / case.chip.bandwidth
     seconds = max(computing, moving)
     return {
         "flops": flops,
@@ -153,6 +157,12 @@ def roofline(case: Compilation) -> dict:
         "roofline_bound": "FLOPs" if computing > moving else "bytes",
         "roofline_images_per_s": batch / seconds,
     }
+
+
+def _peak(case: Compilation) -> float:
+    """Peak rate of products with the transformer's matrices."""
+    scheme = SCHEMES.get(case.workload.model.weights_dtype)
+    return (scheme and schemes.peak(scheme, case.chip)) or case.chip.bf16_flops
 
 
 def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:

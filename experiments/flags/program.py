@@ -19,7 +19,8 @@ from varjax.engine.drawing import check_cut
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
-from varjax.nn.quantized import INT8
+from varjax.nn import schemes
+from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans, sharding
 from varjax.parallel.split import MeshSpec
 
@@ -151,7 +152,8 @@ class ProgramFlags:
             None,
             list(WEIGHTS_DTYPES),
             "Type of stored weights; default: --dtype, in which products run. int8: the matrices "
-            "of the transformer's layers, with a scale per output channel.",
+            "of the transformer's layers, with a scale per output channel. w8a8, fp8: activations, "
+            "too, with a scale per row, on chips that multiply such numbers.",
         )
         self._kv_dtype = kv_dtype_flag(flags)
         self._precision = flags.enum(
@@ -218,7 +220,18 @@ class ProgramFlags:
     def stored(self, model: Model) -> Model:
         """Return the model, whose weights are not loaded yet, with weights as they will be
         stored."""
-        return model.quantized() if self._weights.value == INT8 else model
+        if (scheme := self._weights.value) not in SCHEMES:
+            return model
+        why = None if self._elsewhere else schemes.why_not_here(SCHEMES[scheme])
+        if why:
+            raise UserError(f"--weights_dtype={why}")
+        return model.quantized(scheme)
+
+    def check_chip(self, chip: Chip) -> None:
+        """Raise `UserError` if a chip does not multiply weights as they are stored."""
+        scheme = SCHEMES.get(self._weights.value)
+        if scheme and (why := schemes.why_not(scheme, chip)):
+            raise UserError(f"--weights_dtype={why}")
 
     def _here(self, attention: str) -> str:
         reason = None if self._elsewhere else implementations.why_not_here(attention)
@@ -250,6 +263,7 @@ class ProgramFlags:
                 heads = model.config.num_heads
                 mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
                 sharding.check_weights(model.networks, mesh)
+                sharding.check_widths(model.transformer, mesh.model)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""

@@ -10,7 +10,8 @@ from pallas_kernels.bench.api import (
     ways,
 )
 from pallas_kernels.bench.scales import DENSE, candidate, fits
-from pallas_kernels.bench.timing import Candidate, Operation, Work, chip, measure, short
+from pallas_kernels.bench.timing import Candidate, Operation, Work, measure, short
+from pallas_kernels.chips import of_kind as chip
 
 __all__ = [
     "DENSE",

@@ -19,7 +19,6 @@ import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.arg_specs import FILLINGS, ArgSpec
-from pallas_kernels.chips import CHIPS, Chip
 
 AIM = 0.02  # seconds of a timed loop
 MOST_RUNS = 200
@@ -129,14 +128,3 @@ def unequal(name: str, found, expected) -> dict[str, float]:
 def short(error: Exception, length: int = 100) -> str:
     """An error in one line: its kind, and the first `length` characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
-
-
-def chip(kind: str) -> Chip | None:
-    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"). None if its peak numbers are
-    not known, for example those of cards with other memory than the one that is listed."""
-    kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
-    kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
-    words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
-    if {"pcie", "40gb"} & set(words):  # slower memory than the listed SXM cards with 80 GB
-        return None
-    return next((found for name, found in CHIPS.items() if name in words), None)

@@ -39,6 +39,19 @@ def test_products():
     assert cost(jax.jit(lambda a: jax.checkpoint(jnp.sin)(a) @ a.T), A).flops == 2 * 4 * 4 * 8
 
 
+def test_products_in_8_bits_are_told_apart():
+    one, other = np.zeros((4, 8), np.int8), np.zeros((8, 16), np.int8)
+
+    def both(one, other):
+        exact = jnp.dot(one, other, preferred_element_type=jnp.int32)
+        return exact + one.astype(jnp.float32) @ other.astype(jnp.float32)
+
+    found = cost(both, one, other)
+    assert (found.flops, found.flops_8_bits) == (2 * PRODUCT, PRODUCT)
+    repeated = cost(lambda a, b: jax.lax.map(lambda _: both(a, b), jnp.arange(3)), one, other)
+    assert (repeated.flops, repeated.flops_8_bits) == (6 * PRODUCT, 3 * PRODUCT)
+
+
 def test_convolution():
     image, weights = np.zeros((2, 6, 6, 8), np.float32), np.zeros((3, 3, 4, 10), np.float32)
 

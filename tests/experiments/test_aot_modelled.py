@@ -133,6 +133,20 @@ def test_float32_products_run_at_the_rate_of_their_units(precision):
         assert kernel.seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("kind", "rate"), [("s8", "int8_flops"), ("f8e4m3fn", "fp8_flops")])
+def test_products_in_8_bits_have_a_rate_of_their_own(kind, rate):
+    """Where both operands are in 8 bits, in a fusion and in a library call."""
+    chip = replace(H200, bandwidth=1e18, **{rate: 5e15})
+    inside = GPU.replace("bf16", kind)
+    [product] = [k for k in modelled(inside, chip).kernels if k.kind == "product"]
+    assert product.seconds == pytest.approx(FLOPS / (REACHED["flops"] * 5e15) + START)
+    gemm, _ = modelled(LIBRARY.replace("bf16", kind), chip).kernels
+    assert gemm.seconds == pytest.approx(FLOPS / (REACHED["flops"] * 5e15) + START)
+    slow = replace(chip, **{rate: None})  # a chip that has none converts them
+    [product] = [k for k in modelled(inside, slow).kernels if k.kind == "product"]
+    assert product.seconds == pytest.approx(FLOPS / (REACHED["flops"] * H200.bf16_flops) + START)
+
+
 BRANCHES = text_of("branches")
 
 

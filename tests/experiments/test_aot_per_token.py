@@ -63,6 +63,12 @@ def test_floor_of_the_note(chip, rows, slots, expected):
     assert 1e3 * found == pytest.approx(expected, abs=2e-3)
 
 
+def test_floor_of_products_in_8_bits():
+    least = {"weight_bytes": 0, "parameters": 1e9, "rows": 64, "cache_bytes": 0}
+    plain, eight = per_token.floor(H200, **least), per_token.floor(H200, **least, peak=2e15)
+    assert plain == 128e9 / H200.bf16_flops and eight == 128e9 / 2e15
+
+
 def test_rows_of_the_table():
     each = {"image_tokens": 576, "slots_per_head": 96.0, "floor_s": 1e-3, "modelled_s": 2e-3}
     each |= {"over_floor": 2.0, "kernels": 300.25, "expected_s": 3e-3}

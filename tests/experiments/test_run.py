@@ -143,6 +143,8 @@ BAD = [
     (("--mesh=data=3",), "takes 3 devices, this machine has at most"),
     (("--mesh=pipe=3",), "unknown axis 'pipe'"),
     (("--compilation_cache=/proc/1",), "cannot write there"),
+    (("--weights_dtype=fp8",), "--weights_dtype=fp8 needs a chip that multiplies fp8 numbers"),
+    (("--weights_dtype=w8a8",), "cpu does not: choose int8"),
     (("--prompts=file.txt",), "class-conditional"),
     (("--given_tokens=/nowhere.npz",), "cannot read"),
     (("--given_tokens=/dev/zero",), "no ordinary file"),

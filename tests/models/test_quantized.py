@@ -1,5 +1,6 @@
 """Matrices in 8 bits: how far they are off, that products read them as they are, that every family
-draws with them what it would draw with the matrices that they stand for."""
+draws with them what it would draw with the matrices that they stand for. Products with activations
+in 8 bits: tests/models/test_schemes.py."""
 
 import dataclasses
 
@@ -18,6 +19,7 @@ from varjax.errors import UserError
 from varjax.model import Model, computed_in
 from varjax.nn import parameters, quantized, stacked
 from varjax.nn.quantized import Quantized, quantize
+from varjax.storage import arrays as stored_arrays
 from varjax.storage import checkpoint
 
 
@@ -44,7 +46,7 @@ def test_numbers_are_off_by_half_a_step(shape, dtype):
 def test_products(dtype, most, monkeypatch):
     """At once, and a few rows at a time as on a CPU, also where these do not divide the matrix."""
     monkeypatch.setattr(quantized, "CPU_BYTES", most)
-    matrix, x = quantize(random(35, 24), dtype), random(2, 3, 35, dtype=dtype)
+    matrix, x = quantize(random(35, 24), dtype=dtype), random(2, 3, 35, dtype=dtype)
     expected = np.asarray(x, np.float32) @ matrix.matrix()
     close = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-3}
     found = matrix.product(x)
@@ -165,6 +167,32 @@ def test_loaded_as_they_are_converted():
     )
 
 
+def test_no_device_holds_a_matrix_as_it_is_stored(monkeypatch):
+    """Neither while a matrix is converted nor afterwards."""
+    before = jax.live_arrays()  # of other tests; held, so that no new array takes the place of one
+    known = {id(array) for array in before}
+    networks = varjax.model.describe().transformer
+    matrices = {name: v.get_value().shape for name, v in quantized.matrices(networks).items()}
+    named, calls = parameters.named(networks).items(), []
+    shapes = set(matrices.values()) - {a.shape for name, a in named if name not in matrices}
+    assert len(shapes) > 3
+
+    def on_device() -> bool:
+        """Whether there is a floating array of the shape that only matrices have."""
+        new = (array for array in jax.live_arrays() if id(array) not in known)
+        return any(a.shape in shapes and parameters.is_floating(a.dtype) for a in new)
+
+    def looked_at(matrix, *rest):
+        assert isinstance(matrix, np.ndarray) and not on_device()
+        calls.append(matrix.shape)
+        return quantize(matrix, *rest)
+
+    monkeypatch.setattr(stored_arrays, "quantize", looked_at)
+    model = varjax.load(dtype="bfloat16", weights_dtype="int8")
+    assert sorted(calls) == sorted(matrices.values())
+    assert model.weights_dtype == "int8" and not on_device()
+
+
 @pytest.mark.parametrize("name", ["demo", "demo-llamagen"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_predicted_bytes(name, dtype):
@@ -184,6 +212,6 @@ def test_what_is_refused(tmp_path):
         checkpoint.save(tmp_path / "out", model.family, eight.parts)
     with pytest.raises(UserError, match="contradict each other"):
         varjax.load(dtype="float32", weights_dtype="bfloat16")
-    with pytest.raises(UserError, match="weights_dtype"):
-        varjax.load(weights_dtype="fp8")
+    with pytest.raises(UserError, match="weights_dtype.*float32, bfloat16, int8, w8a8, fp8"):
+        varjax.load(weights_dtype="int4")
     assert computed_in(None, "bfloat16") == "bfloat16" and computed_in(None, "int8") is None

@@ -23,7 +23,9 @@ def test_names():
 def test_numbers_are_of_the_right_order(chip):
     """A misplaced unit is off by a thousand."""
     assert 2**33 < chip.memory < 2**38
-    assert 1e14 < chip.bf16_flops <= chip.int8_flops < 1e16
+    assert 1e14 < chip.bf16_flops < 1e16
+    for peak in (chip.int8_flops, chip.fp8_flops):
+        assert peak is None or 1.9 < peak / chip.bf16_flops < 4.1
     assert 1e11 < chip.bandwidth < 1e13
     assert (chip.gpu is None) == bool(chip.topologies)
     assert list(chip.topologies) == sorted(chip.topologies) and chip.most_devices == 256

@@ -18,7 +18,7 @@ from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, SMALL, TEXT = "demo", "c_k5_nol2norm", models.FAMILIES["infinity"]
-INT8 = " in int8"  # after the name of a model
+INT8, FP8, W8A8 = (f" in {scheme}" for scheme in ("int8", "fp8", "w8a8"))  # after a model's name
 BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
@@ -28,6 +28,8 @@ CASES = [  # weights and ragged heads divided
     # matrices and their scales divided, layers apart and stacked
     (models.GROUPS + INT8, "headkv", {"budget": 0.6}, "int8", ("model=2",)),
     (DEMO + INT8, "full", {}, None, ("model=2",)),
+    # rows of activations are scaled alike on all devices that share them
+    (DEMO + FP8, "full", {}, None, ("model=2",)),
     # norms of heads whole: two sets of weights for the heads of four devices
     (models.FEW_NORMS, "full", {}, None, ("model=4",)),
 ]
@@ -54,18 +56,18 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     ("janus_small" + INT8, "rkv", {"budget": 0.6}, None, ("model=2",)),
     (DEMO + INT8, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (TEXT + INT8, "full", {}, None, ("model=2",)),
+    (BY_TOKEN + W8A8, "full", {}, None, ("model=2",)),
+    (models.GROUPS + FP8, "full", {}, None, ("model=2",)),
 ]
 APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a mesh
 
 
 def load(name: str):
     """A model whose weights lie in host memory, or a fixture."""
-    own, in_8_bits = name.removesuffix(INT8), name.endswith(INT8)
-    if own == DEMO:
-        stored = "int8" if in_8_bits else None
-        return varjax.load(dtype="float32", on_host=True, weights_dtype=stored)
-    model = models.fixture_model(own)
-    return model.quantized() if in_8_bits else model
+    own, _, scheme = name.partition(" in ")
+    model = varjax.model.describe() if own == DEMO else models.fixture_model(own)
+    model = model.quantized(scheme, emulated=scheme != "int8") if scheme else model
+    return model.load_weights("float32", on_host=True) if own == DEMO else model
 
 
 def plan_for(model, policy: str, arguments: dict, folder: str):
@@ -141,7 +143,7 @@ def main(cases, images: int) -> None:
             generator, (found, state) = run(mesh)
             np.testing.assert_array_equal(found["tokens"], expected["tokens"])
             np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
-            if name.removesuffix(INT8) == DEMO:
+            if name.partition(" in ")[0] == DEMO:
                 check_weights(generator)
             spec = generator.mesh
             if by_token and spec.data == 1:  # else rows are in another order

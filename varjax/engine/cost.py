@@ -62,6 +62,7 @@ class Cost:
 
     flops: operations of matrix products and convolutions, two for a multiply-add. Nothing else is
       counted.
+    flops_8_bits: those of them whose operands are both in 8 bits.
     scanned_bytes: bytes of the slices that scans take from their inputs, one slice per iteration:
       stacked weights and tables.
     kernels: {PallasWork: how often it is called}; what they compute is not among the flops.
@@ -69,6 +70,7 @@ class Cost:
     """
 
     flops: float = 0.0
+    flops_8_bits: float = 0.0
     scanned_bytes: float = 0.0
     kernels: Counter = field(default_factory=Counter)
     loops: int = 0
@@ -87,7 +89,8 @@ class Cost:
 
     def times(self, count: int) -> "Cost":
         kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
-        return Cost(self.flops * count, self.scanned_bytes * count, kernels, self.loops)
+        times = {n: count * getattr(self, n) for n in ("flops", "flops_8_bits", "scanned_bytes")}
+        return Cost(**times, kernels=kernels, loops=self.loops)
 
 
 def program_cost(jaxpr: AnyJaxpr, occupancy: Occupancy = FULL) -> Cost:
@@ -156,7 +159,8 @@ def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
     # Shapes inside `shard_map` are those of one device, so the numbers are, too.
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return Cost(_dot_flops(equation))
+        flops, operands = _dot_flops(equation), (v.aval for v in equation.invars)
+        return Cost(flops, flops * all(a.dtype.itemsize == 1 for a in operands))
     if name == "conv_general_dilated":
         return Cost(_convolution_flops(equation))
     if name in _KERNELS:

@@ -21,6 +21,7 @@ from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
+from varjax.nn.schemes import SCHEMES
 from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
 
@@ -75,7 +76,7 @@ def trace_codes(
 
 
 def compiler_options(
-    platform: str, *, few_rows: bool = False, int8: bool = False
+    platform: str, *, few_rows: bool = False, weights_dtype: str | None = None
 ) -> dict[str, bool | str]:
     """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
@@ -83,16 +84,22 @@ def compiler_options(
     by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     But libraries take matrices in the type of the product only, and so would make a copy of every
-    int8 matrix in each call; Triton's products convert as they read.
+    int8 matrix in each call; Triton's products convert as they read. Where activations are in 8
+    bits, too, Triton's products multiply sums by both scales on the way (with an option of XLA that
+    is still experimental in jax 0.10.2 to 0.12.0; without it, and with libraries, another kernel
+    reads all sums and writes them once more).
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
     few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
       programs that draw codes.
-    int8: whether the matrices of such a program are in 8 bits.
+    weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
-    if platform == "gpu" and not int8:
+    scheme = SCHEMES.get(weights_dtype)
+    if platform == "gpu" and scheme is None:
         name, value = "xla_gpu_enable_triton_gemm", False
+    elif platform == "gpu" and scheme.activations:
+        name, value = "xla_gpu_experimental_gemm_fusion_v2", True
     elif platform == "cpu" and not few_rows:
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
     else:
@@ -178,15 +185,16 @@ def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
 
 
 def compile_codes(
-    traced: jax.stages.Traced, *, few_rows: bool, int8: bool = False
+    traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile the program of `trace_codes` for the device that is there; also what the compilation
-    cache did (`Timing.cache`). few_rows, int8: as in
+    cache did (`Timing.cache`). few_rows, weights_dtype: as in
     `compiler_options`."""
     # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
     # would make every run look cold.
     with compilation_cache.Watch() as watch:
-        options = compiler_options(jax.default_backend(), few_rows=few_rows, int8=int8)
+        how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
+        options = compiler_options(jax.default_backend(), **how)
         compiled = traced.lower().compile(compiler_options=options)
     return compiled, watch.verdict  # which is known once the watch has ended
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
 from varjax.nn import quantized
-from varjax.nn.quantized import Quantized
+from varjax.nn.quantized import Activation, Quantized
 from varjax.nn.stacked import Turned
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
@@ -23,17 +23,33 @@ class Linear(nnx.Linear):
     """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs, or
     `Quantized`."""
 
-    def __call__(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
-        kernel = self.kernel.get_value()
-        if not isinstance(kernel, Turned | Quantized):
-            return super().__call__(x)
-        product = kernel.product(x)
+    def __call__(
+        self, x: Float[Array, "... D_in"], activation: Activation | None = None
+    ) -> Float[Array, "... D_out"]:
+        """activation: applied to `x` first."""
+        if not isinstance(self.kernel.get_value(), Turned | Quantized):
+            return super().__call__(activation(x) if activation else x)
+        product = self.product(x, activation=activation)
         return product if self.bias is None else product + self.bias[...]
 
-    def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, without the bias, in the type of `x`. dtype: of the result, if another."""
+    def product(
+        self,
+        x: Float[Array, "... D_in"],
+        dtype=None,
+        axis: str | None = None,
+        activation: Activation | None = None,
+    ) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, without the bias, in the type of `x`.
+
+        dtype: of the result, if another.
+        axis: of the mesh, over whose devices the input width is divided.
+        activation: applied to `x` first.
+        """
         kernel = self.kernel.get_value()
-        if isinstance(kernel, Turned | Quantized):
+        if quantized.is_one(kernel):
+            return kernel.product(x, dtype, axis, activation)
+        x = activation(x) if activation else x
+        if isinstance(kernel, Turned):
             return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 

@@ -1,30 +1,34 @@
-"""Matrices of linear layers in 8 bits: int8 numbers, and a float32 scale for every output channel.
+"""Matrices of linear layers in 8 bits, and products with them.
 
-Only weights are stored so. A product converts them to the type of its input on the way and runs in
-that type; its result is multiplied by the scales. A device therefore never holds a matrix in a
-floating type: TPU and Triton products convert as they read (docs/lab/int8_weights.md), and on a CPU
-a product takes some rows of the matrix at a time.
+A matrix has a float32 scale for every output channel:
 
-    matrix[i, o] = scale[o] * array[i, o],  scale[o] = max over i of |matrix[i, o]| / 127
+    matrix[i, o] = scale[o] * array[i, o],  scale[o] = max over i of |matrix[i, o]| / largest
+
+Where only weights are in 8 bits, a product converts them to the type of its input on the way and
+runs in that type; its result is multiplied by the scales. A device therefore never holds a matrix
+in a floating type: TPU and Triton products convert as they read (docs/lab/weights_8_bits.md), and
+on a CPU a product takes some rows of the matrix at a time. Where activations are in 8 bits, too,
+each of their rows gets a scale as well, and both scales multiply the sums (`schemes.Scheme`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels import target
+from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
 
+Activation = Callable[[Array], Array]  # a function of every number
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
-INT8 = "int8"
-LARGEST = 127  # symmetric: -128 is not used
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
+TINY = 1e-30  # the least magnitude of a row: one of zeros has a scale, too
 
 
 @jax.tree_util.register_dataclass
@@ -32,16 +36,21 @@ CPU_BYTES = 2**20
 class Quantized:
     """A matrix [D_in, D_out] in 8 bits, or the matrices of all layers. It may be abstract.
 
-    dtype: the type of the matrix that it stands for, in which products run.
+    array: its numbers; turned, [D_out, D_in], where activations are in 8 bits, too.
+    dtype: the type of the matrix that it stands for.
     """
 
     array: Leaf
     scale: Leaf
     dtype: np.dtype = field(metadata=dict(static=True))
+    scheme: Scheme = field(default=SCHEMES[INT8], metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape
+        """That of the matrix."""
+        *layers, first, second = self.array.shape
+        turned = self.scheme.activations
+        return (*layers, second, first) if turned else (*layers, first, second)
 
     def layer(self, index: int) -> "Quantized":
         """The matrix of one layer of several."""
@@ -52,38 +61,117 @@ class Quantized:
         """The inverse of `layer`."""
         return jax.tree.map(lambda *leaves: stack(leaves), *layers)
 
-    def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, summed up in float32. dtype: of the result; None: of `x`."""
-        rows = x.reshape(-1, x.shape[-1])
-        sums = self._by_rows(rows) if target.platform() == "cpu" else self._at_once(rows)
-        found = sums * self.scale
-        return found.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
+    def by_axis(self, function: Callable[[Leaf, int | None], object], axis: int) -> "Quantized":
+        """Call `function(array, its axis)` for numbers and scales, where `axis` is one of the
+        matrix, and return a tree of the results. None: the array does not have the axis."""
+        last = len(self.shape) - 1  # outputs
+        other = {last: last - 1, last - 1: last}.get(axis, axis)
+        return replace(
+            self,
+            array=function(self.array, other if self.scheme.activations else axis),
+            scale=function(self.scale, None if axis == last - 1 else min(axis, last - 1)),
+        )
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def product(
+        self,
+        x: Float[Array, "... D_in"],
+        dtype=None,
+        axis: str | None = None,
+        activation: Activation | None = None,
+    ) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, summed up in float32.
+
+        dtype: of the result; None: of `x`.
+        axis: of the mesh, over whose devices `D_in` is divided: they scale a row alike.
+        activation: applied to `x` first.
+
+        Raises:
+          NotImplementedError: the device that is traced for does not multiply in this scheme.
+        """
+        rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
+        if self.scheme.activations:
+            sums = self._of_rows(rows, axis, activation)
+        else:
+            sums = self._plain(activation(rows) if activation else rows)
+        return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
+
+    def _of_rows(self, x: Float[Array, "R D_in"], axis, activation) -> Float[Array, "R D_out"]:
+        """The product of rows that are brought into 8 bits, without the matrix's scales."""
+        if why := why_not_here(self.scheme):
+            raise NotImplementedError(why)
+        numbers, scale = quantize_rows(x, self.scheme, axis, activation)
+        if target.platform() == "gpu":
+            # or products would bring rows into 8 bits themselves, anew for every tile of channels
+            numbers, scale = jax.lax.optimization_barrier((numbers, scale))
+        if self.scheme.emulated:
+            return self._by_parts(numbers.astype(jnp.float32)) * scale
+        exact = jnp.int32 if self.scheme.dtype == np.int8 else jnp.float32
+        last = (((1,), (1,)), ((), ()))
+        sums = jax.lax.dot_general(numbers, self.array, last, preferred_element_type=exact)
+        return sums.astype(jnp.float32) * scale
+
+    def _plain(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
+        return self._by_parts(x) if target.platform() == "cpu" else self._at_once(x)
 
     def _at_once(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
         return jnp.dot(x, self.array.astype(x.dtype), preferred_element_type=jnp.float32)
 
-    def _by_rows(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
-        rows, columns = self.shape
+    def _by_parts(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
+        """The product with some numbers of every channel at a time."""
+        (rows, columns), along = self.shape, int(self.scheme.activations)
         count = _divisor(rows, max(1, CPU_BYTES // (4 * columns)))
 
         def add(total, start):
-            part = jax.lax.dynamic_slice_in_dim(self.array, start, count)
+            part = jax.lax.dynamic_slice_in_dim(self.array, start, count, along).astype(x.dtype)
             here = jax.lax.dynamic_slice_in_dim(x, start, count, axis=1)
-            found = jnp.dot(here, part.astype(x.dtype), preferred_element_type=jnp.float32)
+            sums = (((1,), (along,)), ((), ()))
+            found = jax.lax.dot_general(here, part, sums, preferred_element_type=jnp.float32)
             return total + found, None
 
         nothing = jnp.zeros((len(x), columns), jnp.float32)
         return jax.lax.scan(add, nothing, jnp.arange(0, rows, count))[0]
 
+    # --- without a device -------------------------------------------------------------------------
+
     def shapes(self, dtype) -> "Quantized":
         """The same without numbers, for products in `dtype`."""
         array, scale = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.array, self.scale))
-        return Quantized(array, scale, jnp.dtype(dtype))
+        return replace(self, array=array, scale=scale, dtype=jnp.dtype(dtype))
 
     def matrix(self) -> Float[np.ndarray, "*L D_in D_out"]:
         """float32, on the host: what the numbers stand for."""
-        scale = np.asarray(self.scale)[..., None, :]
-        return np.asarray(self.array).astype(np.float32) * scale
+        numbers = np.asarray(self.array).astype(np.float32)
+        numbers = numbers.swapaxes(-1, -2) if self.scheme.activations else numbers
+        return numbers * np.asarray(self.scale)[..., None, :]
+
+
+def quantize_rows(
+    x: Float[Array, "R D"],
+    scheme: Scheme,
+    axis: str | None = None,
+    activation: Activation | None = None,
+) -> tuple[Num[Array, "R D"], Float[Array, "R 1"]]:
+    """Rows of activations in 8 bits, and their scales.
+
+    axis: of the mesh, if `D` is divided. activation: applied to `x` first.
+    """
+    magnitude = jnp.abs(_wide(x, activation)).max(-1, keepdims=True)
+    magnitude = magnitude if axis is None else jax.lax.pmax(magnitude, axis)
+    magnitude = jnp.maximum(magnitude, TINY)
+    if activation and target.platform() == "gpu":
+        # computed twice: XLA would write what it gives, for the kernel that follows to read
+        x = jax.lax.optimization_barrier(x)
+    numbers = scheme.rounded(_wide(x, activation) * (scheme.largest / magnitude))
+    return numbers, magnitude / scheme.largest
+
+
+def _wide(x: Array, activation: Activation | None) -> Array:
+    return (activation(x) if activation else x).astype(jnp.float32)
+
+
+# --- leaves of networks -------------------------------------------------------------------------
 
 
 def stack(leaves: Sequence[Leaf]) -> Leaf:
@@ -110,29 +198,34 @@ def is_one(leaf: object) -> bool:
     return isinstance(leaf, Quantized)
 
 
-def quantize(matrix: Leaf, dtype=None) -> Quantized:
+# --- making them --------------------------------------------------------------------------------
+
+
+def quantize(matrix: Leaf, scheme: Scheme = SCHEMES[INT8], dtype=None) -> Quantized:
     """A matrix, or those of all layers, in 8 bits: layer by layer and on the host, so that neither
     a device nor the host ever holds all of them in float32 as well.
 
-    dtype: in which products will run; None: the matrix's own. Shapes stay shapes, arrays become
-    NumPy arrays.
+    dtype: of the matrix that it stands for; None: the matrix's own. Shapes stay shapes, arrays
+    become NumPy arrays.
     """
     *layers, d_in, d_out = matrix.shape
     kind = jnp.dtype(dtype or matrix.dtype)
+    shape = (*layers, d_out, d_in) if scheme.activations else (*layers, d_in, d_out)
     if isinstance(matrix, jax.ShapeDtypeStruct):
         scale = jax.ShapeDtypeStruct((*layers, d_out), jnp.float32)
-        return Quantized(jax.ShapeDtypeStruct(matrix.shape, jnp.int8), scale, kind)
-    array = np.empty(matrix.shape, np.int8)
+        return Quantized(jax.ShapeDtypeStruct(shape, scheme.dtype), scale, kind, scheme)
+    array = np.empty(shape, scheme.dtype)
     scale = np.empty((*layers, d_out), np.float32)
     for index in np.ndindex(*layers):
-        array[index], scale[index] = _of_layer(np.asarray(matrix[index], np.float32))
-    return Quantized(array, scale, kind)
+        found, scale[index] = _of_layer(np.asarray(matrix[index], np.float32), scheme)
+        array[index] = found.T if scheme.activations else found
+    return Quantized(array, scale, kind, scheme)
 
 
-def _of_layer(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = np.abs(matrix).max(0, initial=0) / np.float32(LARGEST)
+def _of_layer(matrix: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.abs(matrix).max(0, initial=0) / np.float32(scheme.largest)
     scale = np.where(scale > 0, scale, np.float32(1))  # a channel of zeros, or of tiny numbers
-    return np.clip(np.rint(matrix / scale), -LARGEST, LARGEST).astype(np.int8), scale
+    return scheme.rounded(matrix / scale, np), scale
 
 
 def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:
@@ -144,11 +237,18 @@ def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:
     return {f"{name}/kernel": layer.kernel for name, layer in linear.items()}
 
 
-def convert(transformer: nnx.Module) -> None:
+def convert(transformer: nnx.Module, scheme: Scheme = SCHEMES[INT8]) -> None:
     """Replace its matrices (`matrices`) by 8-bit ones, stacked, parameter by parameter. Arrays of a
-    device go back to the default device."""
-    for variable in matrices(transformer).values():
+    device go back to the default device.
+
+    Raises:
+      UserError: the widths of a matrix do not fit the scheme; nothing is replaced then.
+    """
+    wanted = matrices(transformer)
+    for name, variable in wanted.items():
+        check_widths(scheme, name, variable.get_value().shape)
+    for variable in wanted.values():
         value = variable.get_value()
         value = value if hasattr(value, "ndim") else value.stacked()  # layers that lie apart
-        found = quantize(value)
+        found = quantize(value, scheme)
         variable.set_value(jax.tree.map(jnp.asarray, found) if isinstance(value, Array) else found)

@@ -12,6 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 from varjax.nn.layers import Linear
+from varjax.nn.quantized import Activation
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,18 @@ class Split:
 
 
 def contract(
-    linear: Linear, x: Float[Array, "... D_in"], axis: str | None
+    linear: Linear,
+    x: Float[Array, "... D_in"],
+    axis: str | None,
+    activation: Activation | None = None,
 ) -> Float[Array, "... D_out"]:
     """Apply a linear layer whose input width is divided over `axis` of the mesh; the bias is added
-    once."""
+    once. activation: applied to `x` first."""
     if axis is None:
-        return linear(x)
+        return linear(x, activation)
     # Every device sums over its part of the width. The bias is whole on all of them, so it may only
     # be added after the sum over devices.
-    product = jax.lax.psum(linear.product(x), axis)
+    product = jax.lax.psum(linear.product(x, axis=axis, activation=activation), axis)
     return product if linear.bias is None else product + linear.bias[...]
 
 

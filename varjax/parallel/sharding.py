@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from varjax.errors import UserError
+from varjax.nn import quantized, schemes, stacked
+from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf
 from varjax.parallel.split import AXES, MeshSpec
@@ -41,25 +43,41 @@ def map_weights(
     splits = networks["transformer"].splits()
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
-    def with_split(path: tuple, leaf: Leaf) -> object:
+    def with_split(path: tuple, leaf: Leaf | Quantized) -> object:
         # the path down to the parameter; behind "value" it goes on into separate layers
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
-        return function(leaf, split and _of_leaf(split, leaf, keys[end + 1 :]))
+        if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
+            split = dataclasses.replace(split, axis=split.axis - 1)
+        if not quantized.is_one(leaf):
+            return function(leaf, split)
+        if split is None:
+            return jax.tree.map(lambda array: function(array, None), leaf)
 
-    return jax.tree_util.tree_map_with_path(with_split, networks)
+        def along(array: Leaf, axis: int | None) -> object:
+            return function(array, None if axis is None else dataclasses.replace(split, axis=axis))
+
+        return leaf.by_axis(along, split.axis)
+
+    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=quantized.is_one)
 
 
-def _of_leaf(split: Split, leaf: Leaf, keys: Sequence[str]) -> Split | None:
-    """How an array is divided that the value of a parameter consists of. keys: the path from the
-    parameter's value down to it."""
-    axis = split.axis
-    if "parts" in keys:  # the weights of one layer, which lack the axis of the layers
-        axis -= 1
-    if "scale" in keys:  # of a matrix in 8 bits, one for each output
-        axis = axis - 1 if axis == leaf.ndim else None
-    return None if axis is None else dataclasses.replace(split, axis=axis)
+def check_widths(transformer: nnx.Module, parts: int) -> None:
+    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply.
+
+    Raises:
+      UserError: which matrix, and what to do.
+    """
+    splits, where = transformer.splits(), f" on each of model={parts} devices"
+    for name, kernel in quantized.matrices(transformer).items():
+        split = splits.get(name.removeprefix("blocks/").replace("/", "."))
+        value = kernel.get_value()
+        one = value[0] if stacked.is_one(value) else value
+        if split and parts > 1 and quantized.is_one(one):
+            widths = list(value.shape)  # with the axis of the layers
+            widths[split.axis] //= parts
+            schemes.check_widths(one.scheme, name, widths, where)
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:

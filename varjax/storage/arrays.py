@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from flax import nnx
 from varjax.errors import UserError, some
 from varjax.nn import parameters, quantized
 from varjax.nn.quantized import Quantized, quantize
+from varjax.nn.schemes import Scheme
 
 CHUNK_BYTES = 2**26  # of stored arrays
 
@@ -102,7 +103,7 @@ def read(
     dtypes: Mapping,
     described_in: str,
     on_host: bool = False,
-    in_8_bits: Collection[str] = (),
+    in_8_bits: Mapping[str, Scheme] | None = None,
 ) -> dict[str, jax.Array | np.ndarray | Quantized]:
     """{name: array} of some or all arrays of a tree.
 
@@ -114,8 +115,8 @@ def read(
       described_in: name of the file that says what is expected, for messages.
       on_host: give NumPy arrays and put nothing on a device: the weights of a model for several
         devices may not fit one. Otherwise the arrays lie on the default device.
-      in_8_bits: names of matrices that become `Quantized` for products in their type of `dtypes`.
-        That is done one after the other and on the host, from the stored numbers.
+      in_8_bits: {name of a matrix that becomes `Quantized`: how}; it stands for one in its type of
+        `dtypes`. That is done one after the other and on the host, from the stored numbers.
 
     Raises:
       UserError: names or shapes differ (one message lists all), or files are damaged.
@@ -129,12 +130,13 @@ def read(
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)
         types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
+        in_8_bits = in_8_bits or {}
         plain = {name: kind for name, kind in types.items() if name not in in_8_bits}
         found = _restore(checkpointer, path, plain, on_host)
-        for name in in_8_bits:
+        for name, scheme in in_8_bits.items():
             # only the matrices of one parameter are ever in memory as they are stored
             (matrix,) = _restore(checkpointer, path, {name: stored[name].dtype}, True).values()
-            found[name] = quantize(matrix, types[name])
+            found[name] = quantize(matrix, scheme, types[name])
         return found if on_host else jax.tree.map(jnp.asarray, found)
 
 

@@ -18,7 +18,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from flax import nnx
@@ -26,6 +26,7 @@ from flax import nnx
 from varjax.errors import UserError, choose
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
+from varjax.nn.schemes import Scheme
 from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 
@@ -235,7 +236,7 @@ def load(
     known: Catalogue,
     dtypes: Mapping[str, object] | None = None,
     on_host: bool = False,
-    in_8_bits: Collection[str] = (),
+    in_8_bits: Mapping[str, Scheme] | None = None,
 ) -> tuple[dict[str, nnx.Module], dict]:
     """({part: module}, description) of the parts that are asked for and no others.
 
@@ -245,8 +246,8 @@ def load(
         that `describe` gives without names, with the stored types.
       on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
         default device.
-      in_8_bits: parameters of the tree, as "part/name", that become `varjax.nn.quantized.Quantized`
-        as they are read.
+      in_8_bits: {parameter of the tree, as "part/name": how} of those that become
+        `varjax.nn.quantized.Quantized` as they are read.
 
     Raises:
       UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
@@ -278,7 +279,7 @@ def _load_tree(
     modules: Mapping[str, nnx.Module],
     dtypes: Mapping,
     on_host: bool,
-    in_8_bits: Collection[str],
+    in_8_bits: Mapping[str, Scheme] | None,
 ) -> dict[str, nnx.Module]:
     """Read parts of the tree. Names and shapes are checked for all its parts, including those that
     stay on disk."""

@@ -12,6 +12,7 @@ heads, H head size, D width, C bits per token. Names of the original implementat
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -288,8 +289,8 @@ class Infinity(NextScaleTransformer):
         x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
-        wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        x = x + split.contract(block.fc2, wide, self.model_axis) * modulation[:, None, 1]
+        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
+        x = x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
         if "mix" not in shared:
             return x
         strength = shared["mix"][layer_context["number"]]

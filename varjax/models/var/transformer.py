@@ -11,6 +11,7 @@ are in `ported_weights/tables/transformers.py`.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -187,8 +188,8 @@ class VAR(NextScaleTransformer):
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )
-        wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        return x + split.contract(block.fc2, wide, self.model_axis) * modulation[:, None, 1]
+        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
+        return x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
 
     # --- tokens -----------------------------------------------------------------------------------
 

@@ -1,0 +1,205 @@
+"""Products whose activations are in 8 bits, too: rounding, scales, chips that have them, and what
+is refused elsewhere. On this machine they are emulated in float32, which holds products of such
+numbers exactly."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import varjax
+from pallas_kernels import chips
+from tests.models.test_quantized import random
+from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
+from varjax.errors import UserError
+from varjax.nn import quantized, schemes, stacked
+from varjax.nn.quantized import quantize, quantize_rows
+from varjax.nn.schemes import SCHEMES, check_widths, why_not
+from varjax.parallel import sharding
+
+BOTH = ("w8a8", "fp8")
+EMULATED = {name: dataclasses.replace(SCHEMES[name], emulated=True) for name in BOTH}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_rows(name):
+    """Every row has a scale of its own; its largest number becomes the largest of the scheme."""
+    x = random(48, 6).T.at[2].set(0)  # rows that differ by orders of magnitude, and one of zeros
+    numbers, scale = quantize_rows(x, SCHEMES[name])
+    assert numbers.dtype == SCHEMES[name].dtype and scale.shape == (6, 1)
+    whole = np.asarray(numbers, np.float32)
+    off = np.abs(whole * np.asarray(scale) - np.asarray(x))
+    step = np.asarray(scale) if name == "w8a8" else np.maximum(np.abs(x) / 8, scale * 2.0**-9)
+    assert (off <= step * (0.5 + 1e-5)).all() and not whole[2].any()
+    assert (np.abs(whole).max(1)[[0, 1, 3, 4, 5]] == SCHEMES[name].largest).all()
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_activation_goes_before(name):
+    x = random(6, 48)
+    expected = quantize_rows(jax.nn.gelu(x), SCHEMES[name])
+    found = quantize_rows(x, SCHEMES[name], activation=jax.nn.gelu)
+    assert all(map(jnp.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [1, 2**20])
+@pytest.mark.parametrize("name", BOTH)
+def test_products(name, most, dtype, monkeypatch):
+    """The sums of products of rounded numbers, times both scales: in float64, where a few numbers
+    of a channel are added at a time, and by the product that chips have."""
+    monkeypatch.setattr(quantized, "CPU_BYTES", most)
+    x, matrix = random(2, 3, 32, dtype=dtype), random(32, 48)
+    eight = quantize(matrix, EMULATED[name], dtype)
+    assert eight.shape == (32, 48) and eight.array.shape == (48, 32)
+    numbers, scale = (
+        np.asarray(a, np.float64) for a in quantize_rows(x.reshape(6, 32), eight.scheme)
+    )
+    expected = (numbers @ np.asarray(eight.array, np.float64).T * scale * eight.scale).reshape(
+        2, 3, 48
+    )
+    size = np.abs(expected).max()
+    found = eight.product(x, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * size)
+    assert eight.product(x).dtype == dtype
+    monkeypatch.setattr(quantized, "why_not_here", lambda scheme: None)
+    native = dataclasses.replace(eight, scheme=SCHEMES[name]).product(x, jnp.float32)
+    np.testing.assert_allclose(native, found, rtol=1e-5, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_matrices_of_layers(name):
+    value = quantize(random(3, 32, 16), SCHEMES[name])
+    assert value.shape == (3, 32, 16) and value.array.shape == (3, 16, 32)
+    off = np.abs(value.matrix() - random(3, 32, 16)) / value.scale[:, None]
+    assert off.max() <= {"w8a8": 0.501, "fp8": 16}[name]  # half a step of the largest numbers
+    again = quantized.Quantized.stack([value.layer(i) for i in range(3)])
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(value)))
+    where = {axis: value.by_axis(lambda array, own: own, axis) for axis in range(3)}
+    assert [(where[i].array, where[i].scale) for i in range(3)] == [(0, 0), (2, None), (1, 1)]
+    plain = quantize(random(3, 32, 16)).by_axis(lambda array, own: own, 2)
+    assert (plain.array, plain.scale) == (2, 1)
+
+
+def _slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("scheme", BOTH)
+@pytest.mark.parametrize(
+    "name",
+    [
+        FAMILIES["var"],
+        "llamagen_c2i",
+        _slow(FAMILIES["infinity"]),
+        _slow("janus_small"),
+        _slow("lumina_groups"),
+    ],
+)
+def test_every_family_draws(name, scheme, monkeypatch):
+    """The product of chips and its emulation draw the same tokens, whose logits are near those of
+    float32 weights."""
+    model, index = fixture_model(name), np.arange(2)
+    segments = "auto" if model.draws_tokens else 1
+
+    def run(model, given=None):
+        generator = greedy_generator(model, segments=segments)
+        return generator.run_batch(arrays_of(model, index), index, given=given)[0]
+
+    emulated = run(model.quantized(scheme, emulated=True))
+    plain = run(model, given=emulated["tokens"])
+    off = np.sqrt(np.square(emulated["logits"] - plain["logits"]).mean())
+    # of random weights; trained ones are nearer (docs/lab/weights_8_bits.md)
+    most = {"w8a8": 0.1, "fp8": 0.25}[scheme]
+    assert 0 < off < most * np.sqrt(np.square(plain["logits"]).mean())
+    monkeypatch.setattr(quantized, "why_not_here", lambda scheme: None)
+    native = run(model.quantized(scheme))
+    np.testing.assert_array_equal(native["tokens"], emulated["tokens"])
+    np.testing.assert_allclose(native["logits"], emulated["logits"], atol=2e-3)
+
+
+# --- chips ----------------------------------------------------------------------------------------
+
+FP8 = {"tpu7x", "l4", "rtx4090", "h100", "h200", "b200"}
+INT8 = {"tpu-v5e", "tpu-v5p", "tpu-v6e", "a100", "a6000", "l4", "rtx4090", "h100", "h200", "b200"}
+
+
+def test_chips_that_multiply_in_8_bits():
+    for name, chip in chips.CHIPS.items():
+        assert why_not(SCHEMES["int8"], chip) is None
+        for scheme, able in (("fp8", FP8), ("w8a8", INT8)):
+            why = why_not(SCHEMES[scheme], chip)
+            assert (why is None) == (name in able)
+            if why:
+                assert scheme in why and f"and {name} does not: choose int8" in why
+                assert why_not(EMULATED[scheme], chip) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "able"),
+    [
+        ("NVIDIA H200", "9.0", ("w8a8", "fp8")),
+        ("NVIDIA A100-SXM4-40GB", "8.0", ("w8a8",)),
+        ("NVIDIA L40S", "8.9", ("w8a8", "fp8")),  # in no table
+        ("Tesla V100", "7.0", ()),
+        ("AMD Instinct MI300X", "gfx942", ()),
+        ("TPU v5 lite", None, ("w8a8",)),
+        ("TPU7x", None, ("fp8",)),
+        ("TPU v4", None, ()),
+    ],
+)
+def test_devices(kind, capability, able, monkeypatch):
+    monkeypatch.setattr(schemes.target, "platform", lambda: "gpu" if capability else "tpu")
+    monkeypatch.setattr(schemes.target, "device_kind", lambda: kind)
+    monkeypatch.setattr(schemes.target, "capability", lambda: capability)
+    for scheme in BOTH:
+        assert (schemes.why_not_here(SCHEMES[scheme]) is None) == (scheme in able)
+    assert schemes.why_not_here(SCHEMES["int8"]) is None
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", BOTH)
+def test_this_machine(scheme):
+    with pytest.raises(UserError, match=f"weights_dtype={scheme} needs.*cpu does not: choose int8"):
+        varjax.load(weights_dtype=scheme)
+    model = varjax.load(dtype="float32").quantized(scheme)
+    with pytest.raises(UserError, match=f"{scheme} needs a chip"):
+        varjax.generator.Generator(model, batch_size=1).compile()
+
+
+def test_widths():
+    check_widths(SCHEMES["fp8"], "qkv", (2, 64, 48))
+    check_widths(SCHEMES["int8"], "qkv", (2, 63, 47))
+    with pytest.raises(UserError, match="multiples of 16; qkv is 64 x 40: choose int8"):
+        check_widths(SCHEMES["fp8"], "qkv", (2, 64, 40))
+    model = varjax.model.describe()
+    config = dataclasses.replace(model.config, vocab_size=4100)
+    parts = {**model.parts, "transformer": model.family.tree["transformer"].abstract(config)}
+    odd = dataclasses.replace(model, parts=parts)
+    with pytest.raises(UserError, match="w8a8 takes.*head/kernel is 256 x 4100"):
+        odd.quantized("w8a8")
+    assert odd.quantized("int8").weights_dtype == "int8"
+
+
+def test_widths_on_a_mesh():
+    """Of a device's share: the axis that is divided counts, however the weights lie."""
+    transformer = varjax.model.describe().quantized("fp8").transformer
+    sharding.check_widths(transformer, 4)
+    for _ in range(2):
+        with pytest.raises(UserError, match="proj/kernel on each of model=32 devices is 8 x 256"):
+            sharding.check_widths(transformer, 32)
+        stacked.separate(transformer.blocks, transformer.once)
+    sharding.check_widths(varjax.model.describe().quantized("int8").transformer, 32)
+
+
+def test_one_scheme_at_a_time():
+    eight = varjax.model.describe().quantized("int8")
+    assert eight.quantized("int8") is eight
+    with pytest.raises(UserError, match="in int8 already"):
+        eight.quantized("fp8")
+    with pytest.raises(UserError, match="unknown weights_dtype 'fp4'.*int8, w8a8, fp8"):
+        eight.quantized("fp4")
