@@ -55,7 +55,7 @@ class Generation:
             "weights_dtype": program.weights_dtype,
             "kv_dtype": program.kv_dtype,
             "matmul_precision": program.matmul_precision,
-            "decode_dtype": program.decode_dtype,
+            "decode_dtype": program.decoding.dtype,
             "segments": program.segments,
             "layers": program.layers,
             "attention": program.attention or "auto",
@@ -89,8 +89,8 @@ class Generation:
             matmul_precision=program.matmul_precision,
             keep_logits=keep_logits,
             mesh=program.mesh,
-            decode_batch=program.decode_batch,
-            decode_dtype=program.decode_dtype,
+            decode_batch=program.decoding.at_once,
+            decode_dtype=program.decoding.dtype,
         )
 
 

@@ -73,7 +73,7 @@ class BatchStore:
         self.resumed = False
         self._missing: dict[str, list[int]] = {}  # first images of batches, by series
         check_new_folder(out, replaces=self.replaces, flag="--out")
-        self.work = WorkFolder(_partial(out), description)
+        self.work = WorkFolder(partial_folder(out), description)
         self.check()
 
     @property
@@ -96,7 +96,7 @@ class BatchStore:
             first = inside(RESULTS, f"{stem}-001")
         for number in range(1, 1000):
             out = first.with_name(f"{stem}-{number:03d}")
-            if os.path.lexists(out) or WorkFolder(_partial(out), {}).is_held():
+            if os.path.lexists(out) or WorkFolder(partial_folder(out), {}).is_held():
                 continue
             with contextlib.suppress(UserError):
                 return cls(out, description, overwrite=False, series=series)
@@ -183,7 +183,7 @@ class BatchStore:
         self.work.clear()
 
 
-def _partial(out: pathlib.Path) -> pathlib.Path:
+def partial_folder(out: pathlib.Path) -> pathlib.Path:
     """Return the folder for the batches of an unfinished run into `out`."""
     if out.name in ("", ".."):  # `.` has an empty name, to which nothing can be appended
         out = pathlib.Path(os.path.abspath(out))
@@ -217,10 +217,15 @@ class FileFlags:
         """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
+    @property
+    def overwrite(self) -> bool:
+        """Whether an older file may be replaced."""
+        return self._overwrite.value
+
     def check(self) -> pathlib.Path | None:
         """Return `path`; `UserError` unless it may be written now."""
         if self.path is not None:
-            overwrite = self._overwrite.value
+            overwrite = self.overwrite
             if self.path.is_file() and not overwrite:
                 raise UserError(
                     f"{self.path} exists already: choose another file or add --overwrite"

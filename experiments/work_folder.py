@@ -12,9 +12,9 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from experiments import batch_files
+from experiments import batch_files, step_files
 from experiments.batch_files import Damaged
-from varjax.errors import UserError
+from varjax.errors import UserError, show, some
 from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP, write_text
 from varjax.storage.manifest import LARGEST_JSON, parse_json
@@ -22,18 +22,21 @@ from varjax.storage.manifest import LARGEST_JSON, parse_json
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
 _FINISHED = (
-    # a series of pictures, features or numbers with its first image; or a cell of a sweep
+    # a series of pictures, features or numbers with its first image; or a cell of a sweep; or a
+    # step of a machine's measurements
     r"(?:(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
+    rf"|{re.escape(step_files.PREFIX)}[\w-]+\.json"
 )
+_FINISHED = rf"(?:{_FINISHED})"
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
 # Why an unfinished run cannot be continued, and what to do.
-_DISCARD = "add --overwrite to discard it, or choose another --out"
-OTHER = f"with other settings: use its settings to continue it, {_DISCARD}"
+_DISCARD = "add --overwrite to discard it, or choose another {flag}"
+OTHER = f"with other settings{{differs}}: use its settings to continue it, {_DISCARD}"
 OLDER = (
-    "of an older version ({} does not say what it is): finish it with that version, move that file "
-    f"away, {_DISCARD}"
+    "of an older version ({name} does not say what it is): finish it with that version, move that "
+    f"file away, {_DISCARD}"
 )
 LOST = (
     f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put that file "
@@ -45,11 +48,11 @@ class WorkFolder:
     """The folder of an unfinished run.
 
     path: it need not exist. description: JSON data; it is equal for two runs exactly if one may
-    continue the other.
+    continue the other. flag: the one that says where results go, for messages.
     """
 
-    def __init__(self, path: pathlib.Path, description: dict):
-        self.path = path
+    def __init__(self, path: pathlib.Path, description: dict, flag: str = "--out"):
+        self.path, self.flag, self.description = path, flag, description
         self.settings = json.dumps(description, sort_keys=True)
         self.digest = hashlib.sha256(self.settings.encode()).hexdigest()
 
@@ -61,12 +64,13 @@ class WorkFolder:
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UserError(
                 f"{self.path} is a link or no folder: unfinished runs are kept under that name, so "
-                "move it away or choose another --out"
+                f"move it away or choose another {self.flag}"
             )
         if foreign := self._foreign():
             raise UserError(
                 f"{self.path} holds {foreign!a:.80}, which no run writes: unfinished runs are kept "
-                "under that name and nothing else, so move it away or choose another --out"
+                "under that name and nothing else, so move it away or choose another "
+                f"{self.flag}"
             )
         conflict = None if overwrite else self._conflict()
         if conflict:
@@ -85,18 +89,27 @@ class WorkFolder:
         by_file = {path.name: self._settings_of(path) for path in self.finished()}
         said, text = set(by_file.values()) - {None, Damaged}, self._settings_text()
         if older := [name for name, settings in by_file.items() if settings is None]:
-            return OLDER.format(older[0])
+            return OLDER.format(name=older[0], flag=self.flag)
+        other = OTHER.format(differs=self._difference(text), flag=self.flag)
         if said - {self.digest}:
-            return OTHER
+            return other
         if said or text in ("", self.settings):
             return None
-        return OTHER if _is_object(text) else LOST
+        return other if _is_object(text) else LOST.format(flag=self.flag)
+
+    def _difference(self, text: str) -> str:
+        """Return what differs from the settings in a text, in brackets; empty if nothing does."""
+        theirs = parse_json(text) if _is_object(text) else {}
+        names = [n for n in self.description if n in theirs and theirs[n] != self.description[n]]
+        each = [f"{n} {show(theirs[n])}, now {show(self.description[n])}" for n in names]
+        return f" ({some(each, 3, '; ')})" if each else ""
 
     @staticmethod
     def _settings_of(path: pathlib.Path) -> str | None | type[Damaged]:
-        """Return what a file says (`batch_files.settings_of`), or `Damaged`."""
+        """Return what a file says (`settings_of` of its kind), or `Damaged`."""
+        kind = step_files if path.suffix == ".json" else batch_files
         try:
-            return batch_files.settings_of(path)
+            return kind.settings_of(path)
         except Damaged:
             return Damaged
 
@@ -122,7 +135,7 @@ class WorkFolder:
     def held(self) -> Iterator[None]:
         """Make the folder and keep other processes out. It is removed again if nothing was written.
         `UserError` if another process holds it."""
-        busy = f"another run is writing to {self.path}: wait, or choose --out"
+        busy = f"another run is writing to {self.path}: wait, or choose {self.flag}"
         try:
             with lock.held(self.path, busy):
                 yield

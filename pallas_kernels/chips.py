@@ -320,7 +320,8 @@ def _gpu_target_config(chip: Chip) -> str:
     per_core, per_block = gpu.shared_memory
     extension = "feature_extension: ACCELERATED_FEATURES" if gpu.accelerated else ""
     # shared_memory_per_block is what a block gets without asking for more, which XLA does
-    # ("optin"). Libraries recognise the vendor by the word NVIDIA in the description.
+    # ("optin"). Libraries recognise the vendor by the word NVIDIA in the description. For a driver
+    # of no version XLA records neither library calls nor our kernels into command buffers.
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -343,6 +344,9 @@ def _gpu_target_config(chip: Chip) -> str:
   clock_rate_ghz: {gpu.clock}
   device_memory_size: {chip.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 13 minor: 0 }}

@@ -9,9 +9,11 @@ are those that memory delivers or takes, not a cache. Tables, angles and vectors
 are less than 1 %.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,35 @@ class Occupancy:
 
 
 FULL = Occupancy()
+
+
+class Programs(NamedTuple):
+    """The programs of a call that copy keys and values block by block.
+
+    count: how many there are.
+    heads: that each of them serves; several tiles of a head count as heads.
+    keys: of a step, for which as many blocks are copied as hold them, whether all are in use or
+      not.
+    chains: copies that are started side by side.
+    """
+
+    count: int
+    heads: int
+    keys: int
+    chains: int = 1
+
+
+class ChainedEstimate(pl.CostEstimate):
+    """A cost with what the programs of a call do one after another.
+
+    programs: how many there are.
+    copies: of blocks, into the shared memory of a program, on average. Each is started after the
+      one before it.
+    """
+
+    def __init__(self, cost: pl.CostEstimate, programs: int, copies: float):
+        super().__init__(cost.flops, cost.transcendentals, cost.bytes_accessed)
+        self.programs, self.copies = programs, copies
 
 
 class CallEstimate(pl.CostEstimate):
@@ -97,6 +128,7 @@ def attend(
     lse: bool,
     tiles: int = 1,
     scales_at_once: int = 1,
+    programs: Programs | None = None,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of every query over every key.
@@ -106,6 +138,7 @@ def attend(
       tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
         tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
+      programs: where they copy block by block; the result is then a `ChainedEstimate`.
     """
     rows, heads, tokens, head_dim = projection.shape
     blocks = _blocks_read(projection, table, occupancy)
@@ -114,11 +147,18 @@ def attend(
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     # two products, with two FLOPs per pair and number each
-    return pl.CostEstimate(
+    cost = pl.CostEstimate(
         flops=round(4 * pairs * head_dim),
         transcendentals=round(pairs),
         bytes_accessed=round(moved + rows * heads * tiles * stored),
     )
+    if programs is None:
+        return cost
+    own = math.ceil(tokens / programs.keys) if projection.qkv.shape[2] > 1 else 0
+    pieces = programs.keys // kv_pool.shape[2]
+    steps = own + math.ceil(blocks / pieces)
+    copies = 2 * programs.heads * steps * pieces  # of keys and of values
+    return ChainedEstimate(cost, programs.count, copies / programs.chains)
 
 
 @_depending_on_occupancy

@@ -8,7 +8,7 @@ backend. A kernel runs on its own platform only. Names that end in `-interpret` 
 step by step with JAX operations; that is slow, and there to check the kernel.
 """
 
-import importlib.util
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,10 +17,9 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import target
+from pallas_kernels import jax_versions, target
 
 PLATFORMS = {"mosaic": "gpu", "triton": "gpu", "tpu": "tpu"}
-TRITON = "jax.experimental.pallas.triton"  # deprecated: some later JAX has none
 # compute capabilities with tensor cores that the Mosaic kernels know: Hopper, Blackwell's B200;
 # consumer Blackwell (12.0) has neither
 MOSAIC = ("9.0", "10.0")
@@ -120,9 +119,9 @@ def why_not(
     if name == "mosaic" and capability not in MOSAIC:
         needed = f"a GPU of compute capability {' or '.join(MOSAIC)}"
         return f"{name} needs {needed}, that of {machine} is {capability}"
-    if name == "mosaic" + SUFFIX and jax.__version_info__ < (0, 11):
+    if name == "mosaic" + SUFFIX and not jax_versions.SIMULATES_GPUS:
         return f"{name} needs JAX's simulator of GPUs, from 0.11 on, not {jax.__version__}"
-    if kernel == "triton" and not importlib.util.find_spec(TRITON):
+    if kernel == "triton" and not jax_versions.has_triton():
         return f"{name} needs Pallas-Triton, which this JAX ({jax.__version__}) does not have"
     return None
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import jax_versions, target
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
@@ -27,11 +28,23 @@ POOL_DTYPES = ("bfloat16", "float16", "int8")
 # How operations on a warpgroup are lowered. The other way, the default from JAX 0.11 on, does not
 # broadcast scalars.
 LANES = plgpu.LoweringSemantics.Lane
-SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # JAX has a simulator from 0.11 on
 # Registers of a thread, in the warpgroup that fetches and in each of two that compute. Together
 # they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
 # the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
+KIB, MEETING = 2**10, 64  # bytes through which warps join a number
+SHARED, MOST = 228 * KIB, 226 * KIB  # shared memory of a multiprocessor; of a program, at most
+CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
+
+
+def programs_at_once(shared_memory: int, most: int | None = None) -> int:
+    """How many programs the chip runs at the same time. shared_memory: bytes of each, without
+    barriers. most: on a multiprocessor; None: as many as there is shared memory for."""
+    # compiled for a chip that is not here, or none known: as many as an H100 has
+    cores = CORES.get(target.capability(), CORES["9.0"])
+    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
+    each = max(1, SHARED // (shared_memory + 2 * KIB))
+    return cores * min(each, most or each)
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
@@ -53,7 +66,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
 
 def check_simulator(interpret) -> None:
     """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
-    if interpret and not SIMULATED:
+    if interpret and not jax_versions.SIMULATES_GPUS:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
             f"implementation='reference' (--attention=reference)"
@@ -71,16 +84,28 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
     """Shared memory for copies from and to an array with this many tokens: a `tile`, or plain rows
     where the array is not made of whole pieces."""
-    whole = tokens % PIECE == 0 or tokens < PIECE
-    return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
+    plain = lands_plain(tokens)
+    return plgpu.SMEM(tuple(shape), dtype) if plain else tile(shape, dtype, swizzle)
+
+
+def lands_plain(tokens: int) -> bool:
+    """Whether a `landing` is plain rows."""
+    return tokens > PIECE and tokens % PIECE != 0
 
 
 def load(ref, layout, plain: bool = False) -> Array:
     """The contents of a reference as registers in a layout. plain: whether they lie row by row,
     where some reads have to wait for others, or in global memory."""
-    # from JAX 0.11 on the place is part of the reference
-    place = () if SIMULATED else ((),)
+    place = jax_versions.PLACE_OF_LOADS
     return plgpu.load(ref, *place, layout=layout, optimized=not plain)
+
+
+def store(ref, numbers, plain: bool = True) -> None:
+    """Store registers. plain: whether some stores have to wait for others, as in a plain `load`."""
+    if plain and jax_versions.STORES_ARE_CHECKED:
+        plgpu.store(ref, numbers, optimized=False)
+    else:
+        ref[...] = numbers
 
 
 def number(value) -> Array:
@@ -100,9 +125,9 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
 
 
 def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
-    """(`table.packed` with one axis in front, whether that axis counts rows). Else it counts
-    layers, or is 1."""
-    found, shared = table.with_packed().packed, table.ids.ndim == 2
+    """(`packed` of a table that has it, with one axis in front, whether that axis counts rows).
+    Else it counts layers, or is 1."""
+    found, shared = table.packed, table.ids.ndim == 2
     return found[None] if shared else found, table.layer is None and not shared
 
 
@@ -146,8 +171,8 @@ def update(
 
 
 def programs(*, computing: int, **grid: int) -> plgpu.Mesh:
-    """A grid of programs, each of `computing` warpgroups that compute and one that fetches. The
-    axes are those of the grid and "warpgroup"."""
+    """A grid of programs, each of `computing` warpgroups that compute and one that fetches; 0: of
+    one that does both. The axes are those of the grid and "warpgroup"."""
     return plgpu.Mesh(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -175,12 +200,16 @@ def launch(
     def kernel(*refs):
         pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
 
+    # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
+    params = plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
+    )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
         kernel,
         out_type=tuple(results),
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
+        compiler_params=params,
         cost_estimate=cost,
         interpret=simulator(interpret),
         name=name,

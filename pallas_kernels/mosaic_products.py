@@ -11,7 +11,7 @@ half of the columns below the other; such products run at half of the tensor cor
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ ROWS = 64  # of the first factor
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a product
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number for each of its rows, columns
 Multiply = Callable[[Ref, Ref, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
+# (total, weights, values): total + weights @ values. The total is float32, and like the weights, of
+# 16-bit numbers, in registers; the values are in shared memory.
+Add = Callable[[Array, Array, Ref], Array]
 
 
 def across(rows, shape):
@@ -49,6 +52,11 @@ class Wgmma:
     """Hopper's products."""
 
     swizzle: int = 128  # bytes, of both factors in shared memory
+    registers: bool = True  # whether `add` takes weights from registers
+
+    def simulated(self) -> "Wgmma":
+        """The products that JAX's simulator has: of factors in shared memory."""
+        return replace(self, registers=False)
 
     def scratch(self, groups: int, *widths: int) -> list:
         """Scratch memory for products by `groups` warpgroups. widths: numbers of columns that
@@ -71,6 +79,24 @@ class Wgmma:
 
         return product
 
+    def weights(self, shape: tuple[int, ...], dtype) -> list:
+        """Shared memory for the weights that `add` multiplies, unless it takes registers."""
+        return [] if self.registers else [_tile(shape, dtype, self.swizzle)]
+
+    def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
+        """The function with which a warpgroup adds weighted values. weights: references to
+        `weights`."""
+        if not self.registers:
+            return _through_memory(multiply, weights[0].at[group])
+
+        def added(total, factors, values):
+            def run(sums):
+                plgpu.wgmma(sums, factors, values)
+
+            return pl.run_state(run)(plgpu.ACC.init(total))
+
+        return added
+
 
 @dataclass(frozen=True)
 class Tcgen05:
@@ -78,6 +104,10 @@ class Tcgen05:
 
     # each half of the columns is a product of its own, and no narrower than a swizzled line
     swizzle: int = 64
+
+    def simulated(self) -> "Tcgen05":
+        """See `Wgmma.simulated`."""
+        return self
 
     def scratch(self, groups: int, *widths: int) -> list:
         """A barrier and the sums; see `Wgmma.scratch`."""
@@ -102,6 +132,30 @@ class Tcgen05:
             return found
 
         return product
+
+    def weights(self, shape: tuple[int, ...], dtype) -> list:
+        """See `Wgmma.weights`."""
+        return [_tile(shape, dtype, self.swizzle)]
+
+    def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
+        """See `Wgmma.add`."""
+        return _through_memory(multiply, weights[0].at[group])
+
+
+def _tile(shape: tuple[int, ...], dtype, swizzle: int) -> pl.MemoryRef:
+    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
+
+
+def _through_memory(multiply: Multiply, place: Ref) -> Add:
+    """`Add` whose weights wait in shared memory, of this warpgroup alone, for the product."""
+
+    def added(total, factors, values):
+        place[...] = factors
+        plgpu.commit_smem()  # the product reads shared memory in another way than stores write it
+        return total + multiply(place, values, total.shape)
+
+    return added
 
 
 PRODUCTS = dict(zip(MOSAIC, (Wgmma(), Tcgen05()), strict=True))  # by compute capability

@@ -124,7 +124,7 @@ class Unfinished:
             self._rotate(x, factor, first, work)
         else:
             x = x if factor is None else x * across(factor, x.shape)
-            work.result[...] = x.astype(work.result.dtype)
+            mosaic.store(work.result, x.astype(work.result.dtype), work.plain)
             plgpu.commit_smem()
 
     def _factor(self, part: int, x, layer, head):
@@ -153,7 +153,8 @@ class Unfinished:
             rotated += turned * mosaic.load(self.sin.at[rows, columns], LAYOUT, plain=True)
             if factor is not None:
                 rotated *= across(factor, rotated.shape)
-            work.result[:, columns] = rotated.astype(work.result.dtype)
+            rotated = rotated.astype(work.result.dtype)
+            mosaic.store(work.result.at[:, columns], rotated, work.plain)
             plgpu.commit_smem()
 
 
@@ -166,6 +167,7 @@ class TileMemory:
     result: one of the two, where the finished tile is left.
     arrived: a barrier that says that the copy is there.
     turn, multiply: what the rotation multiplies with.
+    plain: whether the result is plain rows.
     """
 
     raw: Ref
@@ -174,6 +176,7 @@ class TileMemory:
     arrived: Ref
     turn: Sequence
     multiply: Multiply
+    plain: bool = False
 
 
 def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
@@ -221,8 +224,9 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
     results = raw if single else tile  # swizzled memory is copied in whole pieces of 8 rows only
+    plain = single and mosaic.lands_plain(out_ref.shape[1])
     works = [
-        TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
+        TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply, plain)
         for i in range(len(parts))
     ]
     # all copies are under way before the first tile is waited for

@@ -5,6 +5,7 @@ Kernels read the product where it lies and finish it as they read, so that memor
 transpose or a normalised copy of the queries. The methods here define what is correct.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -99,6 +100,14 @@ class Projection:
     def _plain(self, part: int, bias) -> Float[Array, "R N T H"]:
         found = self.qkv[:, :, part].transpose(0, 2, 1, 3)
         return found if bias is None else found + bias[:, None]
+
+
+def finished(projection: Projection, parts: Sequence[int]) -> Float[Array, "R T C"]:
+    """Finished parts (`Q`, `K`, `V`), side by side: C = parts * N * H."""
+    ways = {Q: projection.queries, K: projection.keys, V: projection.values}
+    each = [ways[part]().transpose(0, 2, 1, 3) for part in parts]
+    rows, tokens = each[0].shape[:2]
+    return jnp.concatenate([a.reshape(rows, tokens, -1) for a in each], axis=-1)
 
 
 def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:

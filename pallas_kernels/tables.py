@@ -11,6 +11,7 @@ AnyArray = Array | np.ndarray  # the planner's tables are made on the host
 EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries of a write, in the low bits
 KIND_BITS = 2  # beside the id
 RANGE_BITS = 16  # start below, stop above; both are at most 256, so the sign stays clear
+WORD = 32  # entries that one number says of which are partial
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +25,10 @@ class BlockTable:
     valid, also in empty entries. A block may be listed twice with disjoint ranges.
 
     packed: the same numbers with one row per head, as TPU and Mosaic kernels read them: the ids,
-      then start + 2**16 stop of every entry (0: empty), then how many entries are in use. Kernels
-      pack a table that is not packed. Pack a table that a loop does not change before the loop,
-      once for all layers.
+      then start + 2**16 stop of every entry (0: empty), then how many entries are in use, then a
+      bit per entry, `WORD` of them in a number: 1 where not every slot of its block is valid, and
+      behind the last entry. Kernels pack a table that is not packed. Pack a table that a loop does
+      not change before the loop, once for all layers.
     """
 
     # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
@@ -45,13 +47,14 @@ class BlockTable:
         """The table of its layer alone; the other layers are cut off."""
         return _sliced(self)
 
-    def with_packed(self) -> "BlockTable":
+    def with_packed(self, block_size: int) -> "BlockTable":
         """The same table with `packed` filled in."""
         if self.packed is not None:
             return self
         # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
         ranges = jnp.where(self.stop > self.start, self.start | self.stop << RANGE_BITS, 0)
-        packed = jnp.concatenate([self.ids, ranges, _in_use(ranges > 0)], axis=-1)
+        partial = _bits((self.stop - self.start) < block_size)
+        packed = jnp.concatenate([self.ids, ranges, _in_use(ranges > 0), partial], axis=-1)
         return replace(self, packed=packed.astype(jnp.int32)[..., None, :])
 
     def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
@@ -148,6 +151,17 @@ def _in_use(entries: Bool[Array, "*rows N M"]) -> Int[Array, "*rows N 1"]:
     """The number of entries up to the last one that is not empty."""
     entry = jax.lax.broadcasted_iota(jnp.int32, entries.shape, entries.ndim - 1)
     return jnp.where(entries, entry + 1, 0).max(-1, keepdims=True, initial=0)
+
+
+def _bits(entries: Bool[AnyArray, "*rows N M"]) -> Int[Array, "*rows N words"]:
+    """A bit per entry, the first one lowest; ones behind the last, in at least one number."""
+    count = entries.shape[-1]
+    widths = [(0, 0)] * (entries.ndim - 1) + [(0, max(1, -(-count // WORD)) * WORD - count)]
+    filled = jnp.pad(jnp.asarray(entries), widths, constant_values=True)
+    places = filled.reshape(*entries.shape[:-1], -1, WORD)
+    # the highest bit is the sign: sums wrap around to it
+    values = jnp.left_shift(jnp.int32(1), jnp.arange(WORD, dtype=jnp.int32))
+    return jnp.where(places, values, 0).sum(-1, dtype=jnp.int32)
 
 
 def _sliced(table):

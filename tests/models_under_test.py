@@ -248,7 +248,8 @@ def arrays_of(model: Model, numbers):
 def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **options) -> Generator:
     """Greedy float32 generation with everything kept that a test may look at; in one segment, which
     compiles fastest and gives the same tokens."""
-    options = {"keep_logits": True, "matmul_precision": "highest", "segments": 1, **options}
+    exact = {"matmul_precision": "highest", "decode_dtype": "float32"}
+    options = {"keep_logits": True, "segments": 1, **exact, **options}
     return Generator(
         model,
         policy,

@@ -69,6 +69,7 @@ def generate(
     sampling: Sampling | None = None,
     calibration: str | os.PathLike | Calibration | None = None,
     kv_dtype: str | None = None,
+    decode_dtype: str = "auto",
     progress: bool | Callable[[int, int], None] = False,
 ) -> np.ndarray:
     """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
@@ -92,6 +93,8 @@ def generate(
       calibration: measurements of this model, or the file that `experiments.calibrate` wrote; None
         takes `calibration.json` of the checkpoint folder, if it is there.
       kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
+      decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" (NVIDIA GPUs) or
+        "float32"; "auto" is "float32" on a CPU, else "bfloat16".
       progress: True prints lines with the time that is left to standard error; a function is called
         with the number of images that are done, 0 before compiling, and the number of all.
 
@@ -114,5 +117,6 @@ def generate(
         batch_size=min(count, batch_size or USUAL_BATCH),
         calibration=calibration,
         kv_dtype=kv_dtype,
+        decode_dtype=decode_dtype,
     )
     return generator(**given, seed=seed, progress=progress)

@@ -20,14 +20,16 @@ from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
+from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import cost, device_errors, program
+from varjax.engine import cost, device_errors, pixels, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
+from varjax.engine.pixels import Decoding
 from varjax.engine.segments import Segment
 from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
-from varjax.model import DTYPES, Model, check_model
+from varjax.model import Model, check_model
 from varjax.nn import stacked
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
@@ -70,8 +72,8 @@ class Generator:
         weights of `model` are arranged accordingly: it can go on to be used.
       unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
-      decode_dtype: "float32", or "bfloat16" for a decoder that is faster on accelerators and
-        rounds pixels.
+      decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
+        (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
 
     Raises:
       UserError: for anything that cannot work; nothing is compiled then.
@@ -96,15 +98,14 @@ class Generator:
         layers: str = "auto",
         unroll: bool = False,
         decode_batch: int | None = None,
-        decode_dtype: str = "float32",
+        decode_dtype: str = "auto",
     ):
         self.model = check_model(model)
         most = arguments.LARGEST_BATCH
         self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
         if decode_batch is not None:
             decode_batch = arguments.integer("decode_batch", decode_batch, 1, most)
-        self.decode_batch = decode_batch
-        self.decode_dtype = arguments.dtype("decode_dtype", decode_dtype, DTYPES)
+        self.decoding = Decoding(arithmetic.resolve_here(decode_dtype), decode_batch)
         sampling = model.resolve_sampling(sampling)
         program.check_attention(attention)
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
@@ -199,16 +200,14 @@ class Generator:
                 formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
                 self._formats, self._cache_formats = formats
                 self._make_empty = None
-                pixels = program.trace_pixels(
+                traced = pixels.trace_pixels(
                     self._networks,
                     jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32),
-                    precision=self.precision,
+                    self.decoding,
                     formats=self._formats,
                     sharded=self._sharded,
-                    at_once=self.decode_batch,
-                    dtype=self.decode_dtype,
                 )
-                self.compiled_decoder = program.compile_pixels(pixels)
+                self.compiled_decoder = pixels.compile_pixels(traced)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start

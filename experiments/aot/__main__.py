@@ -22,7 +22,7 @@ from functools import partial
 
 import jax
 
-from experiments.aot import report, worker
+from experiments.aot import efficiencies, report, worker
 from experiments.aot.program import Workload
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -75,6 +75,8 @@ def targets() -> list[Chip]:
         found[chip.name] = chip
     if why := chips.why_unavailable(*found):
         raise UserError(f"cannot compile for {why}")
+    for chip in found.values():
+        efficiencies.of(chip)  # a damaged file is refused before anything is compiled
     return list(found.values())
 
 
@@ -91,7 +93,9 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
-    model, program = PROGRAM.stored(model), PROGRAM.resolve(model)
+    model = PROGRAM.stored(model)
+    programs = {chip.name: PROGRAM.resolve(model, chip) for chip in wanted}
+    program = programs[wanted[0].name]  # they differ in what pixels are decoded in
     batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
@@ -105,10 +109,9 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         model=model,
         plan=plan,
         sampling=sampling,
-        program=program,
         text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
     )
-    workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
+    workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
     # a worker says which kernels cannot take the plan's blocks
     return workloads, plan_remarks(plan, calibration)
 

@@ -186,6 +186,18 @@ class Module:
         [condition] = loop.called("condition") or [None]
         return self._bound(condition) if condition in self.computations else None
 
+    def all_trips(self, name: str) -> list[int | None]:
+        """`trips` of all loops that a computation runs, in order, each before those inside it."""
+        found, keys = [], ("true_computation", "false_computation", "branch_computations", "body")
+        for i in self[name]:
+            if i.opcode == "while":
+                found.append(self.trips(i))
+            inner = keys if i.opcode in ("while", "conditional") else ()
+            inner = ("to_apply", "calls") if i.opcode == "call" else inner
+            for called in i.called(*inner):
+                found += self.all_trips(called)
+        return found
+
     def _bound(self, name: str) -> int | None:
         """The constant of a condition "counter < constant", which may be within a fusion."""
         here, found = self[name], []

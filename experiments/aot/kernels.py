@@ -50,6 +50,7 @@ class Kernel:
     loop: the loop whose body it is in; empty: none.
     times: how often it runs.
     bytes, flops, seconds, cycles: of one run.
+    rate: peak operations per second of the units that compute its products; 0 without products.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Kernel:
     flops: float = 0.0
     seconds: float = 0.0
     cycles: float = 0.0
+    rate: float = 0.0
 
 
 class Costs:
@@ -88,10 +90,12 @@ class Costs:
             found = self._plain(found, i, within)
         if opcode not in _KERNELS | _COLLECTIVES:
             found = replace(found, kind="unknown")
+        rate = self._rate(i, within) if found.flops else 0.0
         moving = found.bytes / (REACHED["bandwidth"] * self.chip.bandwidth)
-        computing = found.flops / (REACHED["flops"] * self._rate(i, within)) if found.flops else 0.0
+        computing = found.flops / (REACHED["flops"] * rate) if rate else 0.0
         seconds = max(moving, computing) + (0.0 if self.on_tpu else START)
-        return replace(found, seconds=seconds, cycles=seconds * (self.chip.clock or 0.0))
+        cycles = seconds * (self.chip.clock or 0.0)
+        return replace(found, seconds=seconds, cycles=cycles, rate=rate)
 
     def _rate(self, i: Instruction, within: Computation) -> float:
         """FLOPs per second of the units that compute a GPU's product. Both operands of a product in

@@ -5,18 +5,23 @@ looks at one kernel, `reader` finds all of them.
 Pallas kernels are opaque in the text. They are counted there, and their work is the estimate that
 the traced program has (`PallasWork`), done at `PALLAS_REACHED` of the peaks. That holds for a TPU,
 too: the compiler's cycles for them are left out.
+
+Where something was measured on the chip (`efficiencies`), the same work gives the time expected
+there beside it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from experiments.aot import efficiencies
+from experiments.aot.efficiencies import Record
 from experiments.aot.hlo import Module
 from experiments.aot.kernels import Kernel
 from experiments.aot.reader import Reader
+from experiments.aot.work import PALLAS_REACHED, Share, Work, by_operation, works
 from pallas_kernels.chips import Chip
 from varjax.engine.cost import PallasWork
-
-PALLAS_REACHED = 0.85
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,24 @@ class Modelled:
 
     pallas: {estimated work of a Pallas kernel: how often it is called}.
     loops_of_unknown_length: how many loops are counted as if they ran once.
+    trips: rounds of every loop, None where unknown, in the order of the text, inner ones after
+      their outer one.
     """
 
     chip: Chip
     kernels: list[Kernel]
     pallas: Counter = field(default_factory=Counter)
     loops_of_unknown_length: int = 0
+    trips: Sequence[int | None] = ()
 
     @classmethod
     def of(cls, text: str, chip: Chip, pallas: Counter) -> "Modelled":
         """Read a compiled program. pallas: {PallasWork: calls} of the traced one."""
         module = Module.parse(text)
         reader = Reader(module, chip).read(module.entry)
-        return cls(chip, reader.kernels, _kept(pallas, reader.kernels), reader.unknown_loops)
+        kept = _kept(pallas, reader.kernels)
+        trips = module.all_trips(module.entry)
+        return cls(chip, reader.kernels, kept, reader.unknown_loops, trips)
 
     def total(self, name: str, *kinds: str) -> float:
         """The sum of a field of `Kernel` over all runs of kernels of these kinds (none: all)."""
@@ -71,6 +81,32 @@ class Modelled:
         """Seconds of one call of a Pallas kernel."""
         computing, moving = work.flops / self.chip.bf16_flops, work.bytes / self.chip.bandwidth
         return max(computing, moving) / PALLAS_REACHED
+
+    # --- as measured on the chip ---
+
+    @property
+    def record(self) -> Record | None:
+        """What was measured on the chip; None for most."""
+        return efficiencies.of(self.chip)
+
+    def work(self) -> Counter[Work]:
+        """{work of a call: how often it is called}, of a GPU."""
+        return works(self.kernels, self.pallas, self.chip)
+
+    def by_operation(self) -> dict[str, Share]:
+        """{operation: its part}; empty for a TPU, whose compiler counts cycles."""
+        if self.chip.platform == "tpu":
+            return {}
+        return by_operation(self.work(), self.chip, self.record)
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Seconds of the program by what was measured on the chip; None without a record."""
+        if self.record is None:
+            return None
+        return sum(share.expected for share in self.by_operation().values())
+
+    # --- lists ---
 
     def costliest(self, count: int) -> list[Kernel]:
         """Operations with most seconds first. Their `times`, `seconds` and other costs are sums

@@ -3,6 +3,7 @@ and lists below it."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from experiments.aot.modelled import Kernel, Modelled
 from varjax.engine.memory import show_bytes
@@ -12,6 +13,8 @@ LEGEND = """\
 by the model every kernel alone: max(bytes / 90 % of the bandwidth, FLOPs / 80 % of the peak) and
              2.5 us to start; TPU: the compiler's cycles. Kernels of ours: their estimates at 85 %
              of the peaks. It ranks programs and shows waste; it is no measurement.
+expected     the same work with what was measured on the chip of each operation, and gaps between
+             kernels. "assumed": nothing was, so there is no other time than the model's.
 weights copied: slices of 1 MiB and more that are cut out of stacked arrays and written beside them;
              an activation may be among them."""
 
@@ -32,6 +35,19 @@ def describe(found: Modelled | None) -> dict | None:
         "costliest": [_listed(k) for k in found.costliest(COSTLIEST)],
         "unknown": found.unknown + [w.name for w in found.pallas if not w.known],
         "loops_of_unknown_length": found.loops_of_unknown_length,
+        **_expected(found),
+    }
+
+
+def _expected(found: Modelled) -> dict:
+    """What is known of this chip beyond the model; kernels by operation, with their work, so that
+    another efficiency can be applied without compiling again."""
+    on_gpu, record = found.chip.platform == "gpu", found.record
+    return {
+        "expected_s": found.expected_seconds,
+        "measured_on": record and record.said,
+        "operations": {name: asdict(share) for name, share in found.by_operation().items()},
+        "work": [{"calls": n, **asdict(w)} for w, n in found.work().items()] if on_gpu else [],
     }
 
 
@@ -98,10 +114,20 @@ def _read(row: Callable[[Mapping], str]) -> Callable[[Mapping], str]:
     return found
 
 
+def _known(r: Mapping) -> str:
+    """Which operations of the codes' program were measured on this chip, in short."""
+    codes = _codes(r)
+    if not codes["measured_on"]:
+        return "assumed" if r["platform"] == "gpu" else ""
+    return f"measured on {codes['measured_on']}"
+
+
 _ROWS = (
     ("by the model, seconds", lambda r: _shown(_seconds(r))),
     ("  / roofline", _over_roofline),
     ("  codes alone", lambda r: _shown(_codes(r)["modelled_s"])),
+    ("  codes, expected", lambda r: _shown(_codes(r)["expected_s"])),
+    ("  efficiencies", _known),
     ("  products of these", lambda r: f"{_codes(r)['product_s']:.3g}"),
     ("  kernels started", lambda r: f"{_codes(r)['kernels']:.0f}"),
     ("  cycles", _cycles),
@@ -117,11 +143,23 @@ def notes(target: str, name: str, found: Mapping | None) -> list[str]:
         return []
     seconds = _shown(found["modelled_s"]) or "cycles only, no"
     lines = ["", f"{target}, {name}: {seconds} s by the model"]
+    lines += _titled("ms by operation: ideal, expected", _operations(found))
     lines += [_line(loop["loop"], loop) for loop in found["loops"]]
     lines += _titled("costliest operations", [_line(_named(k), k) for k in found["costliest"]])
     ours = [_line(kernel, {**k, "kernels": k["calls"]}) for kernel, k in found["pallas"].items()]
     lines += _titled("kernels of ours, estimated", ours)
     return lines + _titled("not known, counted by what they move", found["unknown"])
+
+
+def _operations(found: Mapping) -> list[str]:
+    """Operations with both times, and how the second one is known."""
+    if not found["measured_on"]:
+        return []
+    return [
+        f"  {1e3 * o['ideal']:9.3g} {1e3 * o['expected']:9.3g} {o['calls']:8.0f} x  {name}"
+        f" ({o['basis']})"
+        for name, o in found["operations"].items()
+    ]
 
 
 def _titled(title: str, lines: Sequence[str]) -> list[str]:

@@ -20,8 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers
+from experiments.aot import buffers, launches
 from experiments.aot.buffers import Carried
+from experiments.aot.launches import Launches
 from experiments.aot.modelled import Modelled
 from experiments.aot.occupancy import plan_occupancy
 from experiments.flags.program import ProgramOptions
@@ -33,7 +34,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
-from varjax.engine import memory
+from varjax.engine import memory, pixels
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import BuildOptions, drawing
@@ -83,6 +84,8 @@ class Program:
     unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     modelled: what running it costs, read from its text; None where that cannot be read.
+    launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
+      not say.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
@@ -96,6 +99,7 @@ class Program:
     resident: int
     cost: Cost
     modelled: Modelled | None
+    launches: Launches | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
@@ -135,9 +139,11 @@ def compile_program(
         elapsed = time.perf_counter() - start
         text = compiled.as_text()
         found = buffers.read_dump(Path(folder), text)
+        cost = program_cost(traced.jaxpr, occupancy)
+        read = modelled(text, chip, cost.kernels)
+        started = launches.read_dump(Path(folder), read.trips) if read else None
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
-    cost = program_cost(traced.jaxpr, occupancy)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
@@ -146,7 +152,8 @@ def compile_program(
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=cost,
-        modelled=modelled(text, chip, cost.kernels),
+        modelled=read,
+        launches=started,
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),
@@ -278,7 +285,13 @@ class Compilation:
     def compile_codes(self) -> None:
         """Compile the program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
-        trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
+        trace = partial(
+            programs.trace_codes,
+            *arguments,
+            precision=self.workload.program.matmul_precision,
+            auto_layout=self.automatic,
+            sharded=self.sharded,
+        )
         stored = self.workload.model.weights_dtype
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
@@ -292,10 +305,9 @@ class Compilation:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
         program."""
         formats = self.codes.formats[0][0] if self.automatic else None
-        trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
-        options = self.workload.program
-        trace = partial(trace, at_once=options.decode_batch, dtype=options.decode_dtype)
-        self.pixels = self._compiled(trace, programs.compiler_options(self.chip.platform))
+        arguments = (self.networks, self.code_map, self.workload.program.decoding)
+        trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
+        self.pixels = self._compiled(trace, pixels.compiler_options(self.chip.platform))
         taken = show_bytes(self.pixels.resident)
         self.say(
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
@@ -308,8 +320,6 @@ class Compilation:
         carried: Sequence[Carried] = (),
         occupancy: Occupancy = FULL,
     ) -> Program:
-        precision = self.workload.program.matmul_precision
-        trace = partial(trace, precision=precision, sharded=self.sharded)
         # kernels ask the mesh in use for the kind of device that they are traced for
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return compile_program(trace, self.networks, self.chip, options, carried, occupancy)

@@ -6,6 +6,7 @@ the other weights while pixels are decoded. The cache is freed before pixels are
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import singledispatch
 
 import jax
@@ -64,6 +65,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
         "attention": case.spec.attention or "auto",
         "segments": [[s.start, s.stop, s.length] for s in case.drawing.segments],
         "layers": case.layers,
+        "decode_dtype": workload.program.decoding.dtype,
         "devices": mesh.num_devices,
         "parameter_bytes": parameters,
         "kv_pool_bytes": pool,
@@ -106,6 +108,7 @@ def _program(program: Program, temporaries: int) -> dict:
         "flops": program.cost.flops,
         "compile_s": program.compile_s,
         "modelled": modelled_report.describe(program.modelled),
+        "launches": program.launches and asdict(program.launches),
         "live_temporary_bytes": total_bytes(program.live),
         "largest_temporaries": [
             {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
@@ -279,11 +282,22 @@ def _in_place(r: dict) -> str:
     return f"NO: copies: {', '.join(counts)}" if counts else "yes"
 
 
+def _started(kind: str):
+    """Starts of a kind in the program that draws codes, where the compiler says."""
+
+    def found(r: dict) -> str:
+        starts = r["programs"]["codes"]["launches"]
+        return f"{starts[kind]:.0f}" if starts else ""
+
+    return found
+
+
 _ROWS = (
     ("batch", lambda r: r["batch_size"]),
     ("devices", lambda r: r["devices"] if r["devices"] > 1 else ""),
     ("attention", lambda r: r["attention"]),
     ("segments, layers", lambda r: f"{len(r['segments'])}, {r['layers']}"),
+    ("pixels in", lambda r: r["decode_dtype"]),
     ("parameters", _bytes("parameter_bytes")),
     ("KV pool", _bytes("kv_pool_bytes")),
     ("bookkeeping", _bytes("bookkeeping_bytes")),
@@ -300,6 +314,8 @@ _ROWS = (
     ("roofline seconds", lambda r: f"{r['roofline_s']:.3g} ({r['roofline_bound']})"),
     ("roofline images/s", lambda r: f"{r['roofline_images_per_s']:.3g}"),
     *modelled_report.ROWS,
+    ("command buffers, codes", _started("buffers")),
+    ("  kernels outside them", _started("outside")),
     *per_token.ROWS,
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )

@@ -24,15 +24,16 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from experiments.bench import report
+from experiments.bench import adopt, checks, machine, report, tuning, worker
 from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.arg_specs import FILLINGS, ArgSpec
 from pallas_kernels.ragged_attention import tune
 from pallas_kernels.ragged_attention.config import Config
 from varjax.cli import command_line
@@ -44,7 +45,6 @@ from varjax.storage.atomic import new_file
 FLAGS = CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
 MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
 SHAPE = FLAGS.list("shape", None, f"Shapes instead of models: {', '.join(arg_specs.SPECS)}.")
 OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPERATIONS)}.")
@@ -52,6 +52,12 @@ DTYPE = FLAGS.list("dtype", None, f"Types: {', '.join(DTYPES)}; default: bfloat1
 KV_DTYPE = FLAGS.list("kv_dtype", ["same"], f"Types of the pool: {', '.join(KV_DTYPES)}.")
 BUDGET = FLAGS.list("budget", ["1", "0.1"], "Shares of the full cache that every head owns.")
 ROWS = FLAGS.integer("rows", None, "Rows, two per image; default: 16; --check: 2.", lower_bound=1)
+HEADS = FLAGS.integer(
+    "heads", None, "Heads at most; default: the model's; --check: 3.", lower_bound=1
+)
+FILLING = FLAGS.list(
+    "filling", None, f"--check: how tables are filled: {', '.join(FILLINGS)}; default: all."
+)
 BLOCK_SIZE = FLAGS.integer("block_size", 16, "Slots per cache block.", lower_bound=1)
 SIZE = FLAGS.enum(
     "size", "auto", ["auto", "small", "full"], "Shapes cut down or in full; auto: small on a CPU."
@@ -62,7 +68,27 @@ IMPLEMENTATION = FLAGS.enum(
 REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
 CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
 TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
-JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
+MACHINE = FLAGS.boolean(
+    "machine", False, "Check, tune and time this machine in 40 minutes; goes on where it ended."
+)
+QUICK = FLAGS.boolean("quick", False, "--machine: what matters most, in 5 minutes.")
+MINUTES = FLAGS.integer(
+    "minutes", None, "--machine: at most so many; default: 40, with --quick 5.", lower_bound=1
+)
+STEP = FLAGS.string("step", None, "--machine: this step alone, of which nothing is kept.")
+ADOPT = FLAGS.string(
+    "adopt", None, "Take what --machine has written into the cost model's data and tuned tiles."
+)
+WORKER = FLAGS.string("worker", None, "Internal: run the steps of --machine, keep them here.")
+SKIP = FLAGS.list("skip", [], "Internal: steps of --machine to leave out.")
+JSON = FileFlags(
+    FLAGS, "json", "Also write the results to this file; --machine: results/machine.json."
+)
+
+
+def is_small() -> bool:
+    """Whether shapes are cut down."""
+    return SIZE.value == "small" or SIZE.value == "auto" and jax.default_backend() == "cpu"
 
 
 def shapes() -> list[ArgSpec]:
@@ -78,24 +104,17 @@ def shapes() -> list[ArgSpec]:
         for name in given:
             choose(what, name, allowed)
     named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
-    small = SIZE.value == "small" or SIZE.value == "auto" and on_cpu
-    found = [_resized(arg_specs.SPECS[name], small) for name in dict.fromkeys(named)]
+    small = is_small()
+    sizes = small, BLOCK_SIZE.value, ROWS.value
+    found = [checks.resized(arg_specs.SPECS[name], *sizes) for name in dict.fromkeys(named)]
+    if HEADS.value:
+        found = [replace(spec, heads=min(HEADS.value, spec.heads)) for spec in found]
     return [
         replace(spec, dtype=dtype, kv_dtype=None if kv_dtype == "same" else kv_dtype)
         for spec in found
         for dtype in dtypes
         for kv_dtype in KV_DTYPE.value
     ]
-
-
-def _resized(spec: ArgSpec, small: bool) -> ArgSpec:
-    """A shape with its slots in blocks of --block_size, and with --rows."""
-    if small:
-        spec = spec.reduced(tokens=min(64, spec.tokens))
-        spec = replace(spec, length=min(spec.length, spec.tokens))
-    entries = -(-spec.entries * spec.block_size // BLOCK_SIZE.value)
-    rows = ROWS.value or spec.rows
-    return replace(spec, entries=entries, block_size=BLOCK_SIZE.value, rows=rows)
 
 
 def operations() -> list[str]:
@@ -187,7 +206,7 @@ def show_timings(name: str) -> int:
 def _failure(row: Row) -> str | None:
     """The reason why a row of the timed kernel is a failure, or None."""
     call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
-    allowed = TOLERANCE[row.spec.dtype]
+    allowed = checks.TOLERANCE[row.spec.dtype]
     if row.seconds is None or row.error is None:
         return f"{call}: {row.note}"
     if not row.error < allowed:  # NaN is wrong too
@@ -205,14 +224,25 @@ def save(contents: dict) -> None:
 # --- checking and tuning ---
 
 
-def checked(operation: str, case: ArgSpec, name: str) -> tuple[str, dict, str]:
-    """(verdict, errors by part, the same or the kernel's reason in words)."""
-    try:
-        found = bench.errors(operation, case, name)
-    except NotImplementedError as error:  # it does not take this shape
-        return "REFUSED", {"refused": str(error)}, str(error)
-    right = all(e < TOLERANCE[case.dtype] for e in found.values())  # NaN is wrong too
-    return "ok" if right else "WRONG", found, "  ".join(f"{p} {e:.1e}" for p, e in found.items())
+def compared(name: str) -> list[checks.Case]:
+    """The cases that --check compares."""
+    asked = FILLING.value or FILLINGS
+    for filling in asked:
+        choose("filling", filling, FILLINGS)
+    sizes = {"rows": ROWS.value, "heads": HEADS.value, "small": is_small()}
+    found = [
+        checks.case(operation, spec, name, filling=filling, **sizes)
+        for spec, operation in calls()
+        if bench.OPERATIONS[operation].has(name)
+        for filling in bench.OPERATIONS[operation].fillings
+        if filling in asked
+    ]
+    if not found:
+        raise UserError(
+            f"there is no kernel {name} of --op={','.join(operations())} with tables filled "
+            f"{', '.join(asked)}"
+        )
+    return found
 
 
 def show_check(name: str) -> int:
@@ -223,17 +253,13 @@ def show_check(name: str) -> int:
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
     failures, rows = 0, []
-    cases = [(s, o) for s, o in calls() if bench.OPERATIONS[o].has(name)]
-    if not cases:
-        raise UserError(f"there is no kernel {name} of --op={','.join(operations())}")
-    for spec, operation in cases:
-        for filling in bench.OPERATIONS[operation].fillings:
-            case = replace(spec, rows=2, heads=min(3, spec.heads), filling=filling)
-            verdict, found, said = checked(operation, case, name)
-            failures += verdict != "ok"
-            types = f"{spec.dtype}, pool {spec.pool_dtype}"
-            print(f"{verdict:5}", operation, spec.name, types, filling, said, sep="  ", flush=True)
-            rows.append({"shape": spec.name, "table": filling, "operation": operation} | found)
+    for case in compared(name):
+        verdict, found, said = case.compare()
+        failures += verdict != checks.OK
+        spec, operation = case.spec, case.operation
+        types = f"{spec.dtype}, pool {spec.pool_dtype}"
+        print(f"{verdict:5}", operation, spec.name, types, spec.filling, said, sep="  ", flush=True)
+        rows.append({"shape": spec.name, "table": spec.filling, "operation": operation} | found)
     print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
     save({"implementation": name, "errors": rows})
     return 1 if failures else 0
@@ -267,23 +293,43 @@ def show_tuning(name: str) -> int:
 
 def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
     """The fastest tiles of every shape, without the shapes for which none work."""
-    best = []
+    kept = []
     for spec in shapes():
-        trials = list(tune.trials(operation, spec, name, REPEATS.value))
-        tiles, seconds, note = min(trials, key=lambda trial: trial[1])
-        if math.isinf(seconds):
-            print(f"error: {operation} {spec.name}: no tiles work: {note}", file=sys.stderr)
+        found = tuning.best(operation, spec, name, REPEATS.value)
+        if found.tiles is None:
+            why = f"no tiles work: {found.note}"
+            print(f"error: {operation} {spec.name}: {why}", file=sys.stderr)
             continue
-        best.append((spec, tiles))
-        first = trials[0][1]
-        gain = f"{first / seconds:.2f} times as fast as the heuristic's"
-        gain = "the heuristic's do not work" if math.isinf(first) else gain
-        time = report.show_time(seconds)
-        print(f"{operation} {spec.name}: {tiles}, {time}, {gain}", flush=True)
-    return best
+        kept.append((spec, found.tiles))
+        print(f"{operation} {spec.name}: {found.words}", flush=True)
+    return kept
+
+
+# --- a whole machine ---
+
+
+def show_machine() -> int:
+    """Do what --machine, --adopt and the flags that belong to them ask for."""
+    own = QUICK, MINUTES, STEP, WORKER, SKIP
+    only = {f"--{flag.name}": flag.value for flag in own}
+    if given := [name for name, value in only.items() if value and not MACHINE.value]:
+        raise UserError(f"{given[0]} belongs to --machine: add it, or leave {given[0]} out")
+    if CHECK.value or TUNE.value:
+        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    if ADOPT.value:
+        return adopt.show_adopted(ADOPT.value)
+    if STEP.value:
+        return worker.alone(STEP.value, QUICK.value)
+    if WORKER.value:
+        options = {"overwrite": JSON.overwrite, "skip": SKIP.value}
+        return worker.work(Path(WORKER.value), quick=QUICK.value, **options)
+    options = {"minutes": MINUTES.value, "overwrite": JSON.overwrite}
+    return machine.measure(JSON.path or machine.DEFAULT, quick=QUICK.value, **options)
 
 
 def main(argv) -> int:
+    if any(flag.value for flag in (MACHINE, ADOPT, QUICK, MINUTES, STEP, WORKER, SKIP)):
+        return show_machine()
     JSON.check()
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")

@@ -1,6 +1,7 @@
 """The report of `experiments.bench`: a row for each way to do an operation, and a summary."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -47,10 +48,13 @@ class Row:
 def text(rows: list[Row], chip: Chip | None) -> str:
     """All rows in columns. Bytes and operations are the least that a call needs, so a rate may
     exceed what the memory offers where a cache helps. Percentages are shares of the chip's peak."""
-    cells = [(*HEADER, ""), *((*_cells(row, chip), row.note) for row in rows)]
+    return columns([(*HEADER, ""), *((*_cells(row, chip), row.note) for row in rows)], "<<<<<>>>><")
+
+
+def columns(cells: Sequence[Sequence[str]], sides: str) -> str:
+    """Rows of cells as lines. sides: "<" or ">" for each column, where its cells lie."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    sides = zip("<<<<<>>>><", widths, strict=True)
-    line = "  ".join(f"{{:{side}{width}}}" for side, width in sides)
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return "\n".join(line.format(*cell).rstrip() for cell in cells)
 
 
@@ -65,13 +69,14 @@ def _cells(row: Row, chip: Chip | None) -> tuple[str, ...]:
         peak = None  # the table of chips knows 16-bit products only
     error = "-" if row.error is None else f"{row.error:.1e}"
     rates = (
-        _rate(row.work.bytes / row.seconds, 1e9, bandwidth),
-        _rate(row.work.flops / row.seconds, 1e12, peak) if row.work.flops else "-",
+        rate(row.work.bytes / row.seconds, 1e9, bandwidth),
+        rate(row.work.flops / row.seconds, 1e12, peak) if row.work.flops else "-",
     )
     return (*where, show_time(row.seconds), *rates, error)
 
 
-def _rate(value: float, unit: float, peak: float | None) -> str:
+def rate(value: float, unit: float, peak: float | None) -> str:
+    """A rate in a unit, with its share of the peak where that is known."""
     share = f" ({value / peak:4.0%})" if peak else ""
     return f"{value / unit:.3g}{share}"
 

@@ -12,9 +12,11 @@ from varjax import arguments, generator
 from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan, storage_dtype
 from varjax.cli.flags import CommandFlags, about
+from varjax.codecs import arithmetic
 from varjax.conditions import Condition
 from varjax.engine import memory, program
 from varjax.engine.drawing import check_cut
+from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
@@ -33,7 +35,7 @@ class ProgramOptions:
     kv_dtype: type of a compressed pool.
     dense_dtype: type of a full cache.
     attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
-    decode_batch: images decoded at once; None: as many as fit. decode_dtype: type of the decoder.
+    decoding: how pixels are decoded.
     """
 
     dtype: str
@@ -45,8 +47,7 @@ class ProgramOptions:
     layers: str
     attention: str | None
     mesh: MeshSpec
-    decode_batch: int | None
-    decode_dtype: str = "float32"
+    decoding: Decoding
 
     def predict(
         self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool
@@ -63,7 +64,7 @@ class ProgramOptions:
             self.kv_dtype,
             kernels=kernels,
             text_tokens=text,
-            decode_batch=self.decode_batch,
+            decoding=self.decoding,
         )
 
     def predict_here(
@@ -140,9 +141,10 @@ class ProgramFlags:
         )
         self._decode_dtype = flags.enum(
             "decode_dtype",
-            "float32",
-            sorted(DTYPES),
-            "Type of the decoder of pixels: bfloat16 is faster on accelerators, and rounds them.",
+            arithmetic.AUTO,
+            list(arithmetic.CHOICES),
+            "What the decoder of pixels computes in: auto is float32 on CPUs, else bfloat16, which "
+            "is faster and rounds pixels; tf32 (NVIDIA GPUs) rounds them less; float32 exactly.",
         )
         self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
         self._weights = flags.enum(
@@ -183,8 +185,9 @@ class ProgramFlags:
             f"others, tpu on TPU, else reference{stepwise}.",
         )
 
-    def resolve(self, model: Model) -> ProgramOptions:
-        """Return the options; all is checked that does not depend on the plan."""
+    def resolve(self, model: Model, chip: Chip | None = None) -> ProgramOptions:
+        """Return the options; all is checked that does not depend on the plan. chip: that programs
+        are compiled for; None: this machine."""
         check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
         dtype = self._computed_in() or self._dtype.value or default_dtype()
         dense = dtype if self._elsewhere else str(storage_dtype(dtype))
@@ -198,9 +201,15 @@ class ProgramFlags:
             layers=self._layers.value,
             attention=None if self._attention.value == AUTO else self._here(self._attention.value),
             mesh=self._mesh_here(model),
-            decode_batch=self._decode_batch.value,
-            decode_dtype=self._decode_dtype.value,
+            decoding=Decoding(self._decoded_in(chip), self._decode_batch.value),
         )
+
+    def _decoded_in(self, chip: Chip | None) -> str:
+        """What --decode_dtype means on a chip."""
+        asked, name = self._decode_dtype.value, "--decode_dtype"
+        if chip is None:
+            return arithmetic.resolve_here(asked, name)
+        return arithmetic.resolve(asked, chip.platform, chip.capability, chip.name, name)
 
     def _computed_in(self) -> str | None:
         """The type that --weights_dtype asks products to run in; None: it asks for none."""

@@ -21,7 +21,7 @@ from experiments.summary import aligned
 from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
-from varjax.engine import memory, program
+from varjax.engine import memory
 from varjax.errors import MissingExtra
 from varjax.generator import Generator
 from varjax.io import images
@@ -210,7 +210,7 @@ def decoded_at_once(run: Run) -> int:
     (`segments.map_in_chunks`)."""
     count = run.batch_size // run.program.mesh.data
     code_map = run.model.code_map[:2]
-    most = run.program.decode_batch or program.decoder_batch(run.model.codec, code_map, count)
+    most = run.program.decoding.images_at_once(run.model.codec, code_map, count)
     return -(-count // -(-count // most))
 
 

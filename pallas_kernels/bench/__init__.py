@@ -10,13 +10,14 @@ from pallas_kernels.bench.api import (
     ways,
 )
 from pallas_kernels.bench.scales import DENSE, candidate, fits
-from pallas_kernels.bench.timing import Candidate, Work, measure, short
+from pallas_kernels.bench.timing import Candidate, Operation, Work, measure, short
 from pallas_kernels.chips import of_kind as chip
 
 __all__ = [
     "DENSE",
     "OPERATIONS",
     "Candidate",
+    "Operation",
     "Work",
     "candidate",
     "chip",

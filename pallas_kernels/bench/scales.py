@@ -1,10 +1,12 @@
 """Operations of models that draw by scales: attention over the cache and the scale's own tokens,
-its moments, cache writes, attention over a text; and JAX's attention to compare with.
+its moments, finishing keys and values, cache writes, attention over a text; and JAX's attention to
+compare with.
 
 The dense ways attend to a full cache of the same scale, however little the kernel's heads own. A
 compressed cache has to beat them.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,18 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cache_write, cross_attention, ragged_attention
+from pallas_kernels import cache_write, cross_attention, implementations, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
 from pallas_kernels.bench.timing import Candidate, Operation, Work, after, never, relative
 from pallas_kernels.cache_write import api as write_api
 from pallas_kernels.cross_attention import TextKeys
 from pallas_kernels.cross_attention import api as text_api
+from pallas_kernels.projection import K, Projection, V
 from pallas_kernels.ragged_attention import api as attend_api
 
 FUNCTIONS = {
     "attend": ragged_attention.attend,
     "attention_moments": ragged_attention.attention_moments,
     "write": cache_write.write,
+}
+FINISH = {
+    name: partial(importlib.import_module, f"pallas_kernels.{module}")
+    for name, module in (("reference", "projection"), ("mosaic", "mosaic_projection"))
 }
 DENSE = "dense"
 TEXT = 256  # tokens of a text, which has two layers; the call is that of the last
@@ -62,6 +69,12 @@ def _moments_work(spec: ArgSpec) -> Work:
 def _write_work(spec: ArgSpec) -> Work:
     written = min(spec.length, slots(spec))
     return Work(0, spec.rows * spec.heads * written * (2 * _token_bytes(spec) + stored_bytes(spec)))
+
+
+def _finish_work(spec: ArgSpec) -> Work:
+    """Keys and values are read and written."""
+    numbers = spec.rows * spec.heads * spec.length * spec.head_dim
+    return Work(0, 4 * numbers * jnp.dtype(spec.dtype).itemsize)
 
 
 def _text_work(spec: ArgSpec) -> Work:
@@ -132,6 +145,22 @@ def _write_step(run, carry, args):
     return run(pool, projection, args.writes, kv_scale=scale)
 
 
+def _finish(projection: Projection, name: str) -> jax.Array:
+    """Finished keys and values [R, T, 2 N H]."""
+    found = implementations.run(name, FINISH, "finished", projection, (K, V))
+    return found[:, : projection.shape[2]]
+
+
+def _finish_candidate(spec: ArgSpec, name: str) -> Candidate:
+    def step(out, args):
+        return _finish(_depending_on(args, out).projection, name)
+
+    args = spec.arguments(poison=False)
+    rows, heads, tokens, size = args.projection.shape
+    out = jnp.zeros((rows, tokens, 2 * heads * size), args.projection.dtype)
+    return Candidate(name, step, out, (args,))
+
+
 def _query_weights(args: Arguments):
     tokens = jnp.arange(args.projection.shape[2])
     return jnp.where(tokens < args.length, 1.0, 0.0).astype(jnp.float32)
@@ -188,7 +217,7 @@ def _exact(args: Arguments) -> Arguments:
 def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args = spec.arguments()
     found, expected = (
-        _run("attend", a.attend, a, n, return_lse=True)
+        _run("attend", a.attend, a, n, "return_lse")
         for a, n in ((args, name), (_exact(args), "reference"))
     )
     real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, expected))
@@ -200,7 +229,7 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     are rounded otherwise would not make the weights add up to 1."""
     args, results = spec.arguments(), []
     for a, n in ((args, name), (_exact(args), "reference")):
-        _, sums = _run("attend", a.attend, a, n, return_lse=True)
+        _, sums = _run("attend", a.attend, a, n, "return_lse")
         given = a.moments(_query_weights(a), sums, squares=True)
         results.append(_run("attention_moments", given, a, n))
     return relative(("sums", "squares"), *results)
@@ -213,6 +242,13 @@ def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     return relative(("pool",), (found,), (expected,))
 
 
+def _finish_errors(spec: ArgSpec, name: str) -> dict[str, float]:
+    args, run = spec.arguments(), jax.jit(_finish, static_argnums=1)
+    given = (args.projection, name), (_exact(args).projection, "reference")
+    found, expected = (run(*how)[:, : spec.length] for how in given)
+    return relative(("out",), (found,), (expected,))
+
+
 def _text_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     run = jax.jit(cross_attention.attend_text)
     given = ((name, spec.dtype), ("reference", "float32"))
@@ -220,9 +256,15 @@ def _text_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     return relative(("out",), (found,), (expected,))
 
 
-def _run(operation: str, given: tuple, args: Arguments, name: str, **options):
-    run = jax.jit(partial(FUNCTIONS[operation], implementation=name, **options))
-    return run(*given, kv_scale=args.kv_scale)
+def _run(operation: str, given: tuple, args: Arguments, name: str, *options: str):
+    return _compiled(given, args.kv_scale, operation, name, options)
+
+
+# One function, so that tables of one shape that are filled differently share a compiled program.
+@partial(jax.jit, static_argnames=("operation", "name", "options"))
+def _compiled(given: tuple, kv_scale, operation: str, name: str, options: tuple[str, ...]):
+    flags = dict.fromkeys(options, True)
+    return FUNCTIONS[operation](*given, kv_scale=kv_scale, implementation=name, **flags)
 
 
 def _stored(pool, scale):
@@ -252,6 +294,7 @@ SCALES = {
         _operation("write", write_api.MODULES, _write_work, _write_errors, of_cache=False),
         fillings=("random", "shared"),
     ),
+    "finish": Operation(FINISH, _finish_work, _finish_candidate, _finish_errors, of_cache=False),
     "attend_text": Operation(
         text_api.MODULES,
         _text_work,

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -89,10 +90,11 @@ def after(carry: jax.Array, arrays):
     return jax.lax.optimization_barrier((arrays, never(carry)))[0]
 
 
-def measure(candidate: Candidate, repeats: int) -> float:
-    """Seconds per run: the median over `repeats` timed loops, after compiling and warming up."""
+def measure(candidate: Candidate, repeats: int, options: Mapping | None = None) -> float:
+    """Seconds per run: the median over `repeats` timed loops, after compiling and warming up.
+    options: of the compiler."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=dict(options or {}) or None)
     def loop(runs, carry, arguments):
         return jax.lax.fori_loop(0, runs, lambda i, c: candidate.step(c, *arguments), carry)
 

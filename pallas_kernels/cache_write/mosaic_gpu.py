@@ -43,7 +43,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
         return reference.write(kv_pool, projection, writes, kv_scale, after=after)
     (rows, heads, _, head_dim), size = projection.shape, kv_pool.shape[2]
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
-    table, per_row = mosaic.packed(writes)
+    table, per_row = mosaic.packed(writes.with_packed())
     pool = mosaic.update(
         partial(_store, per_row, writes.ids.shape[-1]),
         kv_pool,

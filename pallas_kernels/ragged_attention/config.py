@@ -149,9 +149,12 @@ def heuristic(call: Call, implementation: str) -> Config:
 def _mosaic_heuristic(call: Call) -> MosaicConfig:
     """Two warpgroups share what is fetched, where there are queries for both. Registers leave room
     for one such program on a multiprocessor. Its shared memory holds four steps, or two of an int8
-    pool, which lie there a second time in bfloat16."""
-    groups, buffers = 1 if call.queries <= 64 else 2, 2 if call.kv_dtype == "int8" else 4
-    return MosaicConfig(warpgroups=groups, block_k=64, buffers=buffers)
+    pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have room on
+    a multiprocessor, with three steps each (heads of 128: two, with two steps)."""
+    scaled = call.kv_dtype == "int8"
+    if call.queries > 64:
+        return MosaicConfig(warpgroups=2, block_k=64, buffers=2 if scaled else 4)
+    return MosaicConfig(warpgroups=1, block_k=64, buffers=2 if scaled or call.head_dim > 64 else 3)
 
 
 def _triton_heuristic(call: Call) -> TritonConfig:
@@ -261,7 +264,7 @@ def read_tuned(kind: str, operation: str, implementation: str) -> dict[Call, Con
     for name, value in _header(kind, operation, implementation).items():
         if found.get(name) != value:
             raise ValueError(f"{name} is {found.get(name)!r}, needed is {value!r}")
-    return dict(_read_entry(entry, operation, implementation) for entry in found["entries"])
+    return dict(read_entry(entry, operation, implementation) for entry in found["entries"])
 
 
 def write_tuned(
@@ -289,7 +292,9 @@ def _header(kind: str, operation: str, implementation: str) -> dict:
     return device | {"operation": operation, "implementation": implementation}
 
 
-def _read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
+def read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
+    """A call and its tiles from {"call": its fields, "config": those of the tiles}. `ValueError` if
+    they are none, or of another operation."""
     if not isinstance(entry, dict):
         raise ValueError(f"entry {entry!r} is not a call with its tiles")
     call = _fill(Call, entry.get("call"))

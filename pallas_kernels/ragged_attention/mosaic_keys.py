@@ -1,8 +1,9 @@
 """Keys and values in the Mosaic GPU attention kernels: the steps in which a head sees them, and
-their way into shared memory. One warpgroup fetches, others compute on what has arrived.
+their way into shared memory. One warpgroup fetches, each of its warps a part of every step, and
+others compute on what has arrived.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.refs import Operand, Ref, Scalar
-from pallas_kernels.tables import RANGE_BITS, BlockTable
+from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
 SCALES_COPIED = 32
+WARPS = 4  # of a warpgroup
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +51,7 @@ class StoredBlocks:
         scales = kv_scale
         if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
             scales = _scale_lines(kv_scale, table, size)
-        packed, per_row = mosaic.packed(table)
+        packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
 
@@ -99,7 +101,8 @@ class Part:
 
     half: 0 for keys, 1 for values.
     places: room for steps in shared memory.
-    full, free: barriers that say which places are.
+    full, free: barriers that say which places are. No `free` where the warpgroup that computes
+      fetches as well.
     raw: room for steps of an int8 pool before they are converted.
     scales: room for the scales of these steps.
     """
@@ -115,7 +118,8 @@ class Part:
         """Say that the place may be filled again."""
         if self.raw is not None:
             plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
-        plgpu.barrier_arrive(self.free.at[place])
+        if self.free is not None:
+            plgpu.barrier_arrive(self.free.at[place])
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,9 @@ class Keys:
     own: finished keys and values of the scale, [R, T', 2 N H].
     length: real tokens of the scale.
     heads: N.
+    lead: place of the head's table in the first axis of `stored.table`.
+    used: the number of entries up to the last one that is not empty.
+    partial: bits that say which of the first `WORD` entries are partial.
     """
 
     stored: StoredBlocks
@@ -133,61 +140,66 @@ class Keys:
     row: Scalar
     head: Scalar
     heads: int
+    lead: Scalar
+    used: Scalar
+    partial: Scalar
+
+    @classmethod
+    def of(cls, stored: StoredBlocks, own, numbers: tuple, row, head, heads: int) -> "Keys":
+        """numbers: length and layer, read once per program: every step needs them."""
+        length, layer = numbers
+        lead = row if stored.per_row else layer
+        used, bits = (stored.table[lead, head, 0, 2 * stored.entries + i] for i in (0, 1))
+        return cls(stored, own, length, row, head, heads, lead, used, bits)
 
     def _packed(self, place):
         """The number at a place in the head's row of the table."""
-        lead = self.row if self.stored.per_row else self.stored.layer[0]
-        return self.stored.table[lead, self.head, 0, place]
+        return self.stored.table[self.lead, self.head, 0, place]
 
     @property
     def own_steps(self):
         return pl.cdiv(self.length, self.stored.size)
 
     @property
-    def used(self):
-        """The number of entries up to the last one that is not empty."""
-        return self._packed(2 * self.stored.entries)
-
-    @property
     def steps(self):
         return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
 
-    def _entry(self, step, piece: int):
+    def _entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and
         the end of the last step may have none; then some other entry is looked up."""
         entry = (step - self.own_steps) * self.stored.pieces + piece
         return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
 
-    def fetch(self, step, place, part: Part) -> None:
-        """Start copying a step of keys or values to its place."""
-        stored, size, head_dim = self.stored, self.stored.block_size, part.places.shape[-1]
-        first = (part.half * self.heads + self.head) * head_dim
-        copy = partial(_copy, part.full.at[place])
-        for i in range(stored.pieces):
-            rows = pl.ds(i * size, size)
-            block = self._packed(self._entry(step, i)[1])
+    def block(self, step, piece):
+        """The block of a stored step's piece."""
+        return self._packed(self._entry(step, piece)[1])
 
-            # a step holds own keys or stored ones, so one of the two copies runs
-            @pl.when(step < self.own_steps)
-            def _(i=i, rows=rows):
-                here = pl.ds(step * stored.size + i * size, size)
-                copy(
-                    self.own.at[self.row, here, pl.ds(first, head_dim)], part.places.at[place, rows]
-                )
+    def copy_own(self, part: Part, step, piece, place) -> None:
+        """Start copying a piece of own keys or values, as many as a block has, to its place."""
+        size, head_dim = self.stored.block_size, part.places.shape[-1]
+        here = pl.ds(step * self.stored.size + piece * size, size)
+        columns = pl.ds((part.half * self.heads + self.head) * head_dim, head_dim)
+        _copy(self.own.at[self.row, here, columns], part.places, part, place, piece, size)
 
-            @pl.when(step >= self.own_steps)
-            def _(rows=rows, block=block):
-                source = stored.pool.at[self.row, block, :, pl.ds(part.half * head_dim, head_dim)]
-                copy(source, (part.raw if stored.scaled else part.places).at[place, rows])
+    def copy_block(self, part: Part, block, piece, place) -> None:
+        """Start copying a block of stored keys or values to its place."""
+        size, head_dim = self.stored.block_size, part.places.shape[-1]
+        columns = pl.ds(part.half * head_dim, head_dim)
+        target = part.raw if self.stored.scaled else part.places
+        _copy(self.stored.pool.at[self.row, block, :, columns], target, part, place, piece, size)
 
-            # Own keys copy some scales, too: a barrier counts as many copies for every step.
-            if stored.scales_by_block:
-                line = stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
-                copy(line, part.scales.at[place, rows])
+    def copy_scales(self, part: Part, block, piece, place) -> None:
+        """Start copying the scales of a block."""
+        size = self.stored.block_size
+        line = self.stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
+        _copy(line, part.scales, part, place, piece, size)
 
-        if stored.scaled and not stored.scales_by_block:
-            columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * stored.size, stored.size)
-            copy(stored.scales.at[self.row, self.head, part.half, columns], part.scales.at[place])
+    def copy_scale_line(self, part: Part, step, place) -> None:
+        """Start copying the scales of a step, which lie side by side."""
+        size = self.stored.size
+        columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * size, size)
+        line = self.stored.scales.at[self.row, self.head, part.half, columns]
+        plgpu.copy_gmem_to_smem(line, part.scales.at[place], part.full.at[place])
 
     def _ranges(self, step) -> list[tuple]:
         """(first valid key, last valid key + 1) of every piece of a step, counted in the piece."""
@@ -204,8 +216,13 @@ class Keys:
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
         # most steps are whole, and skip the mask and the clearing of values
-        size, ranges = self.stored.block_size, self._ranges(step)
-        return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
+        entry, bits = jnp.maximum(self._entry(step, 0)[0], 0), self.partial
+        if self.stored.entries > WORD:
+            bits = self._packed(2 * self.stored.entries + 1 + entry // WORD)
+        # the pieces of a step never lie in two words
+        found = bits >> jax.lax.rem(entry, WORD) & (1 << self.stored.pieces) - 1
+        own = (step + 1) * self.stored.size > self.length
+        return jnp.where(step < self.own_steps, own, found != 0)
 
     def valid(self, step, shape: tuple[int, ...], axis: int, layout=LAYOUT):
         """Mask of an array whose `axis` runs over the keys of a step."""
@@ -226,36 +243,159 @@ class Keys:
         return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
 
 
-def _copy(barrier, source, target) -> None:
-    plgpu.copy_gmem_to_smem(source, target, barrier)
+def _copy(source, target, part: Part, place, piece, size: int) -> None:
+    rows = pl.ds(piece * size, size)
+    plgpu.copy_gmem_to_smem(source, target.at[place, rows], part.full.at[place])
 
 
-def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
-    """The work of the fetching warpgroup for `heads` heads, one after another. Steps go to places
+@dataclass(frozen=True)
+class Fetcher:
+    """One warp of those that fetch. A step's pieces go to the warps in turn, keys and values alike;
+    where there are fewer pieces than warps, some warps take keys and others values. So a warp
+    starts few copies per step, by itself: a copy of the whole warpgroup makes all warps meet.
+
+    parts: keys and values, or keys alone.
+    buffers: places of a part.
+    """
+
+    warp: Scalar
+    stored: StoredBlocks
+    parts: Sequence[Part]
+    buffers: int
+
+    @property
+    def _together(self) -> int:
+        """Warps that share a step of keys or values."""
+        return min(WARPS, self.stored.pieces)
+
+    def _pieces(self) -> list:
+        first = jax.lax.rem(self.warp, self._together)
+        return [first + i for i in range(0, self.stored.pieces, self._together)]
+
+    def _each_part(self, act) -> None:
+        """Call `act` with the parts that the warp copies."""
+        for turn, part in enumerate(self.parts):
+            if self._together == WARPS:
+                act(part)
+            else:
+                mine = jax.lax.div(self.warp, self._together) == turn
+                pl.when(mine)(partial(act, part))
+
+    def wait(self, number) -> None:
+        """Wait until the place of a step is free. number: of the step, in the program."""
+
+        # A warp waits only where it copies. Nothing would keep it from missing a phase of another
+        # barrier, and then it would wait for ever.
+        def of_part(part: Part) -> None:
+            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, self.buffers)])
+
+        self._each_part(of_part)
+
+    def start_own(self, keys: Keys, step, number) -> None:
+        """Start copying the warp's share of a step of own keys, as soon as there is a place."""
+        # a barrier counts as many copies for every step, so own keys copy some scales, too
+        self._start(keys, step, number, [None] * len(self._pieces()))
+
+    def start_stored(self, keys: Keys, step, number) -> None:
+        """Start copying the warp's share of a stored step, as soon as there is a place."""
+        # looked up before the wait, which takes longer
+        self._start(keys, step, number, [keys.block(step, piece) for piece in self._pieces()])
+
+    def _start(self, keys: Keys, step, number, blocks: list) -> None:
+        place = jax.lax.rem(number, self.buffers)
+        if self.parts[0].free is not None:
+            pl.when(number >= self.buffers)(lambda: self.wait(number))
+
+        def of_part(part: Part) -> None:
+            for piece, block in zip(self._pieces(), blocks, strict=True):
+                if block is None:
+                    keys.copy_own(part, step, piece, place)
+                else:
+                    keys.copy_block(part, block, piece, place)
+                if self.stored.scales_by_block:
+                    keys.copy_scales(part, 0 if block is None else block, piece, place)
+            if self.stored.scaled and not self.stored.scales_by_block:
+                first = jax.lax.rem(self.warp, self._together) == 0
+                pl.when(first)(lambda: keys.copy_scale_line(part, step, place))
+
+        self._each_part(of_part)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Places that the program's only warpgroup fills before it computes, and again after it has
+    used them.
+
+    keys_of: function from i to the `Keys` of the program's i-th tile.
+    count: tiles.
+    """
+
+    keys_of: Callable
+    count: Scalar
+    stored: StoredBlocks
+    parts: Sequence[Part]
+    buffers: int
+
+    def fill(self) -> tuple:
+        """Start copying the first steps. Returns what `refill` wants: the next step to copy, as
+        tile, step, steps of this tile."""
+        begin = jnp.int32(0), jnp.int32(0), self.keys_of(0).steps
+        return jax.lax.fori_loop(0, self.buffers, self._start, begin)
+
+    def refill(self, number, following: tuple) -> tuple:
+        """Start copying the step `following` to the place of step `number` of the program, which
+        nobody reads any more. Returns the next step to copy."""
+        return self._start(number + self.buffers, following)
+
+    def _start(self, number, following: tuple) -> tuple:
+        tile, step, steps = following
+
+        @pl.when(tile < self.count)
+        def _():
+            keys = self.keys_of(tile)
+
+            @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
+            def _(warp):
+                fetcher = Fetcher(warp, self.stored, self.parts, self.buffers)
+                own = step < keys.own_steps
+                pl.when(own)(lambda: fetcher.start_own(keys, step, number))
+                pl.when(jnp.logical_not(own))(lambda: fetcher.start_stored(keys, step, number))
+
+        ends = step + 1 >= steps
+        tile = tile + ends.astype(jnp.int32)
+        begins = ends & (tile < self.count)
+        steps = jax.lax.cond(begins, lambda: self.keys_of(tile).steps, lambda: steps)
+        return tile, jnp.where(ends, 0, step + 1), steps
+
+
+def fetch_all(keys_of, stored, count, parts: Sequence[Part], buffers: int) -> None:
+    """The work of the fetching warpgroup for `count` tiles, one after another. Steps go to places
     in turn, as soon as these are free. keys_of: function from i to the `Keys` of the program's i-th
-    head."""
+    tile."""
 
-    def wait(number) -> None:
-        for part in parts:
-            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, buffers)])
+    @plgpu.warp_map
+    def _(warp):
+        fetcher = Fetcher(warp, stored, parts, buffers)
 
-    def head(i, before):
-        keys = keys_of(i)
+        def tile(i, before):
+            keys = keys_of(i)
 
-        def step(j, _):
-            number = before + j
-            pl.when(number >= buffers)(lambda: wait(number))
-            for part in parts:
-                keys.fetch(j, jax.lax.rem(number, buffers), part)
+            def steps_of(start, first, last) -> None:
+                def step(j, _):
+                    start(keys, j, before + j)
+                    return 0
+
+                jax.lax.fori_loop(first, last, step, 0)
+
+            # own keys are under way before the table has been read
+            steps_of(fetcher.start_own, 0, keys.own_steps)
+            steps_of(fetcher.start_stored, keys.own_steps, keys.steps)
+            return before + keys.steps
+
+        def last(number, _):
+            # a program may not end while a barrier has an arrival that nobody waited for
+            fetcher.wait(number)
             return 0
 
-        jax.lax.fori_loop(0, keys.steps, step, 0)
-        return before + keys.steps
-
-    def last(number, _):
-        # a program may not end while a barrier has an arrival that nobody waited for
-        wait(number)
-        return 0
-
-    steps = jax.lax.fori_loop(0, heads, head, 0)
-    jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)
+        steps = jax.lax.fori_loop(0, count, tile, 0)
+        jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)

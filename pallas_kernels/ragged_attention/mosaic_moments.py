@@ -32,7 +32,7 @@ from pallas_kernels.mosaic_products import (
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, StoredBlocks
+from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, Part, StoredBlocks
 from pallas_kernels.refs import Ref, Scalar
 
 LOG2_E = math.log2(math.e)
@@ -110,7 +110,7 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
     *given, results, sums, k_tile, arrived, raw, product_sums, queries = refs
     part = Part(0, k_tile, arrived, None, *raw)
     row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
-    keys = Keys(stored, own, numbers[0], row, head, heads)
+    keys = Keys.of(stored, own, (numbers[0], stored.layer[0]), row, head, heads)
     step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
     # a step behind the last key of its kind fetches nothing, and its sums are 0
     there = jnp.where(tile < old, step < keys.steps, step < keys.own_steps)
@@ -118,7 +118,13 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
 
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
     def _():
-        keys.fetch(step, 0, part)
+        @plgpu.warp_map
+        def _(warp):
+            fetcher = Fetcher(warp, stored, [part], 1)
+            own_step = step < keys.own_steps
+            pl.when(own_step)(lambda: fetcher.start_own(keys, step, 0))
+            pl.when(jnp.logical_not(own_step))(lambda: fetcher.start_stored(keys, step, 0))
+
         seen.fetch_all(row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)

@@ -50,7 +50,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         "attend", projection, kv_pool, table, kv_scale, config, interpret
     )
     rows, count, tokens, head_dim = projection.shape
-    table = table.with_packed()
+    table = table.with_packed(kv_pool.shape[2])
     heads = Heads.of(projection, table)
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes

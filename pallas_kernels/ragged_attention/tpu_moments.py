@@ -36,7 +36,7 @@ def attention_moments(
     call, config = tpu_blocks.prepare(
         "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
     )
-    tokens, table = projection.shape[2], table.with_packed()
+    tokens, table = projection.shape[2], table.with_packed(kv_pool.shape[2])
     heads = Heads.of(projection, table)
     # Groups and steps of own keys are multiples of 128: a key is a lane of the result, and rows of
     # results are stored at places that are multiples of their size.

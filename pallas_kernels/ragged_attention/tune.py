@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.implementations import SUFFIX
 from pallas_kernels.ragged_attention import api, config
 
 OPERATIONS = config.OPERATIONS
@@ -52,14 +53,17 @@ def trials(
 ) -> Iterator[tuple[config.Config, float, str]]:
     """(tiles, seconds, why they failed) one after another. Seconds are infinite for tiles that the
     compiler refuses or that give wrong results. Results are compared with the reference or, where
-    that does not fit, with those of the first tiles."""
+    that does not fit, with those of the first tiles.
+
+    implementation: a key of `CHOICES`, or its interpreter, whose times mean nothing."""
     # full tables: what tiles cost shows where there is most to do
     args = bench.compressed(spec, 1.0).arguments(poison=False)
-    kernel, expected = getattr(api.MODULES[implementation](), operation), None
+    name = implementation.removesuffix(SUFFIX)
+    kernel, expected = getattr(api.MODULES[name](), operation), None
     if bench.fits(spec):
         expected = _once(bench.candidate(operation, args, "reference"), spec.length)
-    for tile in tiles(call_of(operation, spec), implementation):
-        run = partial(_run, kernel, operation, tile)
+    for tile in tiles(call_of(operation, spec), name):
+        run = partial(_run, kernel, operation, tile, interpret=name != implementation)
         candidate = bench.candidate(operation, args, implementation, run)
         try:
             result = _once(candidate, spec.length)
@@ -82,10 +86,9 @@ def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
     return np.asarray(result[:, :length], np.float32)
 
 
-def _run(kernel, operation: str, tile, *args, kv_scale):
-    if operation == "attention_moments":
-        return kernel(*args, kv_scale, interpret=False, config=tile)
-    return kernel(*args, kv_scale, return_lse=False, interpret=False, config=tile)
+def _run(kernel, operation: str, tile, *args, kv_scale, interpret: bool):
+    options = {} if operation == "attention_moments" else {"return_lse": False}
+    return kernel(*args, kv_scale, **options, interpret=interpret, config=tile)
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:

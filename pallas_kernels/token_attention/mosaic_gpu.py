@@ -31,28 +31,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import estimates, target
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
+    SUMMED,
     FlatOperands,
     Layouts,
     Number,
     Places,
     Ring,
     Steps,
+    line,
 )
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
-KIB = 2**10
-SHARED = 228 * KIB  # shared memory of a multiprocessor
-MEETING = 64  # bytes through which warps join a number
-CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
@@ -69,7 +67,9 @@ def attend(query, slots, *, interpret, steps: Steps | None = None):
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
+            approx_math=True,
+            lowering_semantics=mosaic.LANES,
+            reduction_scratch_bytes=mosaic.MEETING,
         ),
         cost_estimate=estimates.attend_token(
             query.q,
@@ -118,17 +118,14 @@ def shared_memory(given: FlatOperands, steps: Steps) -> int:
         buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
         max(scores, 4 * CLASSES * given.width),
-        MEETING,
+        mosaic.MEETING,
     )
-    return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
+    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in arrays)  # where an array may begin
 
 
 def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     """How many programs the chip runs at the same time."""
-    # compiled for a chip that is not here, or none known: as many as an H100 has
-    cores = CORES.get(target.capability(), CORES["9.0"])
-    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
-    return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
+    return mosaic.programs_at_once(shared_memory(given, steps))
 
 
 def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, out):
@@ -279,19 +276,19 @@ class _Head:
     def put(self, sums, factor, joined, out) -> None:
         """Store the mean of the values, sums of all classes [16, W] times their factors."""
         # through shared memory, where warps exchange columns for slots
-        joined[...] = sums * self.layouts.across(factor, sums.shape[1])
+        mosaic.store(joined, sums * self.layouts.across(factor, sums.shape[1]))
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
         (waiting,), slots = self.waiting, self.ring.given.count
         seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
-        size = min(2, slots // LINE) * LINE
+        size = max(n for n in SUMMED if n <= slots)
+        layout = line(size)
 
         def tile(i, _):
             # the last one ends with the head, and leaves alone what the one before has done
             start = jnp.minimum(i * size, slots - size)
-            layout = self.layouts.slot
             found = _load(waiting.at[pl.ds(start, size)], layout)
             here = sums.at[pl.ds(first + start, size)]
             slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + start

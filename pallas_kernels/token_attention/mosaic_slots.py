@@ -24,6 +24,7 @@ CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
 WINDOW = 64  # columns: heads are seen through one or two of them
 LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
+SUMMED = (LINE, 2 * LINE, 4 * LINE)  # sums of weights that are changed at once
 ALIGNED = 4  # numbers of 4 bytes: where copies may begin
 LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
 STEP_BYTES = 2**14  # of the pool, about: three steps fit, and several programs
@@ -304,3 +305,17 @@ class Layouts:
         """Repeat a number per column for every slot."""
         wide = jax.lax.broadcast_in_dim(columns, (CLASSES, *columns.shape), [1])
         return plgpu.layout_cast(wide, self.tile)
+
+
+def line(size: int) -> Layout:
+    """The layout of a line of 32, 64 or 128 numbers of 4 bytes in global memory. A warp holds a
+    run of them, 32 bytes at least: memory moves whole sectors of 32 bytes, and a warp that writes a
+    part of one writes as much. Threads without a number of their own repeat another's."""
+    each = size // 4  # numbers of a warp
+    if each == 32:
+        tiling = plgpu.Tiling(((size,), (each,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    copies = 32 // each
+    tiling = plgpu.Tiling(((size, copies), (each, copies), (1,)))
+    wide = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return wide.reduce(1)

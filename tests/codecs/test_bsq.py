@@ -18,6 +18,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.codecs import bsq_rules
 from ported_weights.tables.registry import RULE_TABLES
+from varjax.codecs import arithmetic
 from varjax.codecs.bsq import model as quantizer
 from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
 from varjax.codecs.maps import resize_area
@@ -140,19 +141,20 @@ def test_image_to_bits_to_image(tiny):
     assert float(jnp.std(found)) > 0.01
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_types_and_precision(tiny, dtype):
-    """Convolutions run in the type asked for, float32 ones with full products on every device;
-    images are float32 all the same."""
+@pytest.mark.parametrize("dtype", arithmetic.DTYPES)
+@pytest.mark.parametrize("outside", ["default", "highest"])
+def test_types_and_precision(tiny, dtype, outside):
+    """Convolutions run in the type asked for, float32 ones with full products on every device, TF32
+    at the only precision that allows it; images are float32 all the same."""
     latents = jnp.zeros((1, 2, 3, 6))
     run = jax.make_jaxpr(lambda codec, h: codec.encode(codec.decode(h, dtype=dtype), dtype=dtype))
-    with jax.default_matmul_precision("default"):
+    with jax.default_matmul_precision(outside):
         jaxpr = run(tiny, latents)
     found = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
     assert len(found) > 20
-    assert {str(e.outvars[0].aval.dtype) for e in found} == {dtype}
-    highest = (jax.lax.Precision.HIGHEST,) * 2
-    assert {e.params["precision"] == highest for e in found} == {dtype == "float32"}
+    assert {str(e.outvars[0].aval.dtype) for e in found} == {dtype.replace("tf32", "float32")}
+    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
+    assert {e.params["precision"] for e in found} == {(precision,) * 2}
     chex.assert_type(jaxpr.out_avals[0], jnp.float32)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import varjax
 from tests.models_under_test import fixture_model
-from varjax.engine import device_errors, program
+from varjax.engine import device_errors, pixels, program
 from varjax.errors import UserError
 
 # XLA's words for GPUs and CPUs, for TPUs that compile, and that run
@@ -44,7 +44,7 @@ def failing(message: str):
 
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
     """Let a step of `Generator.compile` fail: the arguments, or the compiler at either program."""
-    owner = generator if place == "_traced_arguments" else program
+    owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
     patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))  # takes long
     patch.setattr(owner, place, failing(message))
 

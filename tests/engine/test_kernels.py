@@ -11,6 +11,7 @@ from flax import nnx
 
 from pallas_kernels import implementations
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
+from tests.pallas_kernels import gpu_simulation
 from varjax import policies
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.generator import Generator
@@ -136,7 +137,7 @@ def test_wide_heads_step_by_step(case):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX simulates from 0.11 on")
+@gpu_simulation.needed
 @pytest.mark.parametrize("case", ["full", "full-int8", "streaming", "h2o"])
 def test_wide_heads_through_the_simulator_of_gpus(case):
     check_wide(case, "mosaic-interpret")

@@ -3,8 +3,11 @@ import pytest
 import varjax
 from varjax import api
 from varjax.engine import memory
+from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import describe
+
+ONE = Decoding(at_once=1)
 
 
 def linear(size):
@@ -41,7 +44,7 @@ def test_a_window_of_queries_takes_memory_even_with_kernels():
     looks = api.plan(model, varjax.policies.SnapKV(budget=0.5, window=64))
     sizes = (64, "bfloat16", "bfloat16")
     few, some, many = (
-        memory.predict(model, plan, *sizes, kernels=True, decode_batch=1).activations
+        memory.predict(model, plan, *sizes, kernels=True, decoding=ONE).activations
         for plan in (full, window, looks)
     )
     assert few <= some < many

@@ -20,36 +20,6 @@ def small_model() -> Model:
     return varjax.load(checkpoint_folder("c_k5_nol2norm"), "float32")
 
 
-@pytest.mark.parametrize("images", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5])
-def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
-    model = small_model()
-    codec, shape = model.codec, (images, *model.config.code_map)
-    code_map = jax.random.normal(jax.random.key(0), shape)
-    expected = jax.jit(lambda codec: (codec.decode(code_map) + 1) / 2)(codec)
-    monkeypatch.setattr(program, "DECODER_BYTES", 2 * program.decoder_bytes(codec, shape[1:3]))
-    assert program.decoder_batch(codec, shape[1:3], images) == min(images, 2)
-    np.testing.assert_allclose(jax.jit(program.decode)(codec, code_map), expected, atol=1e-5)
-
-
-def test_a_decoder_in_bfloat16_rounds_pixels():
-    model = small_model()
-    code_map = jnp.zeros((2, *model.config.code_map)) + 0.1
-    code_map += jax.random.normal(jax.random.key(0), code_map.shape)
-    traced = program.trace_pixels(model.networks, code_map, dtype="bfloat16")
-    convolutions = [line for line in str(traced.jaxpr).splitlines() if "conv_general" in line]
-    assert convolutions and all("bf16[" in line for line in convolutions)
-    found = traced.lower().compile()(model.networks, code_map)
-    expected = jax.jit(program.decode)(model.codec, code_map)
-    assert found.dtype == jnp.float32
-    error = np.sqrt(np.square(found - expected).mean())
-    assert 1e-5 < error < 0.01
-
-
-def test_decoder_takes_one_image_if_even_that_is_too_much(monkeypatch):
-    monkeypatch.setattr(program, "DECODER_BYTES", 1)
-    assert program.decoder_batch(small_model().codec, (16, 16), 8) == 1
-
-
 def test_weights_are_placed_where_a_program_wants_them():
     """Every matrix transposed in memory: other layout, same numbers, nothing left behind."""
     networks = small_model().networks

@@ -27,6 +27,7 @@ COMPILED = {
     "attention": "triton",
     "segments": [[0, 6, 16]],
     "layers": "scan",
+    "decode_dtype": "bfloat16",
     "devices": 1,
     "parameter_bytes": 3 << 30,
     "kv_pool_bytes": 1 << 30,
@@ -51,6 +52,7 @@ COMPILED = {
             "temporary_bytes": 1 << 29,
             "live_temporary_bytes": 1 << 28,
             "modelled": modelled_report.describe(Modelled(chips.CHIPS["h200"], [])),
+            "launches": {"buffers": 3.0, "inside": 40.0, "outside": 5.0},
             "largest_temporaries": [
                 {
                     "bytes": 1 << 27,
@@ -83,6 +85,8 @@ def compilers(monkeypatch):
         (("--target=h200,v5e", "--attention=triton"), "tpu-v5e offers tpu"),
         (("--target=h200", "--attention=tpu"), "h200 offers gpu"),
         (("--target=b200,a100", "--attention=mosaic"), "that of a100 is 8.0"),
+        (("--target=h200,v5e", "--decode_dtype=tf32"), "--decode_dtype=tf32: a TPU has no TF32"),
+        (("--decode_dtype=int8",), "auto, bfloat16, tf32, float32"),
         (("--target=h200,a100", "--weights_dtype=fp8"), "h100, h200, b200), and a100 does not"),
         (("--target=v5e", "--weights_dtype=fp8"), "choose int8"),
         (("--target=tpu7x", "--weights_dtype=w8a8"), "--weights_dtype=w8a8 needs a chip"),
@@ -137,6 +141,10 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert ["fits", "yes", "NO"] in lines
     assert "in place yes NO: copies: 1 of kv_pool, 2 of position".split() in lines
     assert ["kernels", "25.0%", "25.0%"] in lines
+    assert "command buffers, codes 3 3".split() in lines
+    assert "kernels outside them 5 5".split() in lines
+    said = "measured on NVIDIA H200, 2026-11-22"  # both are results of an H200
+    assert f"efficiencies {said} {said}".split() in lines
     assert "128 MiB  f32[4,8]                     pixels/dot_general" in out
     assert "a100: copy of kv_pool: %copy.1" in out and "a100: 2 loops" in out
     assert "a100: copy of position: %copy.3" in out

@@ -71,9 +71,11 @@ def test_floor_of_products_in_8_bits():
 
 def test_rows_of_the_table():
     each = {"image_tokens": 576, "slots_per_head": 96.0, "floor_s": 1e-3, "modelled_s": 2e-3}
-    each |= {"over_floor": 2.0, "kernels": 300.25}
+    each |= {"over_floor": 2.0, "kernels": 300.25, "expected_s": 3e-3}
     shown = [row({"per_token": each}) for _, row in per_token.ROWS]
-    assert shown == ["2", "1", "2.00", "300"]
+    assert shown == ["2", "3", "1", "2.00", "300"]
+    assumed = {"per_token": {**each, "expected_s": None}}  # nothing was measured on the chip
+    assert [row(assumed) for _, row in per_token.ROWS] == ["2", "", "1", "2.00", "300"]
     for nothing in ({}, {"per_token": None}, {"per_token": {**each, "modelled_s": None}}):
         assert not any(row(nothing) for _, row in per_token.ROWS)
     assert set(per_token.ROWS) <= set(report._ROWS)

@@ -9,6 +9,7 @@ from experiments.aot.program import Compilation, Program, Workload
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, implementations
 from varjax import api
+from varjax.engine.pixels import Decoding
 from varjax.model import Model, describe
 from varjax.parallel.split import MeshSpec
 
@@ -20,7 +21,7 @@ OPTIONS = ProgramOptions(
     layers="unroll",
     attention=None,
     mesh=MeshSpec(),
-    decode_batch=None,
+    decoding=Decoding(),
 )
 PROMPT = 200
 

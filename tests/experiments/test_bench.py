@@ -35,6 +35,7 @@ def test_timings(call, tmp_path):
         ("attend", "dense xla"),
         ("attention_moments", "reference"),
         ("write", "reference"),
+        ("finish", "reference"),
         ("sample", "reference"),
     ]
     for row in rows:
@@ -351,6 +352,17 @@ def test_work_on_tokens_counts_what_is_moved():
     assert found["sample"].bytes == 4 * 16384 * (16 + 8)
 
 
+def around_the_loop(text: str) -> str:
+    """What a compiled program does before and after its loop: the entry, in which XLA for CPUs
+    calls a computation that holds a small loop (jaxlib from 0.12 on)."""
+    entry = text[text.index("ENTRY") :]
+    for call, name in re.findall(r"(.* call\(.*to_apply=(%[\w.-]+).*xla_cpu_small_call.*)", entry):
+        called = text[text.index(f"\n{name} (") :]
+        entry = entry.replace(call, called[: called.index("\n}")])
+    assert " while(" in entry
+    return entry
+
+
 @pytest.mark.parametrize(
     ("operation", "name"),
     [(name, "llamagen-xl-t1") for name in ("attend", "token_scores", "rank", "sample")]
@@ -365,7 +377,7 @@ def test_nothing_of_an_operation_is_done_before_the_loop(operation, name, optimi
         return jax.lax.fori_loop(0, 9, lambda i, c: candidate.step(c, *arguments), carry)
 
     text = jax.jit(loop).lower(candidate.carry, candidate.arguments).compile().as_text()
-    entry = text[text.index("ENTRY") :]
+    entry = around_the_loop(text)
     lines = [line.strip()[:200] for line in entry.splitlines() if WORK.search(line)]
     assert not lines, lines
 
@@ -380,7 +392,7 @@ def test_measured_loops_run_the_operation_every_time(optimized):
 
     text = jax.jit(loop).lower(candidate.carry, candidate.arguments).compile().as_text()
     body = text.split("while(")[0]
-    entry = text[text.index("ENTRY") :]
+    entry = around_the_loop(text)
     assert "gather" in body and "gather" not in entry
     # the lengths of queries and keys, although these do not change
     assert " sqrt(" in body and " sqrt(" not in entry

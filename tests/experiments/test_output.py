@@ -307,7 +307,7 @@ def test_nothing_finished_is_lost_where_a_disk_is_full(tmp_path, monkeypatch, wh
 
 @pytest.mark.parametrize("out", [".", "..", "../here", "x/y", "x/.."])
 def test_the_work_folder_is_beside_the_results(out):
-    work = output._partial(Path(out))
+    work = output.partial_folder(Path(out))
     assert os.path.abspath(work) == os.path.abspath(out) + ".partial"
 
 

@@ -12,6 +12,8 @@ from experiments.run import __main__ as run_module
 from experiments.run import results
 from tests.experiments.conftest import flags_as_text
 from varjax import metrics, policies
+from varjax.engine import pixels
+from varjax.engine.pixels import Decoding
 from varjax.models.labels import Labels
 
 FIELDS = (
@@ -58,6 +60,7 @@ def test_results(call, checkpoint, tmp_path):
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
     assert all(report["time"][f] > 0 for f in TIME)
     assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
+    assert report["decode_dtype"] == "float32"  # what auto is on a CPU
     kv = report["kv"]
     assert kv["allocated_bytes"] == kv["planned_bytes"] <= 0.5 * kv["dense_bytes"]
     assert kv["fraction"] == pytest.approx(kv["allocated_bytes"] / kv["dense_bytes"])
@@ -135,6 +138,8 @@ BAD = [
     (("--segments=many",), "1 to 6"),
     (("--attention=triton",), "needs a GPU"),
     (("--attention=mosaic",), "needs a GPU"),
+    (("--decode_dtype=tf32",), "--decode_dtype=tf32: a CPU has no TF32"),
+    (("--decode_dtype=float16",), "auto, bfloat16, tf32, float32"),
     (("--mesh=data=3",), "takes 3 devices, this machine has at most"),
     (("--mesh=pipe=3",), "unknown axis 'pipe'"),
     (("--compilation_cache=/proc/1",), "cannot write there"),
@@ -224,9 +229,9 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
     """Six images, room for four by default. All chunks are equal: 3 + 3, not 5 + 1."""
-    monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
+    monkeypatch.setattr(Decoding, "image_bytes", lambda *_: pixels.DECODER_BYTES // 4)
     model = SimpleNamespace(codec=None, code_map=(8, 8, 16))
-    program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
+    program = SimpleNamespace(decoding=Decoding(at_once=asked), mesh=SimpleNamespace(data=devices))
     run = SimpleNamespace(batch_size=6, model=model, program=program)
     assert results.decoded_at_once(run) == expected
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import varjax
+from tests.models_under_test import fixture_model
 from varjax import policies
 from varjax.calibration import files as calibrations
 from varjax.errors import UserError
@@ -69,6 +70,7 @@ def test_refused(demo, arguments, message):
         ({"sampling": varjax.Sampling(cfg=float("nan"))}, "^cfg=nan"),
         ({"calibration": 5, "policy": "hack"}, "^calibration=5: give a path"),
         ({"kv_dtype": 7}, "unknown kv_dtype 7"),
+        ({"decode_dtype": None}, "unknown decode_dtype None"),
         ({"batch_size": 0}, "^batch_size=0: choose 1 to 1000000"),
         ({"batch_size": 1.0}, "^batch_size=1.0: it must be a whole number"),
     ],
@@ -85,7 +87,11 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
         ({"mesh": "data=2"}, "^mesh='data=2': give a MeshSpec"),
         ({"segments": 1.5}, "^segments=1.5 is not valid"),
         ({"decode_batch": 0}, "^decode_batch=0: choose 1"),
-        ({"decode_dtype": "int8"}, "unknown decode_dtype 'int8'"),
+        (
+            {"decode_dtype": "int8"},
+            "unknown decode_dtype 'int8': choose one of auto, bf",
+        ),
+        ({"decode_dtype": "tf32"}, "^decode_dtype=tf32: a CPU has no TF32.*choose auto"),
         ({"attention": "flash"}, "unknown attention 'flash'"),
         ({"attention": "tpu"}, "tpu needs a TPU"),
         ({"matmul_precision": 3}, "unknown matmul_precision 3"),
@@ -153,3 +159,15 @@ def test_progress(demo, monkeypatch, capfd):
     varjax.Generator(demo, batch_size=4)(range(5), progress=True)
     out, err = capfd.readouterr()
     assert not out and [line.split()[1] for line in err.splitlines()] == ["0/5", "4/5", "5/5"]
+
+
+def test_what_pixels_are_decoded_in():
+    """The same codes; on a CPU nothing said is float32."""
+    model = fixture_model("c_k5_nol2norm")
+    usual, exact, rounded = (
+        varjax.generate(model, [1, 2], sampling=model.sampling(greedy=True), **given)
+        for given in ({}, {"decode_dtype": "float32"}, {"decode_dtype": "bfloat16"})
+    )
+    np.testing.assert_array_equal(usual, exact)
+    error = np.sqrt(np.square(rounded - exact).mean())
+    assert 1e-4 < error < 0.02

@@ -10,7 +10,8 @@ import varjax
 from tests import models_under_test as models
 from varjax import Generator, conditions
 from varjax.cache.planner import plan_cache
-from varjax.engine import memory, program
+from varjax.engine import memory
+from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.policies import Full, Streaming
 from varjax.text.encoder import TextEncoder
@@ -106,7 +107,7 @@ def test_predicted_bytes_bound_the_compiled_program(monkeypatch, policy):
     stats = generator.compiled.memory_analysis()
     needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     # decoding pixels, which is another program, would be the larger part of the prediction
-    monkeypatch.setattr(program, "decoder_bytes", lambda *_: 1)
+    monkeypatch.setattr(Decoding, "image_bytes", lambda *_: 1)
     sizes = (2, "float32", "float32")
     predicted = memory.predict(model, plan, *sizes, kernels=False, text_tokens=16)
     assert needed / memory.SAFETY > predicted.total * 0.5  # and not far too high

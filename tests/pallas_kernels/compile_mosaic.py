@@ -5,7 +5,8 @@
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS` or `TOKENS`. Prints one JSON
 object per program: its temporaries, bytes of the pool and of the scale's keys and values where
 there are any, and of every kernel that no program before had: registers and spilled bytes per
-thread, as ptxas says, bytes of shared memory, columns of tensor memory. A program of its own,
+thread, as ptxas says, bytes of shared memory, columns of tensor memory, and the instructions of its
+loops where there is a disassembler (`sass`). A program of its own,
 because JAX (0.10.2) compiles these kernels for one architecture per process, whatever is asked for
 later.
 """
@@ -34,11 +35,14 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
 from pallas_kernels.token_attention import attend as attend_one
 from pallas_kernels.token_specs import abstract_token_arguments, only
+from tests.pallas_kernels import sass
 from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
 SHAPES = {
     "first": SPECS["var-d30-t1"],
+    "var": replace(SPECS["var-d30-t256"], rows=16),
+    "var-64": replace(SPECS["var-d30-t256"], rows=16, tokens=64, length=64),
     "decode": replace(SPECS["llamagen-xl-t1"], rows=256),
     "decode-wide": replace(SPECS["janus-pro-7b-t1"], rows=2),
     "odd": replace(BASE, tokens=169, length=100),
@@ -152,6 +156,9 @@ def inspect(folder: Path) -> dict:
             file.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log")
         )
         found[name] = _inspect(*texts)
+        if sass.available():
+            loops = sass.loops(sass.assembled(file.with_suffix(".ptx")))
+            found[name]["loops"] = [loop.counts for loop in loops]
     for file in folder.iterdir():
         file.unlink()
     return found

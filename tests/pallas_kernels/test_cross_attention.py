@@ -10,7 +10,7 @@ from pallas_kernels import cross_attention, implementations, mosaic_products
 from pallas_kernels.cross_attention import TextKeys, attend_text, reference
 from pallas_kernels.cross_attention.api import MODULES
 from pallas_kernels.cross_attention.mosaic_gpu import text_table
-from pallas_kernels.mosaic_operands import SIMULATED
+from tests.pallas_kernels import gpu_simulation
 
 LAYERS, ROWS, HEADS = 3, 2, 2
 
@@ -76,7 +76,7 @@ def test_other_kernels_names_run_the_reference():
         )
 
 
-@pytest.mark.skipif(not SIMULATED, reason="JAX simulates these kernels from 0.11 on")
+@gpu_simulation.needed
 @pytest.mark.parametrize("capability", mosaic_products.PRODUCTS)
 @pytest.mark.parametrize(
     "shape",

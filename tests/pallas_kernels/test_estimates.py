@@ -39,6 +39,21 @@ def test_attend():
     assert counted(tiles) == (*work, own + 3 * stored + 30 * 4)
 
 
+def test_attend_block_by_block():
+    """Steps of 32 keys are two blocks of 16 each, of keys and of values: one step holds the 5 own
+    keys, one the stored ones, in each of the two heads that a program serves."""
+    a = SPEC.abstract()
+    programs = estimates.Programs(count=3, heads=2, keys=32)
+    found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False, programs=programs)
+    assert counted(found) == counted(estimates.attend(a.projection, a.kv_pool, a.table, lse=False))
+    for held, steps in ((1, 2), (0.25, 2), (0, 1)):
+        part = found.at(Occupancy(held={(5, 2): held}))
+        assert (part.programs, part.copies) == (3, 2 * 2 * steps * 2)
+    side_by_side = programs._replace(chains=4)
+    found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False, programs=side_by_side)
+    assert found.at(Occupancy(held={(5, 2): 1})).copies == 2 * 2 * 2 * 2 / 4
+
+
 def test_attend_int8():
     """A scale for the key and one for the value of every slot; on a TPU 128 of them at once."""
     a = INT8.abstract()

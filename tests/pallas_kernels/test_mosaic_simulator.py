@@ -9,17 +9,17 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
-from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_keys, mosaic_shares
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
-from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels import copy_rules, gpu_simulation, register_products
 from tests.pallas_kernels import test_sample as choices
+from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import (
     PLAIN,
     TOLERANCE,
@@ -29,9 +29,7 @@ from tests.pallas_kernels.test_kernels import (
     written,
 )
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
-)
+pytestmark = gpu_simulation.needed
 SMALL = SPECS["var-d30-t256"].reduced(heads=2, tokens=72, length=66, entries=9)
 OFTEN = {"small": SMALL, "small-int8": replace(SMALL, kv_dtype="int8")}
 SPECIAL = {
@@ -53,7 +51,8 @@ CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
 
 @pytest.fixture(autouse=True)
 def copies(monkeypatch):
-    """All that the chip asks of them is asked here."""
+    """All that the chip asks of them is asked here; products may have factors in registers."""
+    register_products.install(monkeypatch)
     broken = copy_rules.watch(monkeypatch)
     yield
     assert not broken, broken[:3]
@@ -68,12 +67,7 @@ def chip(request, monkeypatch):
 
 def simulated(operation, **options):
     """`operation` of a Mosaic module in the simulator, as one program for all numbers."""
-    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
-    return jax.jit(partial(operation, interpret=params, **options))
-
-
-def no_races(captured) -> bool:
-    return "RACE DETECTED" not in captured.readouterr().out
+    return jax.jit(partial(operation, interpret=gpu_simulation.params(), **options))
 
 
 def check_attend(spec, run, capsys):
@@ -96,11 +90,18 @@ def test_attend(chip, spec, capsys):
         check_attend(replace(spec, filling=filling), run, capsys)
 
 
-def test_several_heads_of_a_program(chip, monkeypatch, capsys):
-    """One query per row: a program goes from head to head."""
-    monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 2)
-    spec = SPECS["llamagen-xl-t1"].reduced(heads=3, entries=5)
-    assert mosaic_gpu.heads_of_a_program(spec.rows, spec.heads) == spec.heads
+ONE_QUERY = SPECS["llamagen-xl-t1"].reduced(heads=3, entries=5)
+SEVERAL = {  # more steps than places
+    "one-query": ONE_QUERY,
+    "one-warpgroup": replace(SMALL, tokens=24, length=20, entries=17, filling="full"),
+    "two-warpgroups": replace(SMALL, tokens=136, length=130, entries=17, filling="full"),
+}
+
+
+@pytest.mark.parametrize("spec", SEVERAL.values(), ids=SEVERAL)
+def test_several_tiles_of_a_program(chip, spec, monkeypatch, capsys):
+    """Programs go from tile to tile, of this head and of others. One has more tiles than others."""
+    monkeypatch.setattr(mosaic_shares, "programs_at_once", lambda *_: 3)
     check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
 
 
@@ -184,16 +185,29 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
     monkeypatch.setattr(mosaic_gpu, "fetch_all", without_waits)
     spec = replace(SMALL, filling="full", entries=24)
     args = spec.arguments()
-    with pytest.raises(Exception, match="no threads observed phase|^race"):
+    with pytest.raises(Exception, match=f"no threads observed phase|{RACE}"):
         jax.block_until_ready(
             simulated(mosaic_gpu.attend, return_lse=True)(*args.attend, args.kv_scale)
         )
         assert no_races(capsys), "race"
 
 
+def test_a_place_that_is_filled_before_its_step_is_seen(monkeypatch, capsys):
+    """A warpgroup that fills the place of the following step in place of the last one's."""
+    every = mosaic_keys.Ring.refill
+
+    def too_early(ring, number, following):
+        return every(ring, number + 1, following)
+
+    monkeypatch.setattr(mosaic_keys.Ring, "refill", too_early)
+    spec = SEVERAL["one-warpgroup"]
+    with pytest.raises(Exception, match=f"no threads observed phase|{RACE}"):
+        check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
+
+
 @pytest.mark.parametrize(
     ("wait", "message"),
-    [("barrier_wait", "no threads observed phase"), ("wait_load_tmem", "^race")],
+    [("barrier_wait", f"no threads observed phase|{RACE}"), ("wait_load_tmem", RACE)],
 )
 def test_a_product_that_is_not_waited_for_is_seen(wait, message, monkeypatch, capsys):
     """Blackwell: sums that are read before they are there, or overwritten while they are read."""

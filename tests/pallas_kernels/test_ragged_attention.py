@@ -191,3 +191,17 @@ def test_unknown_implementation_names_the_known_ones():
 def test_filled_to():
     table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
     chex.assert_trees_all_equal(table.filled_to(jnp.array([6])).stop, np.array([[4, 2, 0]]))
+
+
+@pytest.mark.parametrize("entries", [0, 3, 32, 40])
+def test_packed_tables_say_which_entries_are_partial(entries):
+    """A bit per entry, also for empty ones and for those behind the last."""
+    rng = np.random.default_rng(entries)
+    start = rng.choice([0, 0, 0, 2], (HEADS, entries)).astype(np.int32)
+    stop = np.maximum(start, rng.choice([BLOCK, BLOCK, 3], start.shape)).astype(np.int32)
+    table = BlockTable(np.zeros_like(start), start, stop).with_packed(BLOCK)
+    words = np.asarray(table.packed)[:, 0, 2 * entries + 1 :]
+    assert words.shape == (HEADS, max(1, -(-entries // 32)))
+    bits = (words[..., None] >> np.arange(32) & 1).reshape(HEADS, -1)
+    chex.assert_trees_all_equal(bits[:, :entries] == 1, (start > 0) | (stop < BLOCK))
+    assert bits[:, entries:].all()

@@ -2,6 +2,7 @@
 every size, NaN in empty slots. TPU: interpreted, and simulated with late copies; GPU: simulated
 (JAX from 0.11 on). The simulators fill fresh memory with NaN and look for races."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -9,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
 from pallas_kernels.token_specs import abstract_token_arguments, in_float32, token_arguments
-from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels import copy_rules, gpu_simulation
+from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.tpu_simulation import CORES, has_races
 from tests.pallas_kernels.tpu_simulation import simulated as tpu_simulated
@@ -43,9 +44,6 @@ MORE = {
 }
 MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
 MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
-simulates_gpus = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
-)
 
 
 def exactly(query, slots):
@@ -159,30 +157,29 @@ def test_tpu_what_empty_slots_spoil_is_seen(used, monkeypatch):
 
 def simulated(programs: int, steps=None, **options):
     """The GPU kernel in the simulator, with so many programs."""
-    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
     few = replace(steps or mosaic_slots.Steps(32), programs=programs)
-    return partial(mosaic_gpu.attend, interpret=params, steps=few, **options)
+    return partial(mosaic_gpu.attend, interpret=gpu_simulation.params(), steps=few, **options)
 
 
-@simulates_gpus
+@gpu_simulation.needed
 @pytest.mark.parametrize(("spec", "options"), MARKED)
 def test_mosaic_simulated(spec, options, monkeypatch, capsys):
     """Two programs of three heads each, the first of which ends with another row's."""
     broken = copy_rules.watch(monkeypatch)
     check(spec, options, simulated(2))
-    assert "RACE DETECTED" not in capsys.readouterr().out
+    assert no_races(capsys)
     assert not broken, broken[:3]
 
 
-@simulates_gpus
+@gpu_simulation.needed
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [(64, 3), (128, 2), (32, 4)])
 def test_mosaic_other_steps(steps, capsys):
     check(*CASES["bfloat16"], simulated(1, mosaic_slots.Steps(*steps)))
-    assert "RACE DETECTED" not in capsys.readouterr().out
+    assert no_races(capsys)
 
 
-@simulates_gpus
+@gpu_simulation.needed
 def test_mosaic_leaves_unread_what_is_not_used(monkeypatch):
     """Three of the four steps of each of six heads are copied."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -198,21 +195,38 @@ def test_mosaic_leaves_unread_what_is_not_used(monkeypatch):
     assert begun.count(4) == 6 * 3  # the pool has four axes, other arrays one
 
 
-@simulates_gpus
+def numbers_of_a_warp(layout, size: int) -> list[int]:
+    """Which of a line of `size` numbers a warp holds first."""
+    tiled = layout.to_mgpu()
+    shape, strides = tiled.tiling.tile_shape((size,)), tiled.tiling.tile_strides((1,))
+    lanes = [d for d in tiled.lane_dims if isinstance(d, int)]  # others repeat numbers
+    places = itertools.product(*(range(shape[d]) for d in lanes))
+    return sorted(sum(i * strides[d] for i, d in zip(p, lanes, strict=True)) for p in places)
+
+
+@pytest.mark.parametrize("size", mosaic_slots.SUMMED)
+def test_mosaic_sums_are_stored_in_whole_sectors(size):
+    """A warp stores a run of at least 32 bytes; slots as they are held would be 16."""
+    found = numbers_of_a_warp(mosaic_slots.line(size), size)
+    assert found == list(range(size // 4)) and len(found) * 4 >= 32
+    assert len(numbers_of_a_warp(mosaic_slots.Layouts.of("bfloat16").slot, size)) == 4
+
+
+@gpu_simulation.needed
 @pytest.mark.parametrize("what", ["wait", "release"])
 def test_mosaic_mistakes_are_seen(what, monkeypatch, capsys):
     """Without the wait for a step, or without the one for all that still read its place."""
-    with pytest.raises(Exception, match="no threads observed phase|^race|assert"):
+    with pytest.raises(Exception, match=f"no threads observed phase|{RACE}|assert"):
         with monkeypatch.context() as patch:
             if what == "wait":
                 patch.setattr(mosaic_slots.plgpu, "barrier_wait", lambda barrier: None)
             else:
                 patch.setattr(mosaic_slots.plgpu, "commit_smem", lambda: None)
             check(*CASES["bfloat16"], simulated(1))
-            assert "RACE DETECTED" not in capsys.readouterr().out, "race"
+            assert no_races(capsys), "race"
 
 
-@simulates_gpus
+@gpu_simulation.needed
 def test_mosaic_copies_that_begin_anywhere_are_seen(monkeypatch):
     """105 positions of 4 bytes: those of the second head begin at no multiple of 16 bytes."""
     monkeypatch.setattr(mosaic_slots.FlatOperands, "shift", lambda given, begin: 0)

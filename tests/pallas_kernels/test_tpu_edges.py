@@ -173,7 +173,7 @@ def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
 def test_all_heads_of_a_token_in_one_step(name, rows):
     spec = replace(SPECS[name], rows=rows, entries=5, per_row=True, dtype="float32")
     args = spec.arguments()
-    assert Heads.of(args.projection, args.table.with_packed()).steps == 1
+    assert Heads.of(args.projection, args.table.with_packed(spec.block_size)).steps == 1
     check_attend(args, kernel_attend(args))
     _, lse = attend(*args.attend, implementation="reference")
     sums = (

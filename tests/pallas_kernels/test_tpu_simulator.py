@@ -155,7 +155,7 @@ def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
     monkeypatch.setattr(tpu_blocks.Blocks, "_start", start)
     monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda *_: None)
     args = replace(SMALL, filling="full").arguments()
-    run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES)
+    run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES, stops=False)
     out, _ = run(*args.attend, args.kv_scale)
     assert has_races() or not np.isfinite(out).all()
 
@@ -165,7 +165,7 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     grid step ends with copies under way."""
     monkeypatch.setattr(Stores, "wait_stored", lambda self, buffer: None)
     args = SMALL.arguments(poison=False)
-    found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
+    found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)
 
@@ -180,7 +180,9 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
     monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", 1)  # a grid step for every pair
     args = sharing(replace(SHARING[0], rows=1))
-    jax.block_until_ready(simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)[0])
+    jax.block_until_ready(
+        simulated(tpu_write.write, cores=2, stops=False)(*args.write, args.kv_scale)[0]
+    )
     assert has_races()
 
 
@@ -189,6 +191,6 @@ def test_reading_a_shared_block_too_early_is_seen(monkeypatch, spec):
     """The next head's block, while this one's tokens are on their way into it."""
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
     args = sharing(spec)
-    found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
+    found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)

@@ -115,7 +115,9 @@ def scans(cache, tokens, tables, weights):
 
     def one_scale(carry, inputs):
         tables, length = inputs
-        tables = tables if per_row else tuple(t.with_packed() for t in tables)
+        if not per_row:
+            read, writes = tables
+            tables = read.with_packed(writes.source.shape[-1]), writes.with_packed()
         return jax.lax.scan(partial(layer, length, tables), carry, jnp.arange(LAYERS))
 
     rows, length, _, *width = shape

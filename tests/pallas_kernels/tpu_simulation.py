@@ -7,6 +7,7 @@ is missing.
 
 from functools import partial
 
+import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
@@ -16,15 +17,18 @@ from jax.experimental.pallas import tpu as pltpu
 CORES = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 
-def simulated(operation, cores: int = 1, bounds: str = "logical", **options):
+def simulated(operation, cores: int = 1, bounds: str = "logical", stops: bool = True, **options):
     """`operation` of a TPU module, in the simulator; `bounds`: where a buffer ends, as
-    `pltpu.InterpretParams` has it."""
+    `pltpu.InterpretParams` has it. stops: whether a race may stop the program, as JAX does from
+    0.12 on; else `has_races` tells, as before."""
+    goes_on = {} if stops or jax.__version_info__ < (0, 12) else {"on_race": "warn"}
     params = pltpu.InterpretParams(
         dma_execution_mode="on_wait",
         uninitialized_memory="nan",
         detect_races=True,
         buffer_bounds=bounds,
         num_cores_or_threads=cores,
+        **goes_on,
     )
     return partial(operation, interpret=params, **options)
 

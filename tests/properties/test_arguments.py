@@ -225,9 +225,10 @@ def demo():
 
 GENERATE = ("model", "labels", "policy", "budget", "prompts", "text_features", "seed")
 GENERATE += ("prompt_ids",)
-GENERATE += ("batch_size", "sampling", "calibration", "kv_dtype")
+GENERATE += ("batch_size", "sampling", "calibration", "kv_dtype", "decode_dtype")
 GENERATOR = ("sampling", "batch_size", "segments", "attention", "kv_dtype", "calibration", "plan")
 GENERATOR += ("mesh", "matmul_precision", "keep_logits", "unroll", "decode_batch")
+GENERATOR += ("decode_dtype",)
 
 
 @given(data=st.data())
@@ -246,7 +247,7 @@ def test_arguments_of_generate(demo, data):
 def test_arguments_of_a_generator(demo, data):
     with contextlib.suppress(UserError):
         generator = Generator(demo, **data.draw(some_of(GENERATOR)))
-        assert generator.batch_size >= 1 and generator.decode_batch != 0
+        assert generator.batch_size >= 1 and generator.decoding.at_once != 0
         with pytest.raises(Compiled):
             generator([1], seed=3)
 

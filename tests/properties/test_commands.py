@@ -148,6 +148,9 @@ def light(monkeypatch):
         (loop, "run"),
         (bench, "timing"),
         (bench.bench, "errors"),
+        (bench.machine, "measure"),
+        (bench.worker, "work"),
+        (bench.worker, "alone"),
         (page, "build"),
     ):
         monkeypatch.setattr(owner, name, heavy)

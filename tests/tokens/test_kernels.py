@@ -3,10 +3,10 @@ JAX from 0.11 on): what attention finds, and what the cache holds, is what the r
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
+from tests.pallas_kernels import gpu_simulation
 from tests.tokens import stand_in
 from tests.tokens.test_policies import EVERY, held
 from varjax.policies import get_policy
@@ -14,10 +14,7 @@ from varjax.policies import get_policy
 OFTEN = ("streaming", "headkv", "h2o")
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 MARKED = [n if n in OFTEN else SLOW(n) for n in EVERY]
-GPU = pytest.param(
-    "mosaic-interpret",
-    marks=pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX simulates from 0.11 on"),
-)
+GPU = pytest.param("mosaic-interpret", marks=gpu_simulation.needed)
 
 
 @functools.cache

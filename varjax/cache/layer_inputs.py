@@ -28,10 +28,10 @@ class StaticInputs:
     read: BlockTable
     write: BlockWrites
 
-    def packed(self) -> "StaticInputs":
+    def packed(self, block_size: int) -> "StaticInputs":
         """Return the inputs with tables as kernels read them. Call it once, before the loop over
         layers: packing within it would run for every layer."""
-        return StaticInputs(self.read.with_packed(), self.write.with_packed())
+        return StaticInputs(self.read.with_packed(block_size), self.write.with_packed())
 
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
         """Return the inputs of one layer from those of all layers of a scale."""
@@ -54,9 +54,9 @@ class RegionInputs:
     capacity: Int[AnyArray, "... N"]
     policy: PyTree = None
 
-    def packed(self) -> "RegionInputs":
+    def packed(self, block_size: int) -> "RegionInputs":
         """Return the inputs with the table that is read as kernels read it."""
-        return replace(self, read=self.read.with_packed())
+        return replace(self, read=self.read.with_packed(block_size))
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
         """Return the inputs of one layer from those of all layers of a scale."""

@@ -6,7 +6,6 @@ Everything runs in the type of the input and the weights; normalisation statisti
 attention softmax are float32.
 """
 
-import contextlib
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from varjax.codecs import arithmetic
 from varjax.errors import UserError
 
 # Generous limits: every block and level is traced on its own.
@@ -213,7 +213,7 @@ class ImageCodec(nnx.Module):
     """Images [B, H, W, 3] in [-1, 1] to latent maps [B, P, Q, C] and back.
 
     Both directions run in float32 with full-precision products, on accelerators too, unless another
-    `dtype` is asked for. Subclasses have a `config`.
+    `dtype` is asked for: one of `arithmetic.DTYPES`, or a dtype. Subclasses have a `config`.
     """
 
     def encoding(self) -> tuple[nnx.Module, ...]:
@@ -244,10 +244,10 @@ class ImageCodec(nnx.Module):
 
 def _run(modules: tuple[nnx.Module, ...], x, dtype) -> Float[Array, "..."]:
     """Apply `modules` one after the other in `dtype`; the result is float32."""
-    full = jnp.dtype(dtype) == jnp.float32  # really: not in TF32 or bfloat16 passes
-    x = x.astype(dtype)
-    with jax.default_matmul_precision("highest") if full else contextlib.nullcontext():
-        for module in cast(modules, dtype):
+    arrays = arithmetic.arrays(dtype)
+    x = x.astype(arrays)
+    with arithmetic.products(dtype):
+        for module in cast(modules, arrays):
             x = module(x)
     return x.astype(jnp.float32)
 

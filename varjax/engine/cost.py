@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, fields
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
-from pallas_kernels.estimates import FULL, CallEstimate, Occupancy
+from pallas_kernels.estimates import FULL, CallEstimate, ChainedEstimate, Occupancy
+from pallas_kernels.jax_versions import AnyJaxpr, open_jaxpr
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
 from varjax.engine.segments import Segment
-
-AnyJaxpr = ClosedJaxpr | Jaxpr  # jax 0.11 has one class for both
 
 # Equations that call a function once. A scan, a while loop or a branch is none of them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
@@ -33,12 +32,15 @@ class PallasWork:
     """One call of a Pallas kernel, as its author estimates it.
 
     known: whether there is an estimate; else the numbers are 0.
+    programs, copies: what programs do one after another (`estimates.ChainedEstimate`); 0: not said.
     """
 
     name: str
     flops: float = 0.0
     bytes: float = 0.0
     known: bool = False
+    programs: int = 0
+    copies: float = 0.0
 
     @classmethod
     def of(cls, params, occupancy: Occupancy) -> "PallasWork":
@@ -48,7 +50,10 @@ class PallasWork:
             return cls(name)
         if isinstance(estimate, CallEstimate):
             estimate = estimate.at(occupancy)
-        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True)
+        chain = {}
+        if isinstance(estimate, ChainedEstimate):
+            chain = {"programs": estimate.programs, "copies": estimate.copies}
+        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True, **chain)
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,14 @@ def program_cost(jaxpr: AnyJaxpr, occupancy: Occupancy = FULL) -> Cost:
     occupancy: how much of what Pallas kernels may read and write is in use. Without it their
       estimates are upper bounds.
     """
-    return sum((_equation_cost(e, occupancy) for e in _open(jaxpr).eqns), Cost())
+    return sum((_equation_cost(e, occupancy) for e in open_jaxpr(jaxpr).eqns), Cost())
 
 
 def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
     """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
     # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
     # they match none of its inputs.
-    inner, read = _open(jaxpr), set()
+    inner, read = open_jaxpr(jaxpr), set()
     for equation in inner.eqns:
         read |= {id(v) for v in _inputs_read(equation)}
     read |= {id(v) for v in inner.outvars}
@@ -112,7 +117,7 @@ def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
 def times_read(jaxpr: AnyJaxpr) -> list[int]:
     """How often a program reads each of its inputs: once for every equation that takes it. A scan
     that takes it reads it as often as it runs, times the runs of the scans within."""
-    inner, times = _open(jaxpr), Counter()
+    inner, times = open_jaxpr(jaxpr), Counter()
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))
         each = [equation.params.get("length", 1)] * len(equation.invars)
@@ -129,12 +134,12 @@ def times_read(jaxpr: AnyJaxpr) -> list[int]:
 def _scans_that_read(jaxpr: AnyJaxpr) -> list[int]:
     """For each input of a scan's body, how often scans within it read the whole input; 1 if none
     takes it whole."""
-    inner, times = _open(jaxpr), Counter()
+    inner, times = open_jaxpr(jaxpr), Counter()
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"]
-            inside = zip(equation.invars, _open(body).invars, _scans_that_read(body), strict=True)
-            for variable, within, below in inside:
+            inside = open_jaxpr(body).invars, _scans_that_read(body)
+            for variable, within, below in zip(equation.invars, *inside, strict=True):
                 # an input that the inner scan slices has another shape in its body
                 whole = variable.aval.shape == within.aval.shape
                 times[id(variable)] += whole * equation.params["length"] * below
@@ -197,7 +202,7 @@ def _slice_bytes(equation: JaxprEqn) -> float:
     reads.
     """
     body = equation.params["jaxpr"]
-    inside, read = (v.aval for v in _open(body).invars), used_inputs(body)
+    inside, read = (v.aval for v in open_jaxpr(body).invars), used_inputs(body)
     found = zip(equation.invars, inside, read, strict=True)
     return float(sum(num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape))
 
@@ -232,12 +237,8 @@ def _inner(values: Iterable) -> Iterable:
     `shard_map`)."""
     for value in values:
         for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(_open(item), "eqns"):
+            if hasattr(open_jaxpr(item), "eqns"):
                 yield item
-
-
-def _open(jaxpr: AnyJaxpr) -> Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 # --- attention, from the plan ---------------------------------------------------------------------

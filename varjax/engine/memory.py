@@ -16,7 +16,8 @@ from pallas_kernels.ragged_attention import reference
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
-from varjax.engine import cost, program
+from varjax.engine import cost
+from varjax.engine.pixels import Decoding
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
@@ -57,7 +58,7 @@ def predict(
     *,
     kernels: bool | None = None,
     text_tokens: int | None = None,
-    decode_batch: int | None = None,
+    decoding: Decoding | None = None,
 ) -> Prediction:
     """Predict the bytes of a batch. The pool is exact. Activations are the live tensors of the
     widest step, counted from shapes. The codec is in float32.
@@ -68,14 +69,15 @@ def predict(
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
-    decode_batch: images decoded at once; None: as `program.decode` chooses.
+    decoding: how pixels are decoded; None: in float32, as many at once as it allows.
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
     step = StepSizes(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
     code_map = model.code_map[:2]
-    decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
-    pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
+    decoding = decoding or Decoding()
+    decoded = decoding.images_at_once(model.codec, code_map, batch_size)
+    pixels = decoded * decoding.image_bytes(model.codec, code_map)
     # the shapes of the very arrays that a run makes: exact, and nothing is allocated
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
     # a divided plan has the heads of one device, which says how many devices share the weights

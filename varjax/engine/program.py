@@ -1,6 +1,7 @@
-"""The two programs of a run, before they are compiled: drawing codes, and decoding pixels.
+"""The program that draws codes, before it is compiled, and what it shares with the one that decodes
+pixels (`varjax.engine.pixels`).
 
-`varjax.generator` compiles them for the device that is there, `experiments.aot` for chips that are
+`varjax.generator` compiles both for the device that is there, `experiments.aot` for chips that are
 absent. Both therefore compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s,
 whose `sharding` names the device.
 """
@@ -8,21 +9,18 @@ whose `sharding` names the device.
 import contextlib
 import os
 from collections.abc import Mapping
-from functools import partial
-from typing import Protocol
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from pallas_kernels import implementations
 from varjax.engine import compilation_cache, segments
-from varjax.engine.segments import Segment, map_in_chunks
+from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
-from varjax.nn.published import Configuration
 from varjax.nn.schemes import INT8
 from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
@@ -36,18 +34,6 @@ SCANNED_BYTES = 64 * 2**20
 # Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
 # accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
 FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
-DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
-
-
-class Codec(Protocol):
-    """What decoding asks of a codec (`varjax.codecs.autoencoder`); `config` has `downsample` and
-    `decoder.widths`."""
-
-    config: Configuration
-
-    def decode(
-        self, code_map: Float[Array, "B P Q C"], *, dtype: str
-    ) -> Float[Array, "B H W 3"]: ...
 
 
 def trace_codes(
@@ -115,70 +101,6 @@ def compiler_options(
         return {}
     # who has set the flag has decided
     return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
-
-
-def trace_pixels(
-    networks: Mapping[str, nnx.Module],
-    code_map: Array | jax.ShapeDtypeStruct,
-    *,
-    precision: str = "default",
-    formats: PyTree[Format] | None = None,
-    sharded: ShardedProgram | None = None,
-    at_once: int | None = None,
-    dtype: str = "float32",
-) -> jax.stages.Traced:
-    """Trace the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
-
-    at_once, dtype: see `decode`.
-    formats: where and how the weights lie (`Compiled.input_formats`); None: as usual.
-    """
-    where = {} if formats is None else {"in_shardings": (formats, None)}
-    with _matmul_precision(precision):
-        if sharded is not None:
-            program = sharded.over_images(partial(_pixels, at_once=at_once, dtype=dtype))
-            return jax.jit(program, **where).trace(networks, code_map)
-        # one function for all generators, not a closure each: JAX then traces it once per model
-        at_once = at_once or decoder_batch(
-            networks["codec"], code_map.shape[1:3], code_map.shape[0]
-        )
-        program = jax.jit(_pixels, static_argnums=(2, 3), **where)
-        return program.trace(networks, code_map, at_once, dtype)
-
-
-def _pixels(networks, code_map, at_once, dtype):
-    return decode(networks["codec"], code_map, at_once=at_once, dtype=dtype)
-
-
-def decode(
-    codec: Codec,
-    code_map: Float[Array, "B P Q C"],
-    *,
-    at_once: int | None = None,
-    dtype: str = "float32",
-) -> Float[Array, "B H W 3"]:
-    """Return pixels in [0, 1], float32.
-
-    at_once: images that are decoded together; None: as many as `DECODER_BYTES` allow.
-    dtype: type of the decoder's weights and feature maps. Its norms are float32 in any case.
-    """
-    images = code_map.shape[0]
-    at_once = at_once or decoder_batch(codec, code_map.shape[1:3], images)
-    return map_in_chunks(
-        lambda index: (codec.decode(code_map[index], dtype=dtype) + 1) / 2, images, at_once
-    )
-
-
-def decoder_batch(codec: Codec, code_map: tuple[int, int], images: int) -> int:
-    """How many images are decoded at once. code_map: height and width of the latent map."""
-    return max(1, min(images, DECODER_BYTES // decoder_bytes(codec, code_map)))
-
-
-def decoder_bytes(codec: Codec, code_map: tuple[int, int]) -> int:
-    """Estimate what decoding one image takes: six float32 activations of the largest
-    resolution."""
-    height, width = (side * codec.config.downsample for side in code_map)
-    # widths[0] belongs to the finest level, which has the most pixels
-    return 6 * height * width * codec.config.decoder.widths[0] * 4
 
 
 def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
@@ -270,11 +192,6 @@ def compile_codes(
         options = compiler_options(jax.default_backend(), **how)
         compiled = traced.lower().compile(compiler_options=options)
     return compiled, watch.verdict  # which is known once the watch has ended
-
-
-def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Compile the program of `trace_pixels` for the device that is there."""
-    return traced.lower().compile(compiler_options=compiler_options(jax.default_backend()))
 
 
 def check_attention(implementation: str | None) -> None:

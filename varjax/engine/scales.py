@@ -154,7 +154,7 @@ def _scale(
 
     # Kernels read tables packed into one array. Packing is done here and not in `layer`, so that
     # it runs once per scale.
-    tables = inputs.layers.packed()
+    tables = inputs.layers.packed(state.kv_pool.shape[2])
 
     def layer(carry, scanned):
         x, state, index = carry

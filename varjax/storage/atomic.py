@@ -147,7 +147,7 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     work = target.with_name(f".{target.name}.{os.getpid()}")
-    with _errors_name(path, target), _removed_when_terminated():
+    with _errors_name(path, target), exits_when_terminated():
         try:
             with open(work, "wb") as file:
                 yield file
@@ -180,7 +180,7 @@ def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> I
     try:
         with (
             _errors_name(path, target),
-            _removed_when_terminated(),
+            exits_when_terminated(),
             _work_folder(target) as work,
         ):
             yield work
@@ -207,10 +207,10 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _removed_when_terminated() -> Iterator[None]:
+def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
-    what is hidden is removed. Where somebody else handles it, and in other threads, nothing
-    changes."""
+    what is hidden is removed, and what was started is ended. Where somebody else handles it, and in
+    other threads, nothing changes."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

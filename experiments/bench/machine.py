@@ -1,0 +1,160 @@
+"""`experiments.bench --machine`: one command for whoever has a chip.
+
+    FILE            what was found: `content`
+    FILE.partial/   finished steps of an unfinished run (`work_folder`, `step_files`)
+
+This process never touches the device. It starts another one (`worker`), watches it (`watch`), and
+puts the results together.
+"""
+
+import datetime
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import step_files
+from experiments.aot.worker import environment
+from experiments.bench import device, machine_report
+from experiments.bench.watch import Refused, Watch
+from experiments.output import RESULTS, partial_folder
+from experiments.work_folder import SETTINGS, WorkFolder
+from varjax.errors import UserError
+from varjax.io.json_text import json_text
+from varjax.progress import show_seconds
+from varjax.storage.atomic import check_new_file, exits_when_terminated, write_text
+from varjax.storage.manifest import read_json
+
+FORMAT = {"format": "varjax machine", "version": 1}
+DEFAULT = RESULTS / "machine.json"
+MINUTES = {False: 40, True: 5}  # by whether the run is quick
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) -> int:
+    """Check, tune and time this machine, print the table and write `path`. Returns the exit status:
+    1 if a result is wrong (nothing is written then) or a step failed.
+
+    Raises:
+      UserError: `path` exists, or the unfinished run is another one's.
+    """
+    start = time.monotonic()
+    until = start + 60 * (minutes or MINUTES[quick])
+    check_place(path, overwrite)
+    folder, before, watch = partial_folder(path), device.clocks(), Watch()
+    kept = WorkFolder(folder, {}, "--json")
+    with kept.held(), exits_when_terminated():
+        try:
+            _follow(watch, folder, quick, overwrite, until)
+        except Refused as refused:
+            return refused.status
+        except (KeyboardInterrupt, SystemExit):
+            print(_kept(watch, folder), file=sys.stderr)
+            raise
+        if watch.wrong:
+            return _stopped(watch, folder)
+        found = content(watch, folder, quick, {"before": before, "after": device.clocks()})
+        print(machine_report.text(found))
+        write_text(path, json_text(found))
+        print(f"wrote {path} after {show_seconds(time.monotonic() - start)}")
+        if watch.left or watch.failed:
+            print(_kept(watch, folder))
+        else:
+            kept.clear()
+    return 1 if watch.failed else 0
+
+
+def check_place(path: Path, overwrite: bool) -> None:
+    """Raise `UserError` unless results may be written to `path`. A file that lists steps as not
+    finished may be replaced by the run that goes on, as long as its steps are kept."""
+    if path == DEFAULT and not path.parent.exists():
+        return  # it is made when the first step is kept
+    check_new_file(path, overwrite=True, flag="--json")
+    if path.is_file() and not overwrite and not _goes_on(path):
+        raise UserError(f"{path} exists already: choose another --json or add --overwrite")
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether a file of results is of an unfinished run whose steps are there."""
+    if not (partial_folder(path) / SETTINGS).is_file():
+        return False
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT["format"]:
+        return False
+    return any(step.get("status") != "finished" for step in found.get("steps", ()))
+
+
+def _follow(watch: Watch, folder: Path, quick: bool, overwrite: bool, until: float) -> None:
+    """Run the steps in one process after another: the next goes on where a step ended the last."""
+    again = True
+    while again and time.monotonic() < until:
+        again = watch.follow(command(folder, quick, overwrite, watch.failed), environ(), until)
+
+
+def command(folder: Path, quick: bool, overwrite: bool, skip: Sequence[str]) -> list[str]:
+    """The command of the process that uses the device."""
+    flags = ["--machine", f"--worker={folder}"]
+    flags += ["--quick"] * quick + ["--overwrite"] * overwrite
+    flags += [f"--skip={','.join(skip)}"] if skip else []
+    return [sys.executable, "-m", "experiments.bench", *flags]
+
+
+def environ() -> dict[str, str]:
+    """Its environment: it finds this package wherever it is started."""
+    return {**os.environ, "PYTHONPATH": environment()["PYTHONPATH"]}
+
+
+def _kept(watch: Watch, folder: Path) -> str:
+    there = f"{len(watch.done)} of {len(watch.names)} steps are kept in {folder}"
+    return f"{there}: the same command goes on from there"
+
+
+def _stopped(watch: Watch, folder: Path) -> int:
+    """Say what is wrong, and how to see it again."""
+    wrong = watch.wrong
+    lines = [f"error: wrong result in step {wrong.step}: {wrong.words}"]
+    lines += [f"repeat: {wrong.command}"] if wrong.command else []
+    print(*lines, _kept(watch, folder), sep="\n", file=sys.stderr)
+    return 1
+
+
+# --- results ---
+
+
+def content(watch: Watch, folder: Path, quick: bool, clocks: dict) -> dict:
+    """The content of the file of results."""
+    settings = read_json(folder / SETTINGS)
+    digest = WorkFolder(folder, settings).digest
+    steps, rows, tuned = [], [], []
+    for name in watch.names:
+        found = step_files.read(folder, name, digest) or {}
+        status = "finished" if found else "failed" if name in watch.failed else "not run"
+        step = {"name": name, "status": status, "seconds": found.get("seconds")}
+        steps.append({**step, "note": watch.failed.get(name, "")})
+        rows += found.get("rows", [])
+        tuned += found.get("tuned", [])
+    here = {k: v for k, v in settings.items() if k not in ("format", "quick")}
+    return {
+        **FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "quick": quick,
+        "revision": revision(here["versions"]),
+        "device": here,
+        "driver": device.driver(clocks["before"]) or here["plugin"],
+        "clocks": clocks,
+        "steps": steps,
+        "rows": rows,
+        "tuned": tuned,
+    }
+
+
+def revision(versions: dict) -> str:
+    """The commit of this varjax, or else its version."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return versions.get("varjax", "unknown")
+    return done.stdout.strip()

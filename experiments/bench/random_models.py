@@ -1,0 +1,118 @@
+"""Published models with random weights, and small ones of the same families for machines without a
+chip: what programs cost does not depend on the weights."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from varjax.codecs.bsq.model import BSQConfig
+from varjax.codecs.vq.model import VQConfig
+from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.model import Model
+from varjax.models import registry
+from varjax.models.infinity.config import InfinityConfig
+from varjax.models.llamagen.config import LlamaGenConfig
+from varjax.models.registry import Preset
+from varjax.models.transformer import Transformer
+from varjax.models.var.config import VARConfig
+from varjax.nn import parameters
+from varjax.schedule import Schedule
+
+PUBLISHED = {"var-d30": "var-d30", "infinity-2b": "infinity-2b", "llamagen-xl": "llamagen-xl-384"}
+TEXT = 128  # tokens of a text
+MADE_ON_HOST = 2**20  # numbers of an array at most: sooner made there than a program is compiled
+SPREAD = 0.02  # of random weights, as large as trained ones
+
+
+def _small_configs() -> dict[str, dict]:
+    """Configurations by part: two layers, two heads as wide as the published ones."""
+    maps = Schedule.square((1, 2, 4))
+    levels = {"ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1}
+    shape = {"depth": 2, "embed_dim": 128, "num_heads": 2}
+    var = VARConfig(num_classes=8, schedule=maps, vocab_size=128, z_channels=8, **shape)
+    infinity = InfinityConfig(
+        **shape | {"embed_dim": 256},
+        block_chunks=1,
+        text_channels=64,
+        text_maxlen=TEXT,
+        codebook_dim=8,
+        schedule=maps,
+        rope_map=maps.final_map,
+    )
+    bits = {"base_ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1)}
+    llamagen = LlamaGenConfig(
+        dim=128, n_layer=2, n_head=2, multiple_of=32, vocab_size=128, num_classes=8, block_size=64
+    )
+    return {
+        "var-d30": {
+            "transformer": var,
+            "codec": VQVAEConfig(vocab_size=128, z_channels=8, schedule=maps, **levels),
+        },
+        "infinity-2b": {
+            "transformer": infinity,
+            "codec": BSQConfig(codebook_dim=8, patch_size=2, num_res_blocks=1, **bits),
+        },
+        "llamagen-xl": {
+            "transformer": llamagen,
+            "codec": VQConfig(codebook_size=128, z_channels=32, **levels),
+        },
+    }
+
+
+def abstract(name: str, small: bool) -> Model:
+    """The model `name` of `PUBLISHED` without weights, or a small one of its family."""
+    preset: Preset = registry.preset(PUBLISHED[name])
+    if small:
+        sampling = {**preset.sampling, "top_k": min(preset.sampling.get("top_k", 0), 64)}
+        preset = replace(preset, configs=_small_configs()[name], sampling=sampling)
+    family = registry.family(preset.family)
+    parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
+    metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+    return Model(f"small {name}" if small else name, parts, metadata)
+
+
+def with_weights(model: Model, dtype: str) -> Model:
+    """The model with random weights on the device: the transformer in `dtype`, the codec in
+    float32."""
+    types = {"transformer": dtype, "codec": "float32"}
+    filled = {n: _filled(part, types[n]) for n, part in model.networks.items()}
+    return replace(model, parts=filled)
+
+
+def _filled(module: nnx.Module, dtype: str) -> nnx.Module:
+    shapes: Mapping = parameters.named(parameters.shapes(module, dtype))
+    arrays = {name: _numbers(shape, number) for number, (name, shape) in enumerate(shapes.items())}
+    return parameters.fill(module, arrays)
+
+
+def _numbers(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+        return jnp.zeros(shape.shape, shape.dtype)
+    if math.prod(shape.shape) > MADE_ON_HOST:
+        return _normal(shape.shape, shape.dtype.name, seed)
+    found = SPREAD * np.random.default_rng(seed).standard_normal(shape.shape, np.float32)
+    return jnp.asarray(found, shape.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    return (SPREAD * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)).astype(dtype)
+
+
+def condition(transformer: Transformer, images: int) -> object:
+    """What a batch is made of: class 0, or random features of texts of `TEXT` tokens."""
+    shapes = transformer.condition_shapes(images, TEXT)
+    if not isinstance(shapes, Mapping):
+        return np.zeros(shapes.shape, shapes.dtype)
+    rng = np.random.default_rng(0)
+    return {
+        "kv": rng.standard_normal(shapes["kv"].shape, np.float32),
+        "length": np.full(shapes["length"].shape, TEXT, np.int32),
+        "unconditional": np.zeros(shapes["unconditional"].shape, bool),
+    }

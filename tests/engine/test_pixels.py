@@ -1,0 +1,99 @@
+"""The program that decodes pixels: chunks, arithmetic, memory, options of its compilers."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import chips
+from tests.engine import compile_pixels
+from tests.models_under_test import fixture_model
+from varjax.codecs import arithmetic
+from varjax.engine import pixels, program
+from varjax.engine.pixels import Decoding
+
+NAME = "c_k5_nol2norm"
+
+
+@pytest.mark.parametrize("images", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5])
+def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
+    model, decoding = fixture_model(NAME), Decoding()
+    codec, shape = model.codec, (images, *model.config.code_map)
+    code_map = jax.random.normal(jax.random.key(0), shape)
+    expected = jax.jit(lambda codec: (codec.decode(code_map) + 1) / 2)(codec)
+    each = decoding.image_bytes(codec, shape[1:3])
+    monkeypatch.setattr(pixels, "DECODER_BYTES", 2 * each)
+    assert decoding.images_at_once(codec, shape[1:3], images) == min(images, 2)
+    decode = jax.jit(pixels.decode, static_argnums=2)
+    np.testing.assert_allclose(decode(codec, code_map, decoding), expected, atol=1e-5)
+
+
+def test_a_decoder_in_bfloat16_rounds_pixels():
+    model = fixture_model(NAME)
+    code_map = jnp.zeros((2, *model.config.code_map)) + 0.1
+    code_map += jax.random.normal(jax.random.key(0), code_map.shape)
+    traced = pixels.trace_pixels(model.networks, code_map, Decoding("bfloat16"))
+    convolutions = [line for line in str(traced.jaxpr).splitlines() if "conv_general" in line]
+    assert convolutions and all("bf16[" in line for line in convolutions)
+    found = traced.lower().compile()(model.networks, code_map)
+    expected = jax.jit(pixels.decode, static_argnums=2)(model.codec, code_map, Decoding())
+    assert found.dtype == jnp.float32
+    error = np.sqrt(np.square(found - expected).mean())
+    assert 1e-5 < error < 0.01
+
+
+def test_how_many_images_at_once(monkeypatch):
+    """At least one, at most all, and as many as are asked for."""
+    codec, code_map = fixture_model(NAME).codec, (16, 16)
+    for dtype in arithmetic.DTYPES:
+        each = Decoding(dtype).image_bytes(codec, code_map)
+        monkeypatch.setattr(pixels, "DECODER_BYTES", 4 * each)
+        asked = [Decoding(dtype, n).images_at_once(codec, code_map, 8) for n in (None, 1, 5, 9)]
+        assert asked == [4, 1, 5, 8]
+        monkeypatch.setattr(pixels, "DECODER_BYTES", 1)
+        assert Decoding(dtype).images_at_once(codec, code_map, 8) == 1
+
+
+def test_compiler_options_give_way_to_flags(monkeypatch):
+    """GPUs do not try all algorithms; who has said how they are chosen has decided."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    for platform in ("cpu", "tpu"):
+        assert pixels.compiler_options(platform) == program.compiler_options(platform)
+    usual = program.compiler_options("gpu")
+    assert pixels.compiler_options("gpu") == usual | pixels.UNTUNED != usual
+    for flag in (*pixels.UNTUNED, "xla_gpu_autotune_level"):
+        monkeypatch.setenv("XLA_FLAGS", f"--{flag}=0")
+        assert pixels.compiler_options("gpu") == usual
+
+
+# --- chips that are not here ---
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", compile_pixels.TARGETS)
+def test_decoders_compile(target):
+    """Every family's decoder in all that the chip offers, by its own compiler, with the options of
+    this program. What the compiled text says of the convolutions is what was asked for."""
+    if why := chips.why_unavailable(target):
+        pytest.skip(why)
+    command = [sys.executable, compile_pixels.__file__, target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    chip = chips.get_chip(target)
+    dtypes = arithmetic.DTYPES if chip.platform == "gpu" else ("bfloat16", "float32")
+    assert [p["dtype"] for p in found] == list(dtypes) * len(compile_pixels.fixtures(chip))
+    for decoder in found:
+        types = {"bfloat16": ["bf16"]}.get(decoder["dtype"], ["f32"])
+        precisions = ["highest"] if decoder["dtype"] == "float32" else ["default"]
+        assert decoder["convolutions"] >= 8, decoder
+        assert decoder["operands"] == types and decoder["precisions"] == precisions, decoder
+        if chip.platform == "gpu":
+            assert decoder["products"] == precisions, decoder
+            # the compiler has chosen; without tuning at all it leaves that to the run, which takes
+            # the first engine of cuDNN's list
+            assert decoder["algorithms"] == decoder["convolutions"], decoder

@@ -1,0 +1,516 @@
+"""`experiments.bench --machine` on a CPU: the steps run, an interrupted run goes on, wrong numbers
+and kernels that hang end it. What it says of a chip is not tested."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import step_files
+from experiments.bench import (
+    checks,
+    device,
+    kernel_steps,
+    machine,
+    machine_report,
+    sanitizer,
+    scope,
+    steps,
+    watch,
+    worker,
+)
+from experiments.bench.kernel_steps import WrongResult
+from experiments.bench.rows import Call, Found, Row
+from experiments.bench.steps import Step
+from experiments.bench.watch import Refused, Watch
+from experiments.work_folder import FINISHED, WorkFolder
+from pallas_kernels import bench, implementations
+from pallas_kernels.chips import get_chip
+from pallas_kernels.ragged_attention import config
+from varjax.errors import UserError
+
+CPU = "cpu, 20"  # how its table begins
+ROW = Row(Call("attend", "var-d30-t1", "mosaic", "bfloat16", 8, 1.0), 1e-3, 989.4e8, 2.4e9)
+
+
+# --- the whole of it ---
+
+
+def test_a_quick_run_on_a_cpu(call, tmp_path):
+    """Every kind of step, in a process of its own."""
+    path = tmp_path / "machine.json"
+    flags = "--machine", "--quick", "--minutes=60", f"--json={path}"
+    status, out, err = call("bench", *flags)
+    assert status == 0, err
+    assert CPU in out and "its peaks are not known" in out and "not run" not in out
+    found = json.loads(path.read_text())
+    assert [s["status"] for s in found["steps"]] == ["finished"] * len(found["steps"])
+    assert found["quick"] and found["device"]["versions"]["jax"] == jax.__version__
+    assert [s["name"] for s in found["steps"]] == [s.name for s in steps.listed(scope.here(True))]
+    rows = [Row.read(row) for row in found["rows"]]
+    kinds = {row.call.operation.split()[0] for row in rows}
+    assert kinds == {"check", "attend,", "tune", *scope.SMALLEST, "starts", "products"} | {
+        "codes",
+        "pixels",
+    }
+    for row in rows:
+        assert (row.seconds or 0) > 0 or " right, largest error" in row.note or " us + " in row.note
+    assert len(found["tuned"]) == 1 and list(tmp_path.iterdir()) == [path]
+
+    status, _, err = call("bench", "--machine", "--quick", f"--json={path}")
+    assert status == 2 and "exists already: choose another --json or add --overwrite" in err
+    status, _, err = call("bench", f"--adopt={path}")
+    assert status == 2 and "it was measured on a CPU" in err
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_a_cpu(call, tmp_path):
+    path = tmp_path / "machine.json"
+    status, out, err = call("bench", "--machine", "--minutes=240", f"--json={path}")
+    assert status == 0, err
+    found = json.loads(path.read_text())
+    assert {s["status"] for s in found["steps"]} == {"finished"}
+    shapes = {row["call"]["shape"] for row in found["rows"]}
+    assert set(scope.MODELS) <= shapes
+    notes = [row["note"] for row in found["rows"]]
+    assert any("dB from float32" in note for note in notes)
+    assert not any("Error" in note for note in notes), notes
+
+
+def test_a_step_alone(call):
+    status, out, _ = call("bench", "--machine", "--quick", "--step=starts")
+    assert status == 0 and out.startswith("starts 256 kernels")
+    status, _, err = call("bench", "--machine", "--quick", "--step=stars")
+    assert status == 2 and "unknown step 'stars'" in err and "did you mean 'starts'" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quick"], "--quick belongs to --machine"),
+        (["--minutes=3"], "--minutes belongs to --machine"),
+        (["--step=starts"], "--step belongs to --machine"),
+        (["--worker=x"], "--worker belongs to --machine"),
+        (["--machine", "--check"], "leave --check and --tune out"),
+        (["--machine", "--minutes=0"], "--minutes=0 is not valid"),
+        (["--machine", "--json=missing/m.json"], "there is no folder"),
+        (["--machine", "--json=."], "is a folder"),
+    ],
+)
+def test_wrong_flags(call, flags, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call("bench", *flags)
+    assert status == 2 and message in err and not out and not list(tmp_path.iterdir())
+
+
+# --- steps ---
+
+
+def test_steps_of_a_chip(monkeypatch):
+    """Names are file names, checks come first, and every published model is drawn."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(implementations.target, "platform", lambda: "gpu")
+    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
+    monkeypatch.setattr(sanitizer, "available", lambda: True)
+    monkeypatch.setattr(bench, "fits", lambda spec: True)
+    here = replace(scope.here(False), chip=get_chip("h200"))
+    assert here.best == "mosaic" and here.images == (1, 8, 64) and not here.small
+    every = steps.listed(here)
+    names = [step.name for step in every]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert FINISHED.fullmatch(step_files.path_of(Path(), name).name)
+    first = [step.name for step in every[: names.index("slope")]]
+    assert all(step.checks for step in every[: len(first)]) and names[0] == "sanitizer"
+    assert first[1:] == [f"check-{n}-mosaic" for n in scope.CHECKED if f"check-{n}-mosaic" in names]
+    assert names[-1].startswith("check-") and names[-1].endswith("-triton")
+    draws = [f"draw-{m}-{p}-{i}" for p in steps.POLICIES for i in (1, 8, 64) for m in scope.MODELS]
+    assert [n for n in names if n.startswith("draw")] == draws
+    assert "check-attend-triton" in names and "check-finish-mosaic" in names
+    quick = [step.name for step in steps.listed(replace(scope.here(True), chip=here.chip))]
+    assert set(quick) < set(names) and not any("tune" in n or "triton" in n for n in quick)
+
+
+def test_a_check_compares_what_is_published():
+    here = replace(scope.here(False), small=False, dtype="bfloat16", shapes=("var-d30-t256",))
+    here = replace(here, types=(("bfloat16", None), ("bfloat16", "int8")))
+    found = list(kernel_steps.cases(here, "attend", "mosaic"))
+    assert len(found) == 2 * len(bench.OPERATIONS["attend"].fillings) + 1
+    assert {case.spec.heads for case in found} == {3, 30}
+    assert all((case.spec.tokens, case.spec.entries) == (256, 27) for case in found)
+    other = list(kernel_steps.cases(replace(here, shapes=("var-d36-t9",)), "attend", "mosaic"))
+    assert [case.spec.heads for case in other] == [3, 36]
+
+
+def test_a_wrong_number_names_the_input_and_its_command(call, monkeypatch):
+    """The command that is printed finds the same."""
+    here, seen = scope.here(True), []
+
+    def errors(operation, spec, name):
+        seen.append(spec)
+        return {"out": float("nan"), "lse": 1e-4}
+
+    monkeypatch.setattr(bench, "errors", errors)
+    with pytest.raises(WrongResult) as wrong:
+        kernel_steps.check(here, "attend", "triton-interpret")
+    for part in ("attend by triton-interpret", "var-d30-t1", "bfloat16", "tables random"):
+        assert part in wrong.value.words
+    assert "error out nan  lse 1.0e-04, allowed is less than 1e-02" in wrong.value.words
+    words = wrong.value.command.split()
+    assert words[:3] == ["python", "-m", "experiments.bench"]
+    status, out, _ = call("bench", *words[3:])
+    assert status == 1 and out.startswith("WRONG  attend  var-d30-t1  bfloat16")
+    assert seen[-1] == replace(seen[-2], kv_dtype="bfloat16")
+
+
+def test_a_kernel_that_fails_is_wrong(monkeypatch):
+    def errors(*_):
+        raise RuntimeError("an illegal instruction")
+
+    monkeypatch.setattr(bench, "errors", errors)
+    with pytest.raises(WrongResult, match="RuntimeError: an illegal instruction"):
+        kernel_steps.check(scope.here(True), "write", "tpu-interpret")
+
+
+def test_a_kernel_may_refuse_shapes(monkeypatch):
+    def errors(*_):
+        raise NotImplementedError("heads of 64")
+
+    monkeypatch.setattr(bench, "errors", errors)
+    [row] = kernel_steps.check(scope.here(True), "write", "tpu-interpret").rows
+    assert row.note == "0 right, largest error 0.0e+00, 1 refused"
+
+
+def test_what_cannot_be_timed_says_why(monkeypatch):
+    def prepare(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+    here = scope.here(True)
+    spec = checks.resized(kernel_steps.arg_specs.SPECS["var-d30-t1"], True)
+    assert "out of memory" in kernel_steps.timed(here, "write", spec, 1.0).note
+    assert "a pool of" in kernel_steps.timed(here, "write", replace(spec, rows=10**8), 1.0).note
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "said"),
+    [
+        (0, "", "nothing found"),
+        (5, "", "it ended with 5"),
+        (sanitizer.FOUND, "========= Invalid __global__ read of size 4", "Invalid __global__ read"),
+        (1, "WRONG  attend_token", "WRONG  attend_token"),
+    ],
+)
+def test_the_sanitizer(monkeypatch, tmp_path, status, output, said):
+    tool = tmp_path / sanitizer.TOOL
+    tool.write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert sanitizer.available()
+    if status in (0, 5):
+        assert sanitizer.check().rows[0].note == said
+        return
+    with pytest.raises(WrongResult, match=said) as wrong:
+        sanitizer.check()
+    assert wrong.value.command.startswith("compute-sanitizer --error-exitcode=99 python -m exper")
+
+
+# --- the process that uses the device ---
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(name=function, ...): the steps of this machine are these; returns names that ran."""
+    ran = []
+
+    def use(**functions):
+        def step(name, function):
+            def run(**_):
+                ran.append(name)
+                function()
+                return Found([replace(ROW, call=replace(ROW.call, shape=name))])
+
+            return Step(name, run, checks=name.startswith("check"))
+
+        found = [step(*item) for item in functions.items()]
+        monkeypatch.setattr(steps, "listed", lambda here: found)
+        return ran
+
+    return use
+
+
+def nothing():
+    pass
+
+
+def wrong():
+    raise WrongResult("attend, shape s: error 1", "python -m again")
+
+
+def broken():
+    raise RuntimeError("launch failure")
+
+
+def run(folder, quick=True, overwrite=False, skip=()):
+    return worker.work(folder, quick=quick, overwrite=overwrite, skip=skip)
+
+
+def test_finished_steps_are_kept(fake, tmp_path, capsys):
+    ran = fake(one=nothing, two=broken, three=nothing)
+    assert run(tmp_path) == worker.AGAIN and ran == ["one", "two"]
+    assert '"failed"' in capsys.readouterr().out
+    assert run(tmp_path, skip=["two"]) == 0 and ran == ["one", "two", "three"]
+    fake(one=nothing, two=nothing, three=nothing)
+    assert run(tmp_path) == 0 and ran == ["one", "two", "three", "two"]
+    assert '"done": ["one", "three"]' in capsys.readouterr().out
+    (tmp_path / "step-one.json").write_text("{")  # damaged: it runs again
+    ran = fake(one=nothing)
+    assert run(tmp_path) == 0 and ran[-1] == "one"
+
+
+def test_a_wrong_result_ends_the_process(fake, tmp_path, capsys):
+    ran = fake(check_one=wrong, two=nothing)
+    assert run(tmp_path) == worker.WRONG and ran == ["check_one"]
+    last = capsys.readouterr().out.splitlines()[-1].removeprefix(worker.MARK)
+    said = {"name": "check_one", "words": "attend, shape s: error 1", "command": "python -m again"}
+    assert json.loads(last) == {"event": "wrong", **said}
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kind": "NVIDIA H100"}, r"kind 'cpu', now 'NVIDIA H100'"),
+        ({"versions": {"jax": "0.9"}}, r"versions {'jax'.*, now {'jax': '0.9'}"),
+        ({"xla_flags": "--x"}, r"xla_flags .*, now '--x'"),
+    ],
+)
+def test_another_machine_does_not_go_on(fake, tmp_path, monkeypatch, changed, said):
+    fake(one=nothing)
+    run(tmp_path)
+    before = (tmp_path / "step-one.json").read_bytes()
+    describe = device.describe
+    with pytest.raises(UserError, match="quick True, now False.*choose another --json"):
+        run(tmp_path, quick=False)
+    monkeypatch.setattr(device, "describe", lambda: {**describe(), **changed})
+    with pytest.raises(UserError, match=f"unfinished run with other settings .{said}"):
+        run(tmp_path)
+    assert (tmp_path / "step-one.json").read_bytes() == before
+    assert run(tmp_path, overwrite=True) == 0
+
+
+def test_a_foreign_file_is_not_touched(fake, tmp_path):
+    fake(one=nothing)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds 'mine.txt', which no run writes"):
+        run(tmp_path)
+
+
+def test_tuned_tiles_of_another_device_are_refused(fake, tmp_path, monkeypatch):
+    fake(one=nothing)
+    monkeypatch.setattr(config, "TUNED", tmp_path / "tuned")
+    other = config.write_tuned("NVIDIA H100", "attend", "mosaic", {})
+    target = config.tuned_path("cpu", "attend")
+    target.parent.mkdir()
+    target.write_bytes(other.read_bytes())
+    here = replace(scope.here(True), small=False, best="mosaic")
+    monkeypatch.setattr(scope, "here", lambda quick: here)
+    with pytest.raises(UserError, match="device is 'nvidia-h100', needed is 'cpu'; move it away"):
+        run(tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+# --- watching it ---
+
+
+def said(*events):
+    """A program that says these events, one number meaning seconds to sleep."""
+    lines = ["import time, sys"]
+    for event in events:
+        line = f"time.sleep({event})"
+        if not isinstance(event, (int, float)):
+            line = f"print({worker.MARK + json.dumps(event)!r}, flush=True)"
+        lines.append(event if isinstance(event, str) else line)
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+BEGIN = {"event": "begin", "steps": ["a", "b"], "done": [], "kind": "chip"}
+START = {"event": "start", "name": "a", "limit": 30, "checks": False}
+CHECK = {**START, "checks": True}
+CASE = {"event": "case", "words": "attend, shape s", "command": "python -m one"}
+DONE = {"event": "finished", "name": "a", "seconds": 1.0}
+
+
+def follow(*events, seconds=60.0):
+    found = Watch()
+    again = found.follow(said(*events), dict(os.environ), time.monotonic() + seconds)
+    return again, found
+
+
+def test_a_process_that_is_done():
+    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, {**DONE, "name": "b"})
+    assert not again and found.done == ["a", "b"] and not found.left and not found.failed
+
+
+def test_a_step_that_fails_is_left_out():
+    failed = {"event": "failed", "name": "a", "why": "no memory"}
+    again, found = follow(BEGIN, START, failed, f"sys.exit({worker.AGAIN})")
+    assert again and found.failed == {"a": "no memory"} and found.left == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("sys.exit(7)", "the process ended with 7"),
+        ("import os; os.abort()", "the process ended with -6"),
+        (60, "it did not end within 1 s"),
+    ],
+)
+def test_a_step_that_ends_its_process_or_hangs(end, why):
+    again, found = follow(BEGIN, {**START, "limit": 1}, end)
+    assert again and why in found.failed["a"] and found.left == ["b"] and not found.wrong
+
+
+@pytest.mark.parametrize("end", ["sys.exit(7)", 60])
+def test_a_check_that_ends_its_process_or_hangs_is_wrong(end):
+    again, found = follow(BEGIN, {**CHECK, "limit": 1}, CASE, end)
+    assert not again and found.wrong.command == "python -m one"
+    assert found.wrong.words.startswith("attend, shape s: ")
+
+
+def test_the_time_is_up():
+    start = time.monotonic()
+    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, 60, seconds=3)
+    assert not again and found.left == ["b"] and time.monotonic() - start < 30
+
+
+def test_a_process_that_does_not_begin(monkeypatch):
+    with pytest.raises(Refused) as refused:
+        follow("sys.exit(2)")
+    assert refused.value.status == 2
+    monkeypatch.setattr(watch, "BEGIN_SECONDS", 1)
+    with pytest.raises(Refused):
+        follow(60)
+
+
+# --- the whole again, with made-up processes ---
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path, capsys):
+    """measured(*events, keep=names, **options): (status, output, errors) of a run whose process
+    says these events and keeps these steps."""
+    monkeypatch.setattr(device, "clocks", lambda: [{"name": "GPU", "driver_version": "580.1"}])
+    path = tmp_path / "m.json"
+    settings = {"format": 1, "quick": False, **device.describe(), "kind": "NVIDIA H200"}
+    settings |= {"platform": "gpu", "chip": "h200"}
+
+    def invoke(*events, keep=(), **options):
+        def command(folder, quick, overwrite, skip):
+            work = WorkFolder(folder, settings)
+            work.start()
+            for name in keep:
+                found = Found([replace(ROW, call=replace(ROW.call, shape=name))])
+                content = {"seconds": 1.0, **found.as_json()}
+                step_files.write(folder, name, work.digest, content)
+            return said(*events)
+
+        monkeypatch.setattr(machine, "command", command)
+        options = {"quick": False, "minutes": None, "overwrite": False, **options}
+        return machine.measure(path, **options), *capsys.readouterr(), path
+
+    return invoke
+
+
+def test_what_was_not_run_is_listed_and_runs_later(measured, monkeypatch):
+    monkeypatch.setitem(machine.MINUTES, False, 0.05)
+    status, out, _, path = measured(BEGIN, START, DONE, {**START, "name": "b"}, 60, keep=["a"])
+    assert status == 0 and "not run, the time was up: b" in out
+    assert "the same command goes on" in out
+    found = json.loads(path.read_text())
+    assert [s["status"] for s in found["steps"]] == ["finished", "not run"]
+    assert found["driver"] == "580.1" and found["device"]["kind"] == "NVIDIA H200"
+    begin, monkeypatched = {**BEGIN, "done": ["a"]}, {**START, "name": "b"}
+    monkeypatch.setitem(machine.MINUTES, False, 1)
+    ends = begin, monkeypatched, {**DONE, "name": "b"}
+    status, out, _, path = measured(*ends, keep=["b"])
+    assert status == 0 and "not run" not in out
+    assert [r["call"]["shape"] for r in json.loads(path.read_text())["rows"]] == ["a", "b"]
+    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(UserError, match="exists already"):
+        measured(*ends)
+
+
+def test_a_wrong_result_writes_nothing(measured):
+    found = {"event": "wrong", "name": "a", "words": "attend: error 1", "command": "python -m x"}
+    status, out, err, path = measured(BEGIN, CHECK, found, "sys.exit(1)")
+    assert status == 1 and not path.exists()
+    assert "error: wrong result in step a: attend: error 1\nrepeat: python -m x\n" in err
+
+
+def test_a_failed_step_is_listed(measured):
+    events = BEGIN, START, {"event": "failed", "name": "a", "why": "no memory"}
+    status, out, _, path = measured(*events, "sys.exit(0)", keep=["b"])
+    assert status == 1 and "failed: a: no memory" in out and path.exists()
+
+
+def test_two_at_once(measured, tmp_path):
+    with WorkFolder(tmp_path / "m.json.partial", {}).held():
+        with pytest.raises(UserError, match="another run is writing to .*, or choose --json"):
+            measured(BEGIN)
+
+
+# --- what it prints ---
+
+
+def content(*rows, chip="h200", status="finished"):
+    device_ = {"kind": "NVIDIA H200", "chip": chip, "versions": {"jax": "1", "varjax": "2"}}
+    return {
+        **machine.FORMAT,
+        "date": "2026-01-02",
+        "quick": False,
+        "revision": "abc",
+        "device": {"platform": "gpu", **device_},
+        "driver": "580.1",
+        "clocks": {"before": [{"name": "GPU", "clocks.sm": "1980 MHz"}], "after": None},
+        "steps": [{"name": "a", "status": status, "seconds": 1.0, "note": "because"}],
+        "rows": [row.as_json() for row in rows],
+        "tuned": [],
+    }
+
+
+def test_the_table():
+    rows = ROW, replace(ROW, modelled=5e-4, expected=8e-4), replace(ROW, seconds=None, note="why")
+    lines = machine_report.text(content(*rows)).splitlines()
+    assert lines[0] == "NVIDIA H200, 2026-01-02, driver 580.1"
+    assert "before: clocks.sm 1980 MHz" in lines
+    assert "peaks of h200: 989.4 TFLOP/s in bfloat16, 4800 GB/s" in lines
+    first, second, third = (line for line in lines if line.startswith("attend"))
+    assert "2.4e+03 ( 50%)" in first and "98.9 ( 10%)" in first
+    assert second.split()[6:11] == ["1.00", "ms", "500.0", "us", "2.00"] and "800.0 us" in second
+    assert third.endswith("-  why")
+    assert lines[-1] == "" or "not run" not in lines[-1]
+    for status, said in (("failed", "failed: a: because"), ("not run", "not run, the time was up")):
+        assert said in machine_report.text(content(status=status))
+    assert "its peaks are not known" in machine_report.text(content(chip=None))
+
+
+def test_clocks_come_from_nvidia_smi(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert device.clocks() is None and device.driver(None) is None
+    tool = tmp_path / device.NVIDIA_SMI
+    fields = ", ".join(f"{n} of it" for n in device.ASKED)
+    for text, found in ((f"echo '{fields}'", True), ("exit 9", False), ("echo a, b", False)):
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+        if not found:
+            assert not device.clocks()
+            continue
+        [gpu] = device.clocks()
+        assert gpu["clocks.sm"] == "clocks.sm of it"
+        assert device.driver([gpu]) == "driver_version of it"

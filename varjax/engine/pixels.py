@@ -1,0 +1,119 @@
+"""The program that decodes pixels, before and after it is compiled: in which arithmetic, how many
+images at once, and the memory that this takes.
+
+As in `varjax.engine.program`, arguments may be arrays or `jax.ShapeDtypeStruct`s.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+from flax import nnx
+from jax.experimental.layout import Format
+from jaxtyping import Array, Float, PyTree
+
+from varjax.codecs import arithmetic
+from varjax.engine import program
+from varjax.engine.segments import map_in_chunks
+from varjax.nn.published import Configuration
+from varjax.parallel.sharding import ShardedProgram
+
+DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
+# Convolutions by the first algorithm that cuDNN's heuristics name. By default XLA runs them all,
+# with inputs, results and workspaces of their own: 51 GiB were seen. `xla_gpu_autotune_level=0`
+# would compile convolutions without any algorithm (docs/lab/decoding.md).
+UNTUNED = {"xla_gpu_exclude_nondeterministic_ops": True}
+
+
+class Codec(Protocol):
+    """What decoding asks of a codec (`varjax.codecs.autoencoder`); `config` has `downsample` and
+    `decoder.widths`."""
+
+    config: Configuration
+
+    def decode(
+        self, code_map: Float[Array, "B P Q C"], *, dtype: str
+    ) -> Float[Array, "B H W 3"]: ...
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How codes become pixels.
+
+    dtype: one of `arithmetic.DTYPES`.
+    at_once: images that are decoded together; None: as many as `DECODER_BYTES` allow.
+    """
+
+    dtype: str = arithmetic.FLOAT32
+    at_once: int | None = None
+
+    def images_at_once(self, codec: Codec, code_map: tuple[int, int], images: int) -> int:
+        """How many of so many images are decoded together. code_map: height and width of the latent
+        map."""
+        fitting = DECODER_BYTES // self.image_bytes(codec, code_map)
+        return max(1, min(images, self.at_once or fitting))
+
+    def image_bytes(self, codec: Codec, code_map: tuple[int, int]) -> int:
+        """Estimate what decoding one image takes: six activations of the largest resolution."""
+        height, width = (side * codec.config.downsample for side in code_map)
+        item = arithmetic.arrays(self.dtype).itemsize
+        # widths[0] belongs to the finest level, which has the most pixels
+        return 6 * height * width * codec.config.decoder.widths[0] * item
+
+
+def trace_pixels(
+    networks: Mapping[str, nnx.Module],
+    code_map: Array | jax.ShapeDtypeStruct,
+    decoding: Decoding,
+    *,
+    formats: PyTree[Format] | None = None,
+    sharded: ShardedProgram | None = None,
+) -> jax.stages.Traced:
+    """Trace the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`, which are
+    float32 in [0, 1].
+
+    formats: where and how the weights lie (`Compiled.input_formats`); None: as usual.
+    sharded: the program of a mesh, for several devices.
+    """
+    where = {} if formats is None else {"in_shardings": (formats, None)}
+    if sharded is not None:
+        # each device decodes its own images
+        over_images = sharded.over_images(lambda networks, maps: _pixels(networks, maps, decoding))
+        return jax.jit(over_images, **where).trace(networks, code_map)
+    # one function for all generators, not a closure each: JAX then traces it once per model
+    traced = jax.jit(_pixels, static_argnums=(2,), **where)
+    return traced.trace(networks, code_map, decoding)
+
+
+def _pixels(networks, code_map, decoding: Decoding):
+    return decode(networks["codec"], code_map, decoding)
+
+
+def decode(
+    codec: Codec, code_map: Float[Array, "B P Q C"], decoding: Decoding
+) -> Float[Array, "B H W 3"]:
+    """Return pixels in [0, 1], float32."""
+    images = code_map.shape[0]
+    at_once = decoding.images_at_once(codec, code_map.shape[1:3], images)
+    return map_in_chunks(
+        lambda index: (codec.decode(code_map[index], dtype=decoding.dtype) + 1) / 2,
+        images,
+        at_once,
+    )
+
+
+def compiler_options(platform: str) -> dict[str, bool | str]:
+    """How the program is compiled, where `XLA_FLAGS` do not say otherwise: as others
+    (`program.compiler_options`), and on GPUs without running all algorithms of its convolutions."""
+    options = program.compiler_options(platform)
+    given = os.environ.get("XLA_FLAGS", "")
+    if platform == "gpu" and not any(name in given for name in (*UNTUNED, "xla_gpu_autotune")):
+        options |= UNTUNED
+    return options
+
+
+def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Compile the program of `trace_pixels` for the device that is there."""
+    return traced.lower().compile(compiler_options=compiler_options(jax.default_backend()))
