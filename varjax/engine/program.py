@@ -21,7 +21,7 @@ from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
-from varjax.nn.schemes import SCHEMES
+from varjax.nn.schemes import INT8
 from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
 
@@ -85,9 +85,7 @@ def compiler_options(
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     But libraries take matrices in the type of the product only, and so would make a copy of every
     int8 matrix in each call; Triton's products convert as they read. Where activations are in 8
-    bits, too, Triton's products multiply sums by both scales on the way (with an option of XLA that
-    is still experimental in jax 0.10.2 to 0.12.0; without it, and with libraries, another kernel
-    reads all sums and writes them once more).
+    bits, too, libraries multiply both operands as they are.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
@@ -95,11 +93,8 @@ def compiler_options(
       programs that draw codes.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
-    scheme = SCHEMES.get(weights_dtype)
-    if platform == "gpu" and scheme is None:
+    if platform == "gpu" and weights_dtype != INT8:
         name, value = "xla_gpu_enable_triton_gemm", False
-    elif platform == "gpu" and scheme.activations:
-        name, value = "xla_gpu_experimental_gemm_fusion_v2", True
     elif platform == "cpu" and not few_rows:
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
     else:

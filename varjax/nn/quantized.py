@@ -92,24 +92,25 @@ class Quantized:
         """
         rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
         if self.scheme.activations:
-            sums = self._of_rows(rows, axis, activation)
+            sums = self._of_rows(rows, kind, axis, activation)
         else:
             sums = self._plain(activation(rows) if activation else rows)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
 
-    def _of_rows(self, x: Float[Array, "R D_in"], axis, activation) -> Float[Array, "R D_out"]:
-        """The product of rows that are brought into 8 bits, without the matrix's scales."""
+    def _of_rows(self, x, kind, axis, activation) -> Float[Array, "R D_out"]:
+        """The product of rows [R, D_in] that are brought into 8 bits, without the matrix's
+        scales."""
         if why := why_not_here(self.scheme):
             raise NotImplementedError(why)
         numbers, scale = quantize_rows(x, self.scheme, axis, activation)
-        if target.platform() == "gpu":
-            # or products would bring rows into 8 bits themselves, anew for every tile of channels
-            numbers, scale = jax.lax.optimization_barrier((numbers, scale))
         if self.scheme.emulated:
             return self._by_parts(numbers.astype(jnp.float32)) * scale
-        exact = jnp.int32 if self.scheme.dtype == np.int8 else jnp.float32
+        if self.scheme.dtype == np.int8:
+            kind = jnp.int32
+        elif target.platform() != "gpu":  # whose libraries write sums out before the scales come
+            kind = jnp.float32
         last = (((1,), (1,)), ((), ()))
-        sums = jax.lax.dot_general(numbers, self.array, last, preferred_element_type=exact)
+        sums = jax.lax.dot_general(numbers, self.array, last, preferred_element_type=kind)
         return sums.astype(jnp.float32) * scale
 
     def _plain(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
