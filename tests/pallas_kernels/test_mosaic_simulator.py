@@ -266,7 +266,14 @@ def test_a_place_that_is_filled_before_its_step_is_seen(monkeypatch, capsys):
 
 def test_a_store_that_is_not_waited_for_is_seen(monkeypatch):
     """The program ends while its shared memory is still copied to the pool."""
-    monkeypatch.setattr(mosaic_stores.plgpu, "wait_smem_to_gmem", lambda *_: None)
+    put = mosaic_stores.Stores.put
+
+    def without_wait(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(mosaic_stores.plgpu, "wait_smem_to_gmem", lambda *_: None)
+            put(*given)
+
+    monkeypatch.setattr(mosaic_stores.Stores, "put", without_wait)
     with pytest.raises(Exception, match="Not all copy_smem_to_gmem"):
         store_and_attend(APART["as-it-is"].arguments())
 
