@@ -157,8 +157,8 @@ def _as_int8(pool):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `attend`, `attention_moments` and `write`. `writes` stores some of the
-    tokens into blocks of their heads."""
+    """The arguments of `attend`, `attention_moments`, `write` and `store_and_attend`. `writes`
+    stores some of the tokens into blocks of their heads."""
 
     projection: Projection
     length: jax.Array
