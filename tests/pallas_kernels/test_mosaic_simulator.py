@@ -264,18 +264,16 @@ def test_a_place_that_is_filled_before_its_step_is_seen(monkeypatch, capsys):
         check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
 
 
-def test_a_store_that_is_not_waited_for_is_seen(monkeypatch):
-    """The program ends while its shared memory is still copied to the pool."""
-    put = mosaic_stores.Stores.put
+def test_a_run_that_several_warps_store_is_seen(monkeypatch, capsys):
+    every = mosaic_stores.Stores._put_run
 
-    def without_wait(*given):
-        with monkeypatch.context() as patch:
-            patch.setattr(mosaic_stores.plgpu, "wait_smem_to_gmem", lambda *_: None)
-            put(*given)
+    def same_run(stores, results, row, head, first, run):
+        every(stores, results, row, head, first, 0 * run)
 
-    monkeypatch.setattr(mosaic_stores.Stores, "put", without_wait)
-    with pytest.raises(Exception, match="Not all copy_smem_to_gmem"):
+    monkeypatch.setattr(mosaic_stores.Stores, "_put_run", same_run)
+    with pytest.raises(Exception, match=RACE):
         store_and_attend(APART["as-it-is"].arguments())
+        assert no_races(capsys), "race"
 
 
 @pytest.mark.parametrize(
