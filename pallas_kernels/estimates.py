@@ -302,6 +302,24 @@ def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstima
     )
 
 
+@_depending_on_occupancy
+def finish_and_store(
+    projection: Projection,
+    kv_pool: Array,
+    writes: BlockWrites,
+    turned: int = 0,
+    *,
+    occupancy: Occupancy,
+) -> pl.CostEstimate:
+    """Cost of finishing keys and values and storing them on the way. turned: see `finish`."""
+    found, (rows, heads, tokens, head_dim) = finish(projection, 2, turned), projection.shape
+    entries, size = writes.ids.shape[-1], kv_pool.shape[2]
+    _, filled = occupancy.written.get((tokens, entries), (1, 1))
+    stored = 2 * min(tokens, entries * size * filled) * head_dim * kv_pool.dtype.itemsize
+    moved = found.bytes_accessed + round(rows * heads * stored)
+    return pl.CostEstimate(found.flops, found.transcendentals, moved)
+
+
 def _blocks_read(projection: Projection, table: BlockTable, occupancy: Occupancy) -> float:
     """Blocks that a head reads on average."""
     entries = table.ids.shape[-1]
