@@ -226,6 +226,7 @@ def attend_token(
     *,
     step: int | None = None,
     stored: int = 0,
+    probed: int = 0,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of one query per row and query head.
@@ -235,6 +236,7 @@ def attend_token(
       step: how many slots are read at once, up to the last one in use; None: all slots are read.
       stored: slots of a head that are written, the token's own among them. Its key and value are
         read.
+      probed: one call in so many writes scores of a second query, float32; 0: none.
     """
     used = occupancy.share_read(pool.shape[2], step) if step else 1.0
     pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
@@ -245,10 +247,13 @@ def attend_token(
     if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
         moved += 2 * q.size // group * q.dtype.itemsize
-    pairs *= used * group
+    flops = 4 * pairs * used * group * head_dim
+    if probed:
+        moved += 4 * (q.size // group + pairs / probed)
+        flops += 2 * pairs * head_dim / probed
     return pl.CostEstimate(
-        flops=round(4 * pairs * head_dim),
-        transcendentals=round(pairs),
+        flops=round(flops),
+        transcendentals=round(pairs * used * group),
         bytes_accessed=round(moved),
     )
 

@@ -154,6 +154,11 @@ class StageDecision:
         in_groups = newest.reshape(len(newest), -1, self.queries_per_head, newest.shape[-1])
         return jnp.moveaxis(jax.lax.map(weights, jnp.moveaxis(in_groups, 2, 0)), 0, 2)
 
+    def mean_query(self, cache: LayerCache) -> Float[Array, "R N H"]:
+        """The mean of the window's queries. Its score is the mean of their scores: one product in
+        place of W."""
+        return cache.query_sum / self.needs.window
+
     def _look(self, cache: LayerCache) -> Look:
         needs, window_logits, window_scores, keys = self.needs, None, None, None
         scores = partial(
@@ -162,10 +167,10 @@ class StageDecision:
             first=self.condition,
             implementation=self.attention,
         )
-        if needs.window_logits:
-            # the mean of scores is the score of the mean query: one product in place of W
-            mean = cache.query_sum / needs.window
-            window_logits = scores(mean[:, :, None])[:, :, 0]
+        if needs.window_logits and cache.scores is not None:
+            window_logits = cache.scores[:, :, self.condition :]
+        elif needs.window_logits:
+            window_logits = scores(self.mean_query(cache)[:, :, None])[:, :, 0]
         if needs.window_scores:
             window_scores = cache.by_head(scores(cache.queries), jnp.max)
         if needs.keys:
