@@ -281,13 +281,14 @@ def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEsti
     return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
 
 
-def move_slots(pool: Array, places: Array) -> pl.CostEstimate:
+def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.CostEstimate:
     """Cost of a pass over a pool in which slots move: it is read, multiplied with matrices [C,
     `places` of a head] that say what goes where, and written. Numbers of four bytes take two
-    products."""
+    products. written: slots of a head that are; None: all."""
     products = -(-pool.dtype.itemsize // 2)  # a product moves two bytes of a number
-    moved = 2 * pool.size * pool.dtype.itemsize + places.size * places.dtype.itemsize
-    flops = 2 * products * pool.size * places.shape[-1]
+    changed = pool.size // pool.shape[2] * (written or pool.shape[2])
+    moved = (pool.size + changed) * pool.dtype.itemsize + places.size * places.dtype.itemsize
+    flops = 2 * products * changed * places.shape[-1]
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 

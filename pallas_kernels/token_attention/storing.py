@@ -61,6 +61,6 @@ def _probed(probe: Probe, slots: HeadSlots, scores: Callable) -> Float[Array, "R
     """The scores of a probe; those that are there where it is not asked."""
 
     def asked(held: HeadSlots):
-        return scores(probe.q[:, :, None], held, 0)[:, :, 0]
+        return scores(probe.mean[:, :, None], held, 0)[:, :, 0]
 
     return jax.lax.cond(probe.wanted, asked, lambda held: held.scores, slots)

@@ -190,12 +190,11 @@ def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.Bl
 
 
 def _scores_spec(array, rows: int) -> pl.BlockSpec:
-    """The scores of a grid step's rows. Where nobody wants them, steps write into one place, which
-    leaves vector memory once; a chip's two cores take half of the steps each, and a place each."""
-    half = pl.cdiv(len(array) // rows, 2)
+    """The scores of a grid step's rows. Where nobody wants them, all steps have the first place:
+    what is there, anything at all, leaves a core's vector memory once."""
 
     def place(r, n, numbers):
-        return jnp.where(numbers.wanted[0] != 0, r, r // half * half), 0, 0
+        return jnp.where(numbers.wanted[0] != 0, r, 0), 0, 0
 
     return pl.BlockSpec((rows, *array.shape[1:]), place)
 
@@ -268,12 +267,13 @@ def _attend_row(i, row, first, some: int, group: int, given: Operands, results: 
 
 def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:
     """Score the probe of row i of the grid step: `some` heads from number `first` on."""
-    slots, queries = given.slots, given.query.probe.q
+    slots, probe = given.slots, given.query.probe
     for j in range(some):
         line = pl.ds(first + j, 1)
         factor = None if slots.scale is None else slots.scale[i, 0, line]
-        keys = slots.pool[i, j, :, : queries.shape[-1]]
-        found = tpu_scores.of_head(queries[i, line], keys, factor, exact=True)
+        keys = slots.pool[i, j, :, : probe.q.shape[-1]]
+        # divided here: outside, one more array would be written for every token
+        found = tpu_scores.of_head(probe.q[i, line] / probe.count, keys, factor, exact=True)
         results.scores[i, line] = found
 
 

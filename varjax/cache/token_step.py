@@ -195,7 +195,8 @@ class StageStep(StageDecision):
         the decision that follows. By then all that the decision is about is stored."""
         if cache.scores is None or place is None:
             return None
-        return Probe(self.mean_query(cache), place == self.period - 1, every=self.period)
+        wanted = place == self.period - 1
+        return Probe(cache.query_sum, wanted, count=self.needs.window, every=self.period)
 
     def _mass_weight(self, place) -> Float[Array, ""] | float:
         """The factor of this query's weights in the sums: 0 if only a window's queries count and
