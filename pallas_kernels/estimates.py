@@ -236,7 +236,7 @@ def attend_token(
       step: how many slots are read at once, up to the last one in use; None: all slots are read.
       stored: slots of a head that are written, the token's own among them. Its key and value are
         read.
-      probed: one call in so many writes scores of a second query, float32; 0: none.
+      probed: one call in so many reads a second query and writes its scores, float32; 0: none.
     """
     used = occupancy.share_read(pool.shape[2], step) if step else 1.0
     pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
@@ -249,7 +249,7 @@ def attend_token(
         moved += 2 * q.size // group * q.dtype.itemsize
     flops = 4 * pairs * used * group * head_dim
     if probed:
-        moved += 4 * (q.size // group + pairs / probed)
+        moved += 4 * (q.size // group + pairs) / probed
         flops += 2 * pairs * head_dim / probed
     return pl.CostEstimate(
         flops=round(flops),

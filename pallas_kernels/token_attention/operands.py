@@ -64,19 +64,19 @@ class Probe:
     """A second query of every head, whose scores with the slots are asked for while these are there
     anyway: scores before the softmax, of all slots, whatever empty ones hold.
 
-    q: float32, finite; a sum of queries. wanted: whether this call is asked; where it is not, the
-    scores may be anything afterwards. count: static, the scores are those of q / count. every:
-    static, one call in so many is asked (for estimates).
+    total: float32, finite: a sum of queries. count: static, of how many: the scores are those of
+    their mean. wanted: whether this call is asked; where it is not, the scores may be anything
+    afterwards. every: static, one call in so many is asked (for estimates).
     """
 
-    q: Float[Array, "R M H"]
+    total: Float[Array, "R M H"]
     wanted: Bool[Array, ""] | None
     count: int = field(default=1, metadata=dict(static=True))
     every: int = field(default=1, metadata=dict(static=True))
 
     @property
     def mean(self) -> Float[Array, "R M H"]:
-        return self.q / self.count
+        return self.total / self.count
 
 
 @jax.tree_util.register_dataclass

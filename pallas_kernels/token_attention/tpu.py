@@ -172,6 +172,8 @@ def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "scores":  # replaced, so what is there is not fetched
         return pl.BlockSpec(memory_space=pl.ANY)
+    if name == "total":
+        return _where_wanted(array, rows)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
     # axes of lines and lanes are whole: blocks of them would have to be multiples of (8, 128)
@@ -185,13 +187,13 @@ def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.Bl
     if name == "pool":
         return tpu_token.tile_spec(array, rows, heads, tile)
     if name == "scores":
-        return _scores_spec(array, rows)
+        return _where_wanted(array, rows)
     return _spec(name, array, rows=rows, heads=heads)
 
 
-def _scores_spec(array, rows: int) -> pl.BlockSpec:
-    """The scores of a grid step's rows. Where nobody wants them, all steps have the first place:
-    what is there, anything at all, leaves a core's vector memory once."""
+def _where_wanted(array, rows: int) -> pl.BlockSpec:
+    """Rows of a probe, and of its scores. Where nobody wants these, all grid steps have the first
+    place: it is fetched once, and what is there, anything at all, written once by each core."""
 
     def place(r, n, numbers):
         return jnp.where(numbers.wanted[0] != 0, r, 0), 0, 0
@@ -271,9 +273,9 @@ def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:
     for j in range(some):
         line = pl.ds(first + j, 1)
         factor = None if slots.scale is None else slots.scale[i, 0, line]
-        keys = slots.pool[i, j, :, : probe.q.shape[-1]]
+        keys = slots.pool[i, j, :, : probe.total.shape[-1]]
         # divided here: outside, one more array would be written for every token
-        found = tpu_scores.of_head(probe.q[i, line] / probe.count, keys, factor, exact=True)
+        found = tpu_scores.of_head(probe.total[i, line] / probe.count, keys, factor, exact=True)
         results.scores[i, line] = found
 
 
