@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out: [R, M, H]. mass: new sums. pool: the tile of slots with the token. scores: of a probe."""
+    """out: [R, M, H]. mass: new sums. pool: the tile of slots with the token. scores: a probe's."""
 
     out: Array
     mass: Array | None = None
