@@ -37,12 +37,14 @@ class Moves(NamedTuple):
 
     stays: slots outside of the buffer whose token stays.
     fits: tokens of the buffer that find a slot.
-    goes: which token of the buffer goes to which slot.
+    turn, number: of the slots that are free, and of the tokens that come, from 0 on; where equal, a
+      token goes to a slot. Below 0 and different for all others.
     """
 
     stays: Bool[Array, "LR N B"]
     fits: Bool[Array, "LR N P"]
-    goes: Bool[Array, "LR N P B"]
+    turn: Int[Array, "LR N B"]
+    number: Int[Array, "LR N P"]
 
 
 @dataclass(frozen=True)
@@ -254,12 +256,13 @@ class StageDecision:
         fits = comes & (number <= most)
         # numbers that differ, so that only free slots and tokens that come meet
         turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
-        return Moves(stays, fits, turn[..., None, :] == number[..., None])
+        return Moves(stays, fits, turn, number)
 
     def _targets(self, moves: Moves) -> Int[Array, "LR N P"]:
         """The slot that each token of the buffer goes to."""
         place = jnp.arange(self.main, dtype=jnp.int32)
-        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
+        goes = moves.turn[..., None, :] == moves.number[..., None]  # which token to which slot
+        slot = self.condition + (goes * place).sum(-1, dtype=jnp.int32)
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
         slot = jnp.where(moves.fits, slot, outside)
@@ -274,7 +277,8 @@ class StageDecision:
         # times as large. At most one goes to a slot, and none to a slot whose token stays.
         for number in range(self.period):
             token = image[..., self.main + number, None]
-            found = jnp.where(moves.goes[..., number, :], token, found)
+            goes = moves.turn == moves.number[..., number, None]
+            found = jnp.where(goes, token, found)
         buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
         return jnp.concatenate([values[:, :, : self.condition], found, buffer], axis=-1)
 
