@@ -184,7 +184,8 @@ def test_last_slots_of_several_layers():
 
     def run(layers):
         found = slot_moves.last_slots(layers, 4)
-        return [slot_moves.move(a, target, last=b) for a, b in zip(layers, found, strict=True)]
+        places = jnp.asarray(target)
+        return [slot_moves.move(a, places, last=b) for a, b in zip(layers, found, strict=True)]
 
     for pool, found in zip(pools, jax.jit(run)(slots), strict=True):
         expected, _ = by_hand(pool, target, None)
