@@ -35,16 +35,15 @@ class Look(NamedTuple):
 class Moves(NamedTuple):
     """Where image tokens go after a decision.
 
-    stays: slots outside of the buffer whose token stays.
+    stays, filled: slots outside of the buffer whose token stays, and slots that get a new one.
     fits: tokens of the buffer that find a slot.
-    turn, number: of the slots that are free, and of the tokens that come, from 0 on; where equal, a
-      token goes to a slot. Below 0 and different for all others.
+    goes: which token of the buffer goes to which slot.
     """
 
     stays: Bool[Array, "LR N B"]
+    filled: Bool[Array, "LR N B"]
     fits: Bool[Array, "LR N P"]
-    turn: Int[Array, "LR N B"]
-    number: Int[Array, "LR N P"]
+    goes: Bool[Array, "LR N P B"]
 
 
 @dataclass(frozen=True)
@@ -253,16 +252,15 @@ class StageDecision:
         turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
         # a table may keep nothing, and then has no slots outside of the buffer
         most = turn[..., -1:] if self.main else -1
-        fits = comes & (number <= most)
+        filled, fits = free & (turn <= number[..., -1:]), comes & (number <= most)
         # numbers that differ, so that only free slots and tokens that come meet
         turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
-        return Moves(stays, fits, turn, number)
+        return Moves(stays, filled, fits, turn[..., None, :] == number[..., None])
 
     def _targets(self, moves: Moves) -> Int[Array, "LR N P"]:
         """The slot that each token of the buffer goes to."""
         place = jnp.arange(self.main, dtype=jnp.int32)
-        goes = moves.turn[..., None, :] == moves.number[..., None]  # which token to which slot
-        slot = self.condition + (goes * place).sum(-1, dtype=jnp.int32)
+        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
         slot = jnp.where(moves.fits, slot, outside)
@@ -272,15 +270,12 @@ class StageDecision:
         """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
         that are left empty. buffer: what the buffer holds afterwards."""
         image = values[:, :, self.condition :]
-        found = jnp.where(moves.stays, image[..., : self.main], nothing)
-        # One token of the buffer after the other: all at once are a sum over an array that is P
-        # times as large. At most one goes to a slot, and none to a slot whose token stays.
-        for number in range(self.period):
-            token = image[..., self.main + number, None]
-            goes = moves.turn == moves.number[..., number, None]
-            found = jnp.where(goes, token, found)
+        # at most one token goes to a slot, so the sum is its number
+        new = jnp.where(moves.goes, image[..., self.main :, None], 0).sum(-2)
+        left = jnp.where(moves.filled, new, nothing)
+        stay = jnp.where(moves.stays, image[..., : self.main], left)
         buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
-        return jnp.concatenate([values[:, :, : self.condition], found, buffer], axis=-1)
+        return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
 
 
 def _together(arrays: Sequence[Array | None]) -> Array | None:
