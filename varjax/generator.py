@@ -333,10 +333,13 @@ class Generator:
         host). options: seed, given and given_scales, as of `run_images`."""
         for start in range(first, len(condition), self.batch_size):
             index = np.arange(start, min(start + self.batch_size, len(condition)))
-            results, _ = self.run_images(condition, index, keep_cache=False, **options)
-            on_host = jax.tree.map(np.asarray, results)
-            del results  # or they would stay on the device during the next batch
-            yield index, on_host
+            yield index, self.draw(condition, index, **options)
+
+    def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
+        """Return the results of at most a batch of images, by their numbers, on the host. options:
+        seed, given and given_scales, as of `run_images`."""
+        results, _ = self.run_images(condition, index, keep_cache=False, **options)
+        return jax.tree.map(np.asarray, results)
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options

@@ -84,19 +84,18 @@ def extract(
         progress.note(f"{name}: {done} of {made.count} pictures are done already")
     runs = program(pictures.size)
     progress.note(f"{name}: batches of {runs.batch_size}")
-    ends = {start: int(made.index(start)[-1]) + 1 for start in missing}
     spans = [
-        (start, first, min(first + runs.batch_size, end))
-        for start, end in ends.items()
-        for first in range(start, end, runs.batch_size)
+        (index, int(first), min(int(first) + runs.batch_size, int(index[-1]) + 1))
+        for index in missing
+        for first in index[:: runs.batch_size]
     ]
     parts: list[dict] = []
     found = runs.over((pictures.read(first, last),) for _, first, last in spans)
-    for (start, _, last), arrays in zip(spans, found, strict=True):
+    for (index, _, last), arrays in zip(spans, found, strict=True):
         parts.append(_checked(pictures, {key: arrays[key] for key in wanted}))
         done += len(parts[-1][wanted[0]])
-        if last == ends[start]:
-            store.add(name, made.index(start), metrics.joined(parts))
+        if last > index[-1]:
+            store.add(name, index, metrics.joined(parts))
             parts = []
         progress.update(done)
 

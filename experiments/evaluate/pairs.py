@@ -127,11 +127,10 @@ def compute(
     program = None
     if job.network is not None and missing:
         program = program_of(job.samples.pictures.size)
-    for start in missing:
-        index = made.index(start)
+    for index in missing:
         step = program.batch_size if program else batch_size
         parts = []
-        for first in range(start, int(index[-1]) + 1, step):
+        for first in range(int(index[0]), int(index[-1]) + 1, step):
             numbers = range(first, min(first + step, int(index[-1]) + 1))
             ours, theirs = _read(job, 0, numbers), _read(job, 1, numbers)
             parts.append(_numbers(job, ours, theirs, program))

@@ -284,9 +284,11 @@ class ProgramFlags:
         condition: Condition,
         *,
         dry_run: bool = False,
+        jobs: int = 1,
     ) -> int:
         """Return --batch_size or, if it is not given, the usual size cut down to the images of the
-        condition and to what fits. It is a multiple of the devices along `data`."""
+        condition and to what fits. It is a multiple of the devices along `data`. jobs: how many
+        share the images (`experiments.shards`)."""
         asked, shards = self._batch_size.value, options.mesh.data
         if asked is not None:
             arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)
@@ -299,7 +301,7 @@ class ProgramFlags:
         def predict(size: int) -> memory.Prediction:
             return options.predict_here(model, plan, size, condition)
 
-        asked, images = asked and asked // shards, -(-len(condition) // shards)
+        asked, images = asked and asked // shards, -(-len(condition) // (shards * jobs))
         usual = -(-USUAL_BATCH // shards)
         if dry_run:
             return shards * (asked or min(images, usual))

@@ -9,7 +9,8 @@
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
 images/ with one file per image in the layout of the prompt set. An interrupted run started again
-with the same flags continues where it stopped.
+with the same flags continues where it stopped. With --shard=I/N it makes part I of N
+(docs/howto/scale.md); experiments.merge joins them.
 """
 
 import sys
@@ -26,7 +27,9 @@ from experiments.generation import Run
 from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
+from experiments.run import part
 from experiments.run import results as run_results
+from experiments.shards import PartStore, ShardFlag
 from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -74,6 +77,7 @@ GIVEN_SCALES = FLAGS.integer(
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
 )
+SHARD = ShardFlag(FLAGS, "images")
 OUT = FolderFlags(FLAGS)
 
 
@@ -92,7 +96,8 @@ def resolve() -> Run:
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
-    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run)
+    jobs = SHARD.shard.count if SHARD.shard else 1
+    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run, jobs=jobs)
     return Run(
         model=model,
         condition=condition,
@@ -172,7 +177,7 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     else:
         plan, kv_dtype, keep_logits = api.plan(run.plan.geometry), run.program.dense_dtype, False
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
-    name, total = plan.policy.name, len(run.condition)
+    name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)
     segments = len(generator.segments)
     what = f"{segments} segments" if segments else "the step of a token"
@@ -187,36 +192,55 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     if done:
         say(f"{name}: {done} of {total} images are there already, continuing")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
-    for start in missing:
-        batches = generator.batches(
-            run.condition,
-            first=start,
-            seed=run.seed,
-            given=given,
-            given_scales=run.given_scales,
+    for index in missing:
+        results = generator.draw(
+            run.condition, index, seed=run.seed, given=given, given_scales=run.given_scales
         )
-        index, results = next(batches)
         store.add(series, index, run_results.kept(run, results))
         progress.update(store.finished(series))
     return generator
 
 
+def draw(run: Run, model: Model, store: BatchStore) -> Generator:
+    """Draw all that is missing."""
+    generator = generate_series(run, model, store, "main")
+    if run.compare:
+        generate_series(run, model, store, "full")
+    return generator
+
+
 def main(argv: list[str]) -> None:
-    run = resolve()
+    shard, run = SHARD.shard, resolve()
     if DRY_RUN.value:
         print(run_results.dry_run_text(run))
         return
     print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
-    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run)
-    store = OUT.open(stem, run.describe(), series)
+    made = shard and shard.images(len(run.condition), run.batch_size)
+    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
+    store = SHARD.open(OUT, stem, run.describe(), series)
+    if shard:
+        return make_part(run, store)
     run = run.encoded()
     model = run.load_model()
     with store.working():
-        generator = generate_series(run, model, store, "main")
-        if run.compare:
-            generate_series(run, model, store, "full")
+        generator = draw(run, model, store)
         report = run_results.finish(run, store, generator)
     print(run_results.summary(report, store.out))
+
+
+def make_part(run: Run, store: PartStore) -> None:
+    """Draw the images of one part, and keep them for `experiments.merge`."""
+    made = store.series["main"].made
+    said = f"{store.shard}: {len(made)} of {len(run.condition)} images"
+    if part.is_finished(store):
+        print(f"{said} are there already, in {store.work.path}")
+        return
+    say(said)
+    run = run.encoded() if made else run
+    model = run.load_model() if made else None
+    with store.working():
+        part.write(run, store, draw(run, model, store) if made else None)
+    print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 
 if __name__ == "__main__":

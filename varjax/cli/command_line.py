@@ -65,6 +65,7 @@ def _guarded(
         if is_asked_for(VERSION, argv):
             print(version.text())
             return 0
+        argv = own.named(argv) if own is not None else argv
         help_wanted = is_asked_for(HELP, argv)
         if not help_wanted:
             check_arguments(argv, values)

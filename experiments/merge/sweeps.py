@@ -1,0 +1,2 @@
+"""stub"""
+def join(*a): raise NotImplementedError
