@@ -1,5 +1,5 @@
-"""What a finished part of a run says, in `part.npz` of its folder, and all parts of a folder checked
-together.
+"""What a finished part of a run says, in `part.npz` of its folder, and the parts of a folder,
+checked together.
 
 A part's batches or cells lie beside it. They and `part.npz` hold the digest of the settings and a
 seal each (`experiments.batch_files`), so that parts of different runs, and files that were changed,
@@ -88,7 +88,9 @@ def _count_of(out: pathlib.Path, found: list[tuple[int, pathlib.Path]]) -> int:
             f"--shard={some(named, 5)}"
         )
     if found[-1][0] >= counts[0]:
-        raise UserError(f"{found[-1][1]}: parts of {counts[0]} end at {counts[0] - 1}: move it away")
+        raise UserError(
+            f"{found[-1][1]}: parts of {counts[0]} end at {counts[0] - 1}: move it away"
+        )
     return counts[0]
 
 

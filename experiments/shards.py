@@ -131,7 +131,9 @@ class PartStore(BatchStore):
         for index, folder in () if self.overwrite else parts_in(self.out):
             if index != self.shard.index:
                 work = WorkFolder(folder, self.work.description)
-                with contextlib.suppress(FileNotFoundError):  # its job is at work: files come and go
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # its job is at work: files come and go
                     work.check(overwrite=False)
 
 

@@ -101,8 +101,9 @@ class WorkFolder:
     def _difference(self, text: str) -> str:
         """Return what differs from the settings in a text, in brackets; empty if nothing does."""
         theirs = parse_json(text) if _is_object(text) else {}
-        names = [n for n in self.description if n in theirs and theirs[n] != self.description[n]]
-        each = [f"{n} {show(theirs[n])}, now {show(self.description[n])}" for n in names]
+        mine = parse_json(self.settings)  # as a file holds them, with lists in place of tuples
+        names = [n for n in mine if n in theirs and theirs[n] != mine[n]]
+        each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
         return f" ({some(each, 3, '; ')})" if each else ""
 
     def differs(self) -> str | None:

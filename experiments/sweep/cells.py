@@ -16,6 +16,7 @@ import numpy as np
 from experiments import judges
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
+from experiments.shards import Shard
 from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
@@ -72,10 +73,12 @@ class CellProgram:
 
 
 class Runner:
-    """Runs the cells of a sweep that its folder lacks."""
+    """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all."""
 
-    def __init__(self, sweep: Sweep, store: BatchStore):
+    def __init__(self, sweep: Sweep, store: BatchStore, shard: Shard | None = None):
         self.sweep, self.store = sweep, store
+        distinct = {cell.key: cell for cell in sweep.cells if cell.plan}
+        self.cells = shard.of(list(distinct.values())) if shard else list(distinct.values())
         self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
@@ -106,8 +109,7 @@ class Runner:
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""
-        done = (self.sweep.full, *(cell for cell in self.sweep.cells if cell.plan is not None))
-        found = {cell.key: (cell, self.results(cell)) for cell in done}
+        found = {cell.key: (cell, self.results(cell)) for cell in (self.sweep.full, *self.cells)}
         for cell, results in found.values():
             if results is None:  # it was sound when it was written
                 raise UserError(
@@ -120,10 +122,13 @@ class Runner:
         """Store the results of a cell."""
         cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
 
+    def is_finished(self) -> bool:
+        """Return whether nothing is left to run."""
+        return all(self.results(cell) is not None for cell in (self.sweep.full, *self.cells))
+
     def run(self) -> None:
         """Run every cell that is not stored yet, the full cache first."""
-        todo = [cell for cell in self.sweep.cells if cell.plan]
-        cells = list({cell.key: cell for cell in todo}.values())
+        cells = self.cells
         missing = [cell for cell in cells if self.results(cell) is None]
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
