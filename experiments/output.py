@@ -205,6 +205,9 @@ class BatchStore:
         parts = [results for _, results in self.batches(series)]
         return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
+    def gather(self) -> None:
+        """See what other processes have stored: `experiments.shared_store` has some."""
+
     def close(self) -> None:
         """Empty the work folder; `working` removes it at its end."""
         self.work.clear()

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 from experiments.batch_files import Series
 from experiments.output import BatchStore, FolderFlags, written
+from experiments.shared_store import open_store
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
+from varjax.parallel import processes
 from varjax.storage.atomic import DESKTOP, check_place
 
 MOST = 10**5  # jobs of a run
@@ -93,7 +95,12 @@ class ShardFlag:
     ) -> BatchStore:
         """Return the store of the part or, without --shard, of the whole (`FolderFlags.open`)."""
         if (shard := self.shard) is None:
-            return folder.open(stem, description, series)
+            return open_store(folder, stem, description, series)
+        if processes.count() > 1:
+            raise UserError(
+                f"--shard={self._flag.value} and --distributed: parts know nothing of each other, "
+                "processes do: leave out one of them"
+            )
         if folder.path is None:
             raise UserError(f"--shard={self._flag.value}: name the folder of all parts with --out")
         store = PartStore(

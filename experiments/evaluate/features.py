@@ -15,6 +15,7 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
+from varjax.parallel import processes
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file
@@ -76,7 +77,8 @@ def extract(
     """Compute the features that are missing, and keep every part when it is finished.
 
     program: gives the extractor for pictures of a size (height, width)."""
-    missing, made, done = store.missing(name), store.series[name], store.finished(name)
+    made, done = store.series[name], store.finished(name)
+    missing = processes.mine(store.missing(name))
     if not missing:
         return
     progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)

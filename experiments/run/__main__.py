@@ -10,15 +10,18 @@ Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
 images/ with one file per image in the layout of the prompt set. An interrupted run started again
 with the same flags continues where it stopped. With --shard=I/N it makes part I of N
-(docs/howto/scale.md); experiments.merge joins them.
+(docs/howto/scale.md); experiments.merge joins them. With --distributed many processes work as one.
+SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
 import sys
+import time
 
 import numpy as np
 
 from experiments import judges
 from experiments.flags.condition import ConditionFlags
+from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
@@ -37,6 +40,8 @@ from varjax.conditions import Condition
 from varjax.errors import UserError, some
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -77,6 +82,7 @@ GIVEN_SCALES = FLAGS.integer(
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
 )
+DISTRIBUTED = DistributedFlag(FLAGS)
 SHARD = ShardFlag(FLAGS, "images")
 OUT = FolderFlags(FLAGS)
 
@@ -165,13 +171,16 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
 
 
 def say(line: str) -> None:
-    """Print a line of progress."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line of progress, in one process."""
+    if processes.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
-def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:
+def generate_series(
+    run: Run, model: Model, store: BatchStore, series: str, stop: Stop
+) -> Generator:
     """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
-    "full" the full cache."""
+    "full" the full cache. `Stopped` after a batch if `stop` was asked."""
     if series == "main":
         plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
     else:
@@ -192,40 +201,68 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     if done:
         say(f"{name}: {done} of {total} images are there already, continuing")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
+    before, began = done, time.monotonic()
     for index in missing:
-        results = generator.draw(
-            run.condition, index, seed=run.seed, given=given, given_scales=run.given_scales
-        )
-        store.add(series, index, run_results.kept(run, results))
-        progress.update(store.finished(series))
+        options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
+        held = generator.draw_here(run.condition, index, **options)
+        for numbers, results in held:
+            store.add(series, numbers, run_results.kept(run, results))
+        done += len(index)
+        stopped = processes.say_all(np.array(stop.asked)).any()
+        if processes.is_first():
+            pace = (done - before) / (time.monotonic() - began)
+            progress.update(done, f"{pace:.2f} images/s" if processes.count() > 1 else "")
+        if stopped:
+            raise Stopped(done, total)
     return generator
 
 
+class Stopped(Exception):
+    """The system has asked to end, and the images that were begun are stored."""
+
+    def __init__(self, done: int, total: int):
+        super().__init__(f"{done} of {total} images are stored: resume by the same command")
+
+
 def draw(run: Run, model: Model, store: BatchStore) -> Generator:
-    """Draw all that is missing."""
-    generator = generate_series(run, model, store, "main")
-    if run.compare:
-        generate_series(run, model, store, "full")
+    """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
+    with Stop() as stop:
+        generator = generate_series(run, model, store, "main", stop)
+        if run.compare:
+            generate_series(run, model, store, "full", stop)
     return generator
 
 
 def main(argv: list[str]) -> None:
-    shard, run = SHARD.shard, resolve()
+    DISTRIBUTED.start()
+    shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve, OUT)
     if DRY_RUN.value:
         print(run_results.dry_run_text(run))
         return
-    print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
+    say("\n".join([run_results.plan_line(run), *run.remarks]))
     made = shard and shard.images(len(run.condition), run.batch_size)
     stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
-    store = SHARD.open(OUT, stem, run.describe(), series)
-    if shard:
-        return make_part(run, store)
-    run = run.encoded()
-    model = run.load_model()
+    # parts are divided by batches; without parts neither they nor the mesh decide any image
+    said = run.describe() if shard else run.deciding()
+    store = SHARD.open(OUT, stem, said, series)
+    try:
+        make_part(run, store) if shard else make(run, store)
+    except Stopped as stopped:
+        say(f"ended by SIGTERM: {stopped}")
+
+
+def make(run: Run, store: BatchStore) -> None:
+    """Draw all images, alone or with other processes, and write the results."""
+    with processes.together():
+        run = run.encoded()
+        model = run.load_model()
     with store.working():
         generator = draw(run, model, store)
-        report = run_results.finish(run, store, generator)
-    print(run_results.summary(report, store.out))
+        store.gather()
+        with processes.together():
+            if processes.is_first():
+                report = run_results.finish(run, store, generator)
+                print(run_results.summary(report, store.out))
 
 
 def make_part(run: Run, store: PartStore) -> None:

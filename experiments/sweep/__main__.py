@@ -23,7 +23,7 @@ Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` 
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
 (default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
 again with the same settings; policies and budgets may change. With --shard=I/N it runs part I of N
-of the cells; experiments.merge joins them.
+of the cells; experiments.merge joins them. With --distributed the cells are shared by processes.
 """
 
 import pathlib
@@ -33,13 +33,14 @@ import numpy as np
 
 from experiments import judges, parts
 from experiments.flags.condition import ConditionFlags
+from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import calibration_flag, policy_module_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import FolderFlags
-from experiments.shards import PartStore, ShardFlag
+from experiments.output import BatchStore, FolderFlags
+from experiments.shards import PartStore, Shard, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
@@ -50,6 +51,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
 from varjax.model import Model
+from varjax.parallel import processes
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 
@@ -71,6 +73,7 @@ LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
+DISTRIBUTED = DistributedFlag(FLAGS)
 SHARD = ShardFlag(FLAGS, "cells")
 OUT = FolderFlags(FLAGS)
 
@@ -125,18 +128,30 @@ def _calibration(
 
 
 def main(argv: list[str]) -> None:
-    sweep = resolve()
-    print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    DISTRIBUTED.start()
+    sweep = DISTRIBUTED.resolve(resolve, OUT)
+    if processes.is_first():
+        print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
     calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
     if SHARD.shard:
         return make_part(sweep, store, calibration)
-    runner = Runner(sweep.encoded(), store)
+    make(sweep, store, calibration)
+
+
+def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
+    """Run all cells, alone or shared with other processes, and write the results."""
+    with processes.together():
+        sweep = sweep.encoded()
     with store.working():
-        runner.run()
-        report = tables.write(store, tables.frame(sweep), runner.all_results(), calibration)
-    print(tables.markdown_rows(report))
-    print(f"written to {store.out}", file=sys.stderr)
+        Runner(sweep, store, Shard(processes.index(), processes.count())).run()
+        store.gather()
+        with processes.together():
+            if processes.is_first():
+                results = Runner(sweep, store).all_results()
+                report = tables.write(store, tables.frame(sweep), results, calibration)
+                print(tables.markdown_rows(report))
+                print(f"written to {store.out}", file=sys.stderr)
 
 
 def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None:

@@ -27,6 +27,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
+from varjax.parallel import processes
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -133,12 +134,17 @@ class Runner:
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
         stored = self.results(self.sweep.full)
-        if stored and not missing:
+        if processes.count() == 1 and stored and not missing:
             return
         done = [cell for cell in cells if cell not in missing] + [self.sweep.full] * bool(stored)
         self.progress = SweepProgress(self.sweep, done, (self.sweep.full, *missing))
         _say(self.progress.text())
-        stored = stored or self._run_full()
+        if processes.is_first() and not stored:
+            stored = self._run_full()
+        processes.wait()  # for the full cache, which the first one runs
+        stored = stored or self.results(self.sweep.full)
+        if not missing:
+            return
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
@@ -203,7 +209,8 @@ class Runner:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if processes.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
 def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:

@@ -13,6 +13,7 @@ from varjax.key_values import parse_pairs
 
 AXES = ("data", "model")
 LARGEST_MESH = 10**7  # devices along an axis
+REST = "-1"  # as many as are left over
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,30 @@ class MeshSpec:
             object.__setattr__(self, axis, integer(axis, getattr(self, axis), 1, LARGEST_MESH))
 
     @classmethod
-    def parse(cls, text: str | None) -> "MeshSpec":
+    def parse(cls, text: str | None, available: int | None = None) -> "MeshSpec":
         """Read "data=4,model=2". Axes that are left out have one device; without a text all have.
+
+        available: devices that there are; one axis may then be -1, which takes what is left over.
 
         Raises:
           UserError: an unknown axis, an axis that is given twice, or no whole number from 1 on.
         """
-        sizes = {}
+        sizes: dict[str, int] = {}
         for axis, size in parse_pairs(text or "").items():
             if axis not in AXES:
                 raise UserError(
                     f"unknown axis {axis!r} of a mesh: choose data (images) or model (heads and "
                     f"weights), for example data=4,model=2{nearest(axis, AXES)}"
                 )
+            if size == REST and available and REST not in sizes.values():
+                sizes[axis] = REST
+                continue
             # isdecimal alone also accepts digits of other scripts, and int() very long texts
             if not (size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1):
                 raise UserError(f"{axis}={size:.60} is no number of devices, 1 or more")
             sizes[axis] = int(size)
-        return cls(**sizes)
+        rest = math.prod(size for size in sizes.values() if size != REST)
+        return cls(**{a: available // rest or 1 if n == REST else n for a, n in sizes.items()})
 
     @property
     def shape(self) -> tuple[int, int]:
