@@ -45,8 +45,7 @@ class SharedStore(BatchStore):
         with contextlib.ExitStack() as stack:
             with processes.together():
                 stack.enter_context(first)
-            with processes.together():
-                self._check_shared()
+            self._check_shared()
             if not processes.is_first():
                 self.scan()
                 self.resumed = any(self.finished(name) for name in self.series)
@@ -54,25 +53,30 @@ class SharedStore(BatchStore):
             yield
 
     def _check_shared(self) -> None:
-        """Raise `UserError` unless a file of the first process can be seen here."""
+        """Raise `UserError` in all processes unless all see a file of the first one."""
         number = int(processes.say_all(np.random.default_rng().integers(10**9))[0])
         # named as files that are not complete yet, which the next run removes
         token = self.work.path / f".{SETTINGS}.{number}"
-        if processes.is_first():
-            token.write_bytes(b"")
-        processes.wait()
+        with processes.together():
+            if processes.is_first():
+                token.write_bytes(b"")
+        try:
+            with processes.together():
+                self._look_for(token)
+        finally:
+            if processes.is_first():
+                token.unlink(missing_ok=True)
+
+    def _look_for(self, token: pathlib.Path) -> None:
         end = time.monotonic() + SEEN_WITHIN
-        while not token.exists() and time.monotonic() < end:
-            time.sleep(0.5)
-        seen = token.exists()
-        processes.wait()
-        if processes.is_first():
-            token.unlink(missing_ok=True)
-        if not seen:
-            raise UserError(
-                f"{self.out} is not the same folder as that of process 0: --out has to be on a "
-                "file system that all processes share (or use --shard, and copy the parts together)"
-            )
+        while not token.exists():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{self.out} is not the same folder as that of process 0: --out has to be on a "
+                    "file system that all processes share (or use --shard, and copy the parts "
+                    "together)"
+                )
+            time.sleep(0.2)
 
     def gather(self) -> None:
         """Wait for all processes, and see their files. `LostProcess` if one is gone."""

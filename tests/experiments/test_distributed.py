@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 
-
 RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
 
 
