@@ -1,5 +1,9 @@
 """Which process this is, what is left over on a mesh, and one process, which exchanges nothing."""
 
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -36,3 +40,25 @@ def test_alone_nothing_is_exchanged():
     processes.agree({"flags": 1})
     with pytest.raises(UserError, match="^wrong$"), processes.together():
         raise UserError("wrong")
+
+
+WAITS = """
+from varjax.parallel import processes
+processes.START_S = 1.0
+processes.start("127.0.0.1:{port},2,{index}")
+"""
+
+
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_whose_others_do_not_come(index):
+    """JAX itself would end it by a signal, with a trace of C++."""
+    code = WAITS.format(port=_free_port(), index=index)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 2 and "not all processes have come within 1 s" in found.stderr
+    assert found.stderr.count("\n") == 1, found.stderr
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +28,7 @@ from varjax.errors import UserError, some
 AUTO = "auto"
 Item = TypeVar("Item")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
-START_S, HEARTBEAT_S, STOP_S = 120, 30, 30  # seconds until somebody counts as lost
+START_S, HEARTBEAT_S, STOP_S = 120.0, 30, 30  # seconds until somebody counts as lost
 MOST = 10**5  # processes
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
@@ -91,10 +92,14 @@ def start(text: str) -> None:
         if place.coordinator.startswith(("127.0.0.1:", "localhost:")):
             given["coordinator_bind_address"] = place.coordinator  # nobody else has to reach it
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX ends the process by a signal if the others do not come: this says it first
+    alone = threading.Timer(START_S, _give_up, [text])
+    alone.daemon = True
+    alone.start()
     try:
         jax.distributed.initialize(
             **given,
-            initialization_timeout=START_S,
+            initialization_timeout=int(2 * START_S) + 10,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=STOP_S,
         )
@@ -104,6 +109,17 @@ def start(text: str) -> None:
             f"the processes do not find each other ({reason:.200}): start all of them with one "
             f"coordinator that they can reach; give {EXAMPLE}"
         ) from None
+    finally:
+        alone.cancel()
+
+
+def _give_up(text: str) -> None:
+    line = (
+        f"error: --distributed={text}: not all processes have come within {START_S:g} s: start "
+        "all of them at the same time, with one coordinator that they can reach"
+    )
+    print(line, file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def count() -> int:
