@@ -169,7 +169,7 @@ class Generator:
 
     # --- compiling --------------------------------------------------------------------------------
 
-    def compile(self, condition: PyTree = None, given: np.ndarray | None = None) -> None:
+    def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
         condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
@@ -217,7 +217,7 @@ class Generator:
         return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def _traced_arguments(
-        self, condition: PyTree | None, given: np.ndarray | None
+        self, condition: PyTree | None, given: np.ndarray | Given | None
     ) -> tuple[PyTree, tuple]:
         """Return what the program of codes is traced with: shapes of the cache, and the arguments
         after it. Several devices are given their weights on the way."""
@@ -258,7 +258,7 @@ class Generator:
         self,
         condition: PyTree,
         image_index: np.ndarray,
-        seed: int,
+        seed: int | np.ndarray,
         given: np.ndarray | Given | None,
         given_scales: int | None,
     ) -> tuple:
@@ -356,8 +356,8 @@ class Generator:
         condition: PyTree,
         image_index: np.ndarray,
         *,
-        seed: int = 0,
-        given: np.ndarray | None = None,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
         given_scales: int | None = None,
         keep_cache: bool = True,
     ) -> tuple[dict[str, Array], PyTree]:
@@ -365,6 +365,7 @@ class Generator:
         "logits"?} and the final cache.
 
         condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
         given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
           or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
@@ -373,7 +374,7 @@ class Generator:
         Raises:
           UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
         """
-        seed = sampling_lib.check_seed(seed)
+        seed = sampling_lib.check_seeds(seed, self.batch_size)
         if self.compiled is None:
             self.compile(condition, given)
         with self._explained("drawing"):

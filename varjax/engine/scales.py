@@ -20,6 +20,7 @@ from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.given import Given
 from varjax.engine.inputs import SegmentInputs, StepInputs
+from varjax.engine.mixture import Mixture, chance_of_ones
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.nn import stacked
 from varjax.nn.published import TransformerConfig
@@ -215,12 +216,21 @@ def _sample(
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             # what later scales see is a mixture of codes; the tokens stay those that were drawn
-            codes = codec.smooth_codes(filtered, keys[index], step.ratio)
+            mixed = codec.smooth_codes(filtered, keys[index], step.ratio)
+            # a given token stands for its own code
+            codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.keep_logits else {}
+        if isinstance(given, Mixture):
+            kept["chances"] = chance_of_ones(scores)
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)
-    return map_in_chunks(some, images, at_once)
+    drawn = map_in_chunks(some, images, at_once)
+    if isinstance(given, Mixture):  # after the chunks: an image and its other half may lie in two
+        chances, place = drawn.pop("chances"), step.token_index
+        drawn["tokens"] = given.settle(drawn["tokens"], chances, keys, place, sampling.greedy)
+        drawn["codes"] = codec.codes(drawn["tokens"])
+    return drawn
 
 
 def _without_padding(
