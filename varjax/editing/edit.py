@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -281,5 +282,5 @@ def source_tokens(model: Model, pictures: Float[np.ndarray, "N H W 3"]) -> np.nd
     encoded one by one, so that their tokens do not depend on others."""
     if len(pictures) > 1 and pictures.strides[0] == 0:  # one picture for all edits
         return np.repeat(source_tokens(model, pictures[:1]), len(pictures), axis=0)
-    scaled = [2 * np.asarray(p, np.float32)[None] - 1 for p in pictures]
+    scaled = [jnp.asarray(2 * p[None] - 1, jnp.float32) for p in pictures]
     return np.concatenate([model.transformer.image_tokens(model.codec, p) for p in scaled])

@@ -52,9 +52,7 @@ def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H
     """
     array = np.asarray(mask)
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or 0 in array.shape:
-        raise UserError(
-            f"mask has shape {array.shape} and type {array.dtype}: {MASK_WANTED}"
-        )
+        raise UserError(f"mask has shape {array.shape} and type {array.dtype}: {MASK_WANTED}")
     array = array[None] if array.ndim == 2 else array
     _check_size("mask", array.shape[1:], model)
     if array.dtype != bool:
