@@ -74,6 +74,9 @@ class Generator:
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
       decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
         (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
+      watch: called on the host while images are drawn: with the number of a scale and the code map
+        [B, P, Q, C] after it, or the number of an image token and the tokens [B, 1]. JAX does not
+        keep such programs in its cache.
 
     Raises:
       UserError: for anything that cannot work; nothing is compiled then.
@@ -99,6 +102,7 @@ class Generator:
         unroll: bool = False,
         decode_batch: int | None = None,
         decode_dtype: str = "auto",
+        watch: Callable[[Array, Array], None] | None = None,
     ):
         self.model = check_model(model)
         most = arguments.LARGEST_BATCH
@@ -125,6 +129,7 @@ class Generator:
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
             unroll=arguments.flag("unroll", unroll),
+            watch=watch,
         )
         self.drawing = drawing(
             model.networks,

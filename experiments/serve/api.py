@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from experiments.serve import requests
 from experiments.serve.batcher import Batcher, Closed, QueueFull
@@ -94,7 +95,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(BadRequest, _bad_request)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
-    app.middleware("http")(partial(_watched, service))
+    app.add_middleware(Watched, service=service)
     app.get("/healthz")(lambda: {"status": "ok"})
     app.get("/metrics")(lambda: PlainTextResponse(service.metrics.text(_gauges(service))))
     app.get("/v1/models")(lambda: {"object": "list", "data": [_model(service)]})
@@ -128,17 +129,36 @@ async def _bug(request: Request, error: Exception) -> JSONResponse:
     return _error(500, "the server failed at this request; its log says why")
 
 
-async def _watched(service: Service, request: Request, call_next):
-    """Check the key, and count the answer."""
-    path = request.url.path
-    if path.startswith("/v1") and not _is_known(service, request):
-        response = _error(401, "wrong or missing API key: send Authorization: Bearer KEY")
-    else:
-        response = await call_next(request)
-    route = request.scope.get("route")
-    counted = getattr(route, "path", None) or ("/v1" if path.startswith("/v1") else "other")
-    service.metrics.answered(counted, response.status_code)
-    return response
+class Watched:
+    """Checks the key of every request, and counts its answer.
+
+    A plain ASGI application: the framework's own kind of middleware would keep from the routes that
+    a client went away.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        app, words = self.app, "wrong or missing API key: send Authorization: Bearer KEY"
+        if scope["path"].startswith("/v1") and not _is_known(self.service, Request(scope)):
+            app = _error(401, words)
+        try:
+            await app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", None)
+            other = "/v1" if scope["path"].startswith("/v1") else "page"
+            self.service.metrics.answered(route or other, status)
 
 
 def _is_known(service: Service, request: Request) -> bool:

@@ -6,7 +6,7 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,6 +38,7 @@ class ScaleSpec:
       the platform has.
     keep_logits: also return guided logits.
     unroll: debug option; unrolls both scans.
+    watch: called on the host after every scale, with its number and the code map [B, P, Q, C].
     """
 
     schedule: Schedule
@@ -48,6 +49,7 @@ class ScaleSpec:
     attention: str | None = None
     keep_logits: bool = False
     unroll: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
@@ -185,6 +187,8 @@ def _scale(
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
+    if spec.watch is not None:
+        jax.debug.callback(spec.watch, step.scale, code_map)
     return (code_map, state), drawn
 
 

@@ -43,6 +43,7 @@ class TokenSpec:
     one_slot: whether one slot stands for the whole condition.
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
+    watch: called on the host after every image token, with its number and the tokens [B, 1].
     """
 
     sequence: TokenSequence
@@ -54,6 +55,7 @@ class TokenSpec:
     one_slot: bool = False
     attention: str | None = None
     keep_logits: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
@@ -265,6 +267,8 @@ class _TokenSteps:
             caches.append(cache)
         # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
+        if self.spec.watch is not None:
+            jax.debug.callback(self.spec.watch, token + 1, drawn["tokens"])
         return (drawn["tokens"], tuple(caches)), drawn
 
     def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:

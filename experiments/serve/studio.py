@@ -1,0 +1,222 @@
+"""Drawing for the page: one picture at a time, with any policy, seen while it is drawn, beside the
+picture of the full cache.
+
+Every combination of policy, budget and sampling is a program of its own, compiled when somebody
+first asks for it; the last few are kept. Programs wait in the server's queue like everything else.
+"""
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from experiments.serve.api import Service
+from experiments.serve.drawer import Patch
+from varjax.cache.planner import plan_cache
+from varjax.calibration import files as calibration_lib
+from varjax.engine.given import Given
+from varjax.generator import Generator
+from varjax.io.images import to_uint8
+from varjax.policies import get_policy
+from varjax.sampling import Sampling
+
+KEPT = 8  # programs
+LINES = 2  # of a token model, between two previews
+GREY = np.uint8(128)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a picture is drawn. budget: None for the policy's own."""
+
+    policy: str
+    budget: float | None
+    sampling: Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """What can be seen so far: a picture uint8 [H, W, 3], and the part that is done."""
+
+    picture: np.ndarray
+    part: float
+    words: str
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A picture uint8 [H, W, 3], its pixels and tokens as they were drawn, and what it cost.
+
+    num_bytes: of keys and values. keeps: SVG of how much each head keeps.
+    """
+
+    picture: np.ndarray
+    pixels: np.ndarray
+    tokens: np.ndarray
+    num_bytes: int
+    dense_bytes: int
+    seconds: float
+    keeps: str
+
+
+class _Program:
+    """A generator for one image, and the way by which it is watched."""
+
+    def __init__(self, make: Callable[..., Generator], watched: bool):
+        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
+        self.generator = make(watch=self._watch) if watched else make()
+        self.ready = False
+
+    def _watch(self, number, what) -> None:
+        seen = self.seen
+        if seen is not None:
+            seen.put((int(number), np.array(what)))
+
+
+class Studio:
+    """Draws for the page.
+
+    make: returns a generator from (model, plan, sampling, batch size, watch=...).
+    """
+
+    def __init__(self, service: Service, make: Callable[..., Generator]):
+        self.service, self._make = service, make
+        self.model = service.model
+        self._programs: OrderedDict[Choice, _Program] = OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
+        self._nothing = self.model.transformer.no_tokens(1)
+
+    # --- programs ---------------------------------------------------------------------------------
+
+    def program(self, choice: Choice) -> _Program:
+        """The compiled program of a choice. `UserError` if it cannot be planned."""
+        with self._lock:
+            if choice in self._programs:
+                self._programs.move_to_end(choice)
+                found = self._programs[choice]
+            else:
+                found = self._planned(choice)
+                self._programs[choice] = found
+                while len(self._programs) > KEPT:
+                    self._programs.popitem(last=False)
+        with self._compiling:  # one at a time: each takes all cores
+            if not found.ready:
+                shapes = self.model.transformer.condition_shapes(1)
+                condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+                found.generator.compile(condition, self._given(None))
+                found.ready = True
+        return found
+
+    def _planned(self, choice: Choice) -> _Program:
+        policy = get_policy(choice.policy, choice.budget, {})
+        sampling = self.model.resolve_sampling(choice.sampling)
+        calibration = calibration_lib.find(policy, self.model, None, sampling.guidance)
+        plan = plan_cache(self.model.geometry_for(sampling), policy, calibration)
+        policy.check_images(1)
+        return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more), True)
+
+    def is_compiled(self, choice: Choice) -> bool:
+        found = self._programs.get(choice)
+        return found is not None and found.ready
+
+    def _given(self, patch: Patch | None) -> Given:
+        if patch is None:
+            return Given(self._nothing, np.zeros(self._nothing.shape[:2], bool))
+        return Given(patch.tokens[None], patch.kept[None])
+
+    # --- drawing ----------------------------------------------------------------------------------
+
+    def draw(
+        self, choice: Choice, condition: PyTree, seed: int, patch: Patch | None = None
+    ) -> Iterator[Preview | Drawn]:
+        """Draw a picture: previews as they come, then the picture. Closing the iterator takes it
+        out of the queue, or leaves it to itself if it is being drawn.
+
+        Raises:
+          UserError: what cannot be planned. QueueFull, Closed: as of `Batcher.run`.
+        """
+        program = self.program(choice)
+        seen: queue.SimpleQueue = queue.SimpleQueue()
+        future = self.service.batcher.run(lambda: self._run(program, condition, seed, patch, seen))
+        future.add_done_callback(lambda future: seen.put(None))
+        try:
+            yield from self._previews(seen)
+            yield self._finished(program, future, patch)
+        finally:
+            future.cancel()
+
+    def _run(self, program, condition, seed, patch, seen) -> tuple[dict[str, np.ndarray], float]:
+        """On the drawing thread: results on the host, and the seconds they took."""
+        start, program.seen = time.perf_counter(), seen
+        try:
+            results, _ = program.generator.run_batch(
+                condition,
+                np.zeros(1, np.int32),
+                seed=seed,
+                given=self._given(patch),
+                keep_cache=False,
+            )
+            found = {name: np.asarray(results[name]) for name in ("images", "tokens")}
+            jax.effects_barrier()  # what was seen is told before anybody else draws
+        finally:
+            program.seen = None
+        return found, time.perf_counter() - start
+
+    def _finished(self, program: _Program, future: Future, patch: Patch | None) -> Drawn:
+        found, seconds = future.result()
+        generator, pixels = program.generator, found["images"][0]
+        if patch is not None and patch.paste:
+            pixels = np.where(patch.drawn[..., None], pixels, patch.picture)
+        plan, dtype = generator.plan, generator.kv_dtype
+        return Drawn(
+            picture=to_uint8(pixels[None])[0],
+            pixels=pixels,
+            tokens=found["tokens"],
+            num_bytes=plan.num_bytes(1, dtype),
+            dense_bytes=plan.dense_bytes(1, dtype),
+            seconds=seconds,
+            keeps=plan.picture(),
+        )
+
+    # --- previews ---------------------------------------------------------------------------------
+
+    def _previews(self, seen: queue.SimpleQueue) -> Iterator[Preview]:
+        show = self._token_previews if self.model.draws_tokens else self._scale_previews
+        return show(iter(seen.get, None))
+
+    def _scale_previews(self, seen) -> Iterator[Preview]:
+        maps = self.model.config.schedule.maps
+        for number, code_map in seen:
+            if number + 1 == len(maps):
+                continue  # the picture itself comes at once
+            (h, w), part = maps[number], (number + 1) / len(maps)
+            yield Preview(self._pixels(code_map), part, f"scale {number + 1}: {h} x {w}")
+
+    def _token_previews(self, seen) -> Iterator[Preview]:
+        rows, columns = self.model.code_map[:2]
+        order = self.model.geometry.schedule
+        places = {int(place): i for i, place in enumerate(order.places)}
+        tokens = np.zeros((1, rows * columns), np.int32)
+        codec, step = self.model.codec, LINES * columns
+        for number, token in seen:
+            place = places.get(number)
+            if place is None:  # a new line
+                continue
+            tokens[0, place] = token.reshape(-1)[0]
+            done = place + 1
+            if done % step == 0 and done < tokens.size:
+                picture = self._pixels(codec.code_map(jax.numpy.asarray(tokens), (rows, columns)))
+                picture[done // columns * (picture.shape[0] // rows) :] = GREY
+                yield Preview(picture, done / tokens.size, f"line {done // columns} of {rows}")
+
+    def _pixels(self, code_map) -> np.ndarray:
+        decoded = self._decode(self.model.codec, jax.numpy.asarray(code_map))
+        return to_uint8((np.asarray(decoded) + 1) / 2)[0]
