@@ -185,6 +185,7 @@ def main(argv: list[str]) -> None:
             metrics=metrics,
             api_key=key,
             seconds=SECONDS.value,
+            drain_seconds=DRAIN.value,
         )
         app = make_app(service)
         if PAGE.value:

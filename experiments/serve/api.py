@@ -59,7 +59,7 @@ class Service:
     """What answers requests: the model's side of a server.
 
     api_key: what clients must send as a bearer; None: nothing. body_seconds, seconds: that a
-    client may take to send a body, and an answer may take.
+    client may take to send a body, and an answer may take. drain_seconds: that the end may take.
     """
 
     model: Model
@@ -69,6 +69,7 @@ class Service:
     api_key: str | None = None
     body_seconds: float = 30.0
     seconds: float = 600.0
+    drain_seconds: float = 60.0
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -89,7 +90,7 @@ def make_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.batcher.start()
         yield
-        await asyncio.to_thread(service.batcher.close)
+        await asyncio.to_thread(service.batcher.close, service.drain_seconds)
 
     app = FastAPI(title="varjax", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(BadRequest, _bad_request)

@@ -89,13 +89,14 @@ class Batcher:
         if any(one.future.cancelled() for one in self._waiting):
             self._waiting = deque(one for one in self._waiting if not one.future.cancelled())
 
-    def close(self) -> None:
-        """Take nothing more, draw what waits, and return when all is done."""
+    def close(self, seconds: float | None = None) -> None:
+        """Take nothing more, draw what waits, and return when all is done, or after so many
+        seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(seconds)
 
     # --- the drawing thread -----------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ MOST_FILE = "16mb"  # of an upload
 SHOWN = 384  # pixels of a picture on the page: small ones are enlarged without smoothing
 GALLERY = 24  # pictures that are kept
 VISITORS = 32  # that may wait
+USUAL, USUAL_BUDGET = "headkv", 0.25
 NEEDS_FILES = ("table", "compose")  # policies that the page cannot ask for
 PAINTED, LOWER, MIDDLE = WAYS = ("what I paint", "the lower half", "the middle")
 CSS = """
@@ -77,6 +78,7 @@ class Page:
         self.cfg = sampling.cfg if isinstance(sampling.cfg, float) else None
         self.sampling = sampling
         self.policies = [name for name in POLICIES if name not in NEEDS_FILES]
+        self.usual = USUAL if USUAL in self.policies else self.policies[0]
 
     # --- what it is made of -----------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class Page:
                 self._draw_tab()
             with gr.Tab("Edit"):
                 self._edit_tab()
+            blocks.load(self.prepare, queue=False, api_visibility="private")
         return blocks
 
     def _subject(self) -> gr.Textbox:
@@ -108,9 +111,8 @@ class Page:
         """Seed, policy, budget, and under Advanced the sampling."""
         seed = gr.Textbox("", label="Seed (empty: any)", max_lines=1, max_length=20)
         with gr.Row():
-            usual = "headkv" if "headkv" in self.policies else self.policies[0]
-            policy = gr.Dropdown(self.policies, value=usual, label="Policy", filterable=False)
-            budget = gr.Slider(0.02, 1, 0.25, step=0.01, label="Budget: part of the full cache")
+            policy = gr.Dropdown(self.policies, value=self.usual, label="Policy", filterable=False)
+            budget = gr.Slider(0.02, 1, USUAL_BUDGET, step=0.01, label="Budget")
         with gr.Accordion("Advanced", open=False):
             cfg = gr.Number(self.cfg, label="Guidance (cfg; empty: the checkpoint's)")
             top_k = gr.Number(self.sampling.top_k, label="Keep the k best (top_k; 0: all)")
@@ -136,8 +138,8 @@ class Page:
                     keeps = gr.HTML("", elem_classes="keeps")
                 gallery = gr.Gallery(
                     label="Drawn so far: compressed, full",
-                    columns=4,
-                    height="auto",
+                    columns=6,
+                    height=240,
                     elem_classes="picture",
                     elem_id="gallery",
                     buttons=["fullscreen"],
@@ -201,6 +203,11 @@ class Page:
         )
 
     # --- what it does -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Compile what the first visitor will most likely ask for."""
+        usual = Choice(self.usual, USUAL_BUDGET, self.sampling)
+        self.studio.prepare([usual, Choice("full", None, self.sampling)])
 
     def draw(
         self, subject, seed, policy, budget, cfg, top_k, top_p, greedy, kept

@@ -5,6 +5,7 @@ Every combination of policy, budget and sampling is a program of its own, compil
 first asks for it; the last few are kept. Programs wait in the server's queue like everything else.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from experiments.serve.drawer import Patch
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.engine.given import Given
+from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
 from varjax.policies import get_policy
@@ -111,7 +113,10 @@ class Studio:
             if not found.ready:
                 shapes = self.model.transformer.condition_shapes(1)
                 condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-                found.generator.compile(condition, self._given(None))
+                # once for nothing: the first run is slower, and its time would be compared
+                found.generator.run_batch(
+                    condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
+                )
                 found.ready = True
         return found
 
@@ -122,6 +127,16 @@ class Studio:
         plan = plan_cache(self.model.geometry_for(sampling), policy, calibration)
         policy.check_images(1)
         return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more), True)
+
+    def prepare(self, choices: list[Choice]) -> None:
+        """Compile programs in the background, before somebody asks for them."""
+
+        def work() -> None:
+            for choice in choices:
+                with contextlib.suppress(UserError):  # a policy that this model cannot have
+                    self.program(choice)
+
+        threading.Thread(target=work, name="preparing", daemon=True).start()
 
     def is_compiled(self, choice: Choice) -> bool:
         found = self._programs.get(choice)

@@ -1,6 +1,7 @@
 """The API over HTTP: pictures equal `run`'s, wrong requests have clear answers."""
 
 import base64
+import contextlib
 import io
 import threading
 import time
@@ -38,6 +39,7 @@ def service():
         metrics=batcher.metrics,
         api_key=KEY,
         body_seconds=2.0,
+        drain_seconds=10.0,
     )
 
 
@@ -198,20 +200,35 @@ def test_a_body_that_does_not_come(client):
     assert_refused(client.post("/v1/images/generations", content=slowly()), 408)
 
 
+@contextlib.contextmanager
+def busy(service):
+    """Nothing is drawn meanwhile."""
+    gate = threading.Event()
+    hold = service.batcher.run(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+        hold.result(30)
+
+
+def wait_until(true):
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_full_queue(client, service):
     """All are refused or drawn; who is refused is told when to come again."""
     answers = []
     body = {"class": 1, "n": 4}
     ask = lambda: answers.append(client.post("/v1/images/generations", json=body))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(6)]
-    gate = threading.Event()
-    hold = service.batcher.run(gate.wait)
-    for thread in threads:
-        thread.start()
-    while len(answers) < 5:  # one waits
-        threading.Event().wait(0.01)
-    gate.set()
-    hold.result(30)
+    with busy(service):
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(answers) == 5)  # one waits
     for thread in threads:
         thread.join()
     refused = [answer for answer in answers if answer.status_code == 429]
@@ -221,18 +238,11 @@ def test_a_full_queue(client, service):
 
 
 def test_a_client_that_goes_away(client, service):
-    gate = threading.Event()
-    hold = service.batcher.run(gate.wait)
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/images/generations", json={"class": 1, "n": 5}, timeout=0.5)
-    for _ in range(200):  # its images make room
-        if not any(not one.future.cancelled() for one in service.batcher._waiting):
-            break
-        threading.Event().wait(0.02)
-    else:
-        pytest.fail("its images still wait")
-    gate.set()
-    hold.result(30)
+    with busy(service):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/images/generations", json={"class": 1, "n": 5}, timeout=0.5)
+        waiting = service.batcher._waiting  # its images make room
+        wait_until(lambda: all(one.future.cancelled() for one in waiting))
     body = {"class": 2, "seed": 3}
     found = pictures_of(client.post("/v1/images/generations", json=body))
     assert close(found, drawn([2], 3))
