@@ -267,8 +267,6 @@ class _TokenSteps:
             caches.append(cache)
         # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
-        if self.spec.watch is not None:
-            jax.debug.callback(self.spec.watch, token + 1, drawn["tokens"])
         return (drawn["tokens"], tuple(caches)), drawn
 
     def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:
@@ -319,6 +317,14 @@ class _TokenSteps:
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Draw image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
+        drawn = self._drawn_or_new_line(x, index)
+        if self.spec.watch is not None:
+            jax.debug.callback(self.spec.watch, index, drawn["tokens"])
+        return drawn
+
+    def _drawn_or_new_line(
+        self, x: Float[Array, "R 1 D"], index: Int[Array, ""]
+    ) -> dict[str, Array]:
         sequence = self.spec.sequence
         if not sequence.new_lines:
             return self._drawn(x, index, index)
