@@ -17,7 +17,7 @@ from experiments.serve.api import MOST_UPLOAD_PIXELS, Service
 from experiments.serve.batcher import Closed, QueueFull
 from experiments.serve.drawer import Patch
 from experiments.serve.requests import LARGEST_SEED
-from experiments.serve.studio import Choice, Drawn, Preview, Studio
+from experiments.serve.studio import Choice, Drawn, Preview, Studio, Waiting
 from varjax import metrics
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
@@ -154,7 +154,7 @@ class Page:
                 outputs,
                 concurrency_limit=4,
                 api_visibility="private",
-                trigger_mode="once",
+                trigger_mode="multiple",
                 show_progress="minimal",
             )
         ]
@@ -169,7 +169,7 @@ class Page:
                     label="Upload a picture, and paint over what is to be drawn",
                     type="pil",
                     sources=("upload", "clipboard"),
-                    brush=gr.Brush(default_size=40, colors=["#ff00ff"], color_mode="fixed"),
+                    brush=gr.Brush(default_size="auto", colors=["#ff00ff"], color_mode="fixed"),
                     layers=False,
                     transforms=(),
                     canvas_size=(SHOWN, SHOWN),
@@ -195,7 +195,7 @@ class Page:
             outputs,
             concurrency_limit=4,
             api_visibility="private",
-            trigger_mode="once",
+            trigger_mode="multiple",
             show_progress="minimal",
         )
         stop.click(
@@ -220,13 +220,12 @@ class Page:
             mine, full = Choice(policy, budget, sampling), Choice("full", None, sampling)
             found, nothing = {}, (gr.skip(),) * 2
             for name, choice in (("mine", mine), ("full", full)):
-                yield self._line(choice, seed), *(gr.skip(),) * 7
                 for seen in self.studio.draw(choice, condition, seed):
                     if isinstance(seen, Drawn):
                         found[name] = seen
-                    shown = (large(seen.picture), _words(seen))
+                    shown = _shown(seen)
                     pair = (*shown, *nothing) if name == "mine" else (*nothing, *shown)
-                    yield self._line(choice, seed, seen), *pair, *(gr.skip(),) * 3
+                    yield _line(choice, seed, seen), *pair, *(gr.skip(),) * 3
             words = _compared(found["mine"], found["full"])
             kept = [*_pair(found, subject, seed, policy), *kept][:GALLERY]
             mine_shown = large(found["mine"].picture), words
@@ -245,10 +244,9 @@ class Page:
             patch = Patch.of(self.model, picture, drawn, bool(paste))
             hole = np.where(drawn[..., None], np.uint8(255), picture)
             before = large(hole), f"{drawn.mean():.0%} are drawn anew"
-            yield self._line(choice, seed), *before, gr.skip(), gr.skip()
             for seen in self.studio.draw(choice, condition, seed, patch):
-                after = large(seen.picture), _words(seen)
-                yield self._line(choice, seed, seen), *before, *after
+                after = _shown(seen)
+                yield _line(choice, seed, seen), *before, *after
             yield f"Seed {seed}: done.", *before, *after
 
     def _condition(self, subject):
@@ -259,14 +257,6 @@ class Page:
     def _sampling(self, cfg, top_k, top_p, greedy) -> Sampling:
         found = {"top_k": _whole("top_k", top_k), "top_p": top_p, "greedy": bool(greedy)}
         return self.model.sampling(cfg=None if cfg is None else float(cfg), **found)
-
-    def _line(self, choice: Choice, seed: int, seen: Preview | Drawn | None = None) -> str:
-        what = f"Seed {seed}, {html.escape(choice.policy)}"
-        if isinstance(seen, Preview):
-            return f"{what}: {seen.words} ({seen.part:.0%})"
-        if seen is None and not self.studio.is_compiled(choice):
-            return f"{what}: compiling its program, once ..."
-        return f"{what}: {'drawn' if seen else 'waiting for its turn ...'}"
 
     def _canvas(self, canvas, way: str) -> tuple[np.ndarray, np.ndarray]:
         """The picture and its mask, in the model's size."""
@@ -336,8 +326,18 @@ def large(picture: np.ndarray) -> np.ndarray:
     return picture.repeat(times, axis=0).repeat(times, axis=1)
 
 
-def _words(seen: Preview | Drawn) -> str:
-    return seen.words if isinstance(seen, Preview) else _cost(seen)
+def _line(choice: Choice, seed: int, seen: Waiting | Preview | Drawn) -> str:
+    """What is going on."""
+    words = "drawn" if isinstance(seen, Drawn) else seen.words
+    part = f" ({seen.part:.0%})" if isinstance(seen, Preview) else ""
+    return f"Seed {seed}, {html.escape(choice.policy)}: {words}{part}"
+
+
+def _shown(seen: Waiting | Preview | Drawn) -> tuple:
+    """A picture and the words under it."""
+    if isinstance(seen, Waiting):
+        return gr.skip(), gr.skip()
+    return large(seen.picture), seen.words if isinstance(seen, Preview) else _cost(seen)
 
 
 def _cost(drawn: Drawn) -> str:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
 import jax
@@ -32,6 +33,7 @@ from varjax.sampling import Sampling
 KEPT = 8  # programs
 LINES = 2  # of a token model, between two previews
 GREY = np.uint8(128)
+LOOKING = 0.5  # seconds between two signs of life
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ class Choice:
     policy: str
     budget: float | None
     sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing can be seen yet, and why."""
+
+    words: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +80,9 @@ class Drawn:
 class _Program:
     """A generator for one image, and the way by which it is watched."""
 
-    def __init__(self, make: Callable[..., Generator], watched: bool):
+    def __init__(self, make: Callable[..., Generator]):
         self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
-        self.generator = make(watch=self._watch) if watched else make()
-        self.ready = False
+        self.generator = make(watch=self._watch)
 
     def _watch(self, number, what) -> None:
         seen = self.seen
@@ -91,34 +99,36 @@ class Studio:
     def __init__(self, service: Service, make: Callable[..., Generator]):
         self.service, self._make = service, make
         self.model = service.model
-        self._programs: OrderedDict[Choice, _Program] = OrderedDict()
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._programs: OrderedDict[Choice, Future[_Program]] = OrderedDict()
+        self._lock = threading.Lock()
+        # one at a time: compiling takes all cores
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiling")
         self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
         self._nothing = self.model.transformer.no_tokens(1)
 
     # --- programs ---------------------------------------------------------------------------------
 
-    def program(self, choice: Choice) -> _Program:
-        """The compiled program of a choice. `UserError` if it cannot be planned."""
+    def program(self, choice: Choice) -> "Future[_Program]":
+        """The program of a choice, which may still be compiling. `UserError` if it cannot be
+        planned."""
         with self._lock:
-            if choice in self._programs:
-                self._programs.move_to_end(choice)
-                found = self._programs[choice]
-            else:
-                found = self._planned(choice)
-                self._programs[choice] = found
-                while len(self._programs) > KEPT:
-                    self._programs.popitem(last=False)
-        with self._compiling:  # one at a time: each takes all cores
-            if not found.ready:
-                shapes = self.model.transformer.condition_shapes(1)
-                condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-                # once for nothing: the first run is slower, and its time would be compared
-                found.generator.run_batch(
-                    condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
-                )
-                found.ready = True
-        return found
+            held = self._programs.get(choice)
+            if held is None or held.done() and held.exception():
+                planned = self._planned(choice)
+                self._programs[choice] = self._compiler.submit(self._compiled, planned)
+            self._programs.move_to_end(choice)
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+            return self._programs[choice]
+
+    def _compiled(self, program: _Program) -> _Program:
+        shapes = self.model.transformer.condition_shapes(1)
+        condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        # once for nothing: the first run is slower, and its time would be compared
+        program.generator.run_batch(
+            condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
+        )
+        return program
 
     def _planned(self, choice: Choice) -> _Program:
         policy = get_policy(choice.policy, choice.budget, {})
@@ -126,21 +136,13 @@ class Studio:
         calibration = calibration_lib.find(policy, self.model, None, sampling.guidance)
         plan = plan_cache(self.model.geometry_for(sampling), policy, calibration)
         policy.check_images(1)
-        return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more), True)
+        return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more))
 
     def prepare(self, choices: list[Choice]) -> None:
         """Compile programs in the background, before somebody asks for them."""
-
-        def work() -> None:
-            for choice in choices:
-                with contextlib.suppress(UserError):  # a policy that this model cannot have
-                    self.program(choice)
-
-        threading.Thread(target=work, name="preparing", daemon=True).start()
-
-    def is_compiled(self, choice: Choice) -> bool:
-        found = self._programs.get(choice)
-        return found is not None and found.ready
+        for choice in choices:
+            with contextlib.suppress(UserError):  # a policy that this model cannot have
+                self.program(choice)
 
     def _given(self, patch: Patch | None) -> Given:
         if patch is None:
@@ -151,19 +153,21 @@ class Studio:
 
     def draw(
         self, choice: Choice, condition: PyTree, seed: int, patch: Patch | None = None
-    ) -> Iterator[Preview | Drawn]:
-        """Draw a picture: previews as they come, then the picture. Closing the iterator takes it
-        out of the queue, or leaves it to itself if it is being drawn.
+    ) -> Iterator[Waiting | Preview | Drawn]:
+        """Draw a picture: what it waits for, previews as they come, then the picture. Something
+        comes every now and then, so that the iterator can be closed: that takes the picture out of
+        the queue, or leaves it to itself if it is being drawn.
 
         Raises:
           UserError: what cannot be planned. QueueFull, Closed: as of `Batcher.run`.
         """
-        program = self.program(choice)
-        seen: queue.SimpleQueue = queue.SimpleQueue()
+        compiled = self.program(choice)
+        yield from _until(compiled, "compiling its program, once ...")
+        program, seen = compiled.result(), queue.SimpleQueue()
         future = self.service.batcher.run(lambda: self._run(program, condition, seed, patch, seen))
         future.add_done_callback(lambda future: seen.put(None))
         try:
-            yield from self._previews(seen)
+            yield from self._previews(_told(seen))
             yield self._finished(program, future, patch)
         finally:
             future.cancel()
@@ -203,35 +207,61 @@ class Studio:
 
     # --- previews ---------------------------------------------------------------------------------
 
-    def _previews(self, seen: queue.SimpleQueue) -> Iterator[Preview]:
-        show = self._token_previews if self.model.draws_tokens else self._scale_previews
-        return show(iter(seen.get, None))
+    def _previews(self, seen: Iterator) -> Iterator[Waiting | Preview]:
+        show = self._token_preview() if self.model.draws_tokens else self._scale_preview
+        for one in seen:
+            shown = one if isinstance(one, Waiting) else show(*one)
+            if shown is not None:
+                yield shown
 
-    def _scale_previews(self, seen) -> Iterator[Preview]:
+    def _scale_preview(self, number: int, code_map: np.ndarray) -> Preview | None:
         maps = self.model.config.schedule.maps
-        for number, code_map in seen:
-            if number + 1 == len(maps):
-                continue  # the picture itself comes at once
-            (h, w), part = maps[number], (number + 1) / len(maps)
-            yield Preview(self._pixels(code_map), part, f"scale {number + 1}: {h} x {w}")
+        if number + 1 == len(maps):
+            return None  # the picture itself comes at once
+        (h, w), part = maps[number], (number + 1) / len(maps)
+        return Preview(self._pixels(code_map), part, f"scale {number + 1}: {h} x {w}")
 
-    def _token_previews(self, seen) -> Iterator[Preview]:
+    def _token_preview(self) -> Callable[[int, np.ndarray], Preview | None]:
         rows, columns = self.model.code_map[:2]
-        order = self.model.geometry.schedule
-        places = {int(place): i for i, place in enumerate(order.places)}
+        places = {int(p): i for i, p in enumerate(self.model.geometry.schedule.places)}
         tokens = np.zeros((1, rows * columns), np.int32)
-        codec, step = self.model.codec, LINES * columns
-        for number, token in seen:
+
+        def show(number: int, token: np.ndarray) -> Preview | None:
             place = places.get(number)
             if place is None:  # a new line
-                continue
+                return None
             tokens[0, place] = token.reshape(-1)[0]
             done = place + 1
-            if done % step == 0 and done < tokens.size:
-                picture = self._pixels(codec.code_map(jax.numpy.asarray(tokens), (rows, columns)))
-                picture[done // columns * (picture.shape[0] // rows) :] = GREY
-                yield Preview(picture, done / tokens.size, f"line {done // columns} of {rows}")
+            if done % (LINES * columns) or done == tokens.size:
+                return None
+            codes = self.model.codec.code_map(jax.numpy.asarray(tokens), (rows, columns))
+            picture = self._pixels(codes)
+            picture[done // columns * (picture.shape[0] // rows) :] = GREY
+            return Preview(picture, done / tokens.size, f"line {done // columns} of {rows}")
+
+        return show
 
     def _pixels(self, code_map) -> np.ndarray:
         decoded = self._decode(self.model.codec, jax.numpy.asarray(code_map))
         return to_uint8((np.asarray(decoded) + 1) / 2)[0]
+
+
+def _until(future: Future, words: str) -> Iterator[Waiting]:
+    """Say what is waited for until a future is done."""
+    while not future.done():
+        yield Waiting(words)
+        with contextlib.suppress(NotYet, Exception):  # the caller asks for the result
+            future.exception(LOOKING)
+
+
+def _told(seen: queue.SimpleQueue) -> Iterator:
+    """What is put into a queue until None, and `Waiting` while nothing comes."""
+    while True:
+        try:
+            one = seen.get(timeout=LOOKING)
+        except queue.Empty:
+            yield Waiting("waiting for its turn ...")
+        else:
+            if one is None:
+                return
+            yield one

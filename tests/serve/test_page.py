@@ -82,6 +82,7 @@ def finish(page, said="#said"):
     page.wait_for_function(
         f"document.querySelector('{said}')?.innerText.trim().endsWith('done.')", timeout=SECONDS
     )
+    page.wait_for_timeout(1000)  # pictures are loaded
 
 
 def choose(page, policy, number=0):
@@ -107,6 +108,7 @@ def test_drawing(visit):
     while not page.locator("#said").inner_text().strip().endswith("done."):
         previews.add(page.locator("#of-mine").inner_text())
         page.wait_for_timeout(20)
+    finish(page)
     assert any("scale" in words for words in previews), previews
     words = page.locator("#of-mine").inner_text()
     assert re.search(r"25%.*PSNR [\d.]+ dB, \d+% equal tokens", words), words
@@ -135,7 +137,9 @@ def test_cancelling(visit):
     choose(page, "full")
     page.get_by_label("Seed (empty: any)").first.fill("8")
     page.locator("#draw").click()
-    page.wait_for_function("document.querySelector('#said').innerText.includes('Seed 8')")
+    page.wait_for_function(
+        "document.querySelector('#said').innerText.includes('Seed 8')", timeout=SECONDS
+    )
     finish(page)
     assert "the same picture" in page.locator("#of-mine").inner_text()
 
@@ -184,7 +188,7 @@ def test_editing(visit, tmp_path):
     finish(page, "#edit-said")
     painted = image_of(page, "after")
     same = (painted == before).all(-1).mean()
-    assert 0.3 < same < 1
+    assert 0.05 < same < 0.99
     screenshot(page, "page_edit")
 
 
