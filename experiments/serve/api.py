@@ -105,7 +105,15 @@ def make_app(service: Service) -> FastAPI:
     for path, answer in (("generations", generations), ("edits", edits)):
         # plain routes: the body is read here, with limits, and never by the framework
         app.add_route(f"/v1/images/{path}", answer, methods=["POST"])
+    # before the page, which is mounted at / and would answer in its own words
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    app.add_route("/v1/{rest:path}", _nothing_here, methods=methods)
     return app
+
+
+async def _nothing_here(request: Request) -> JSONResponse:
+    known = request.url.path in ("/v1/models", "/v1/images/generations", "/v1/images/edits")
+    raise HTTPException(405 if known else 404)
 
 
 # --- around every request -------------------------------------------------------------------------
