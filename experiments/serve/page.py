@@ -4,8 +4,10 @@ Made with gradio, mounted at / beside the API. What a visitor types or uploads i
 is shown, names no file, and reaches no template. Fonts and scripts come from this server alone.
 """
 
+import contextlib
 import html
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 
 import gradio as gr
@@ -29,7 +31,7 @@ from varjax.sampling import Sampling
 MOST_FILE = "16mb"  # of an upload
 SHOWN = 384  # pixels of a picture on the page: small ones are enlarged without smoothing
 GALLERY = 24  # pictures that are kept
-VISITORS = 32  # that may wait
+VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
 USUAL, USUAL_BUDGET = "headkv", 0.25
 NEEDS_FILES = ("table", "compose")  # policies that the page cannot ask for
 PAINTED, LOWER, MIDDLE = WAYS = ("what I paint", "the lower half", "the middle")
@@ -47,7 +49,7 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
     Image.MAX_IMAGE_PIXELS = MOST_UPLOAD_PIXELS // 2  # pillow refuses twice as many
     page = Page(service, Studio(service, make))
     blocks = page.build()
-    blocks.queue(max_size=VISITORS, default_concurrency_limit=4, api_open=False)
+    blocks.queue(max_size=VISITORS, default_concurrency_limit=JOBS, api_open=False)
     key = service.api_key
     return gr.mount_gradio_app(
         app,
@@ -77,6 +79,7 @@ class Page:
         sampling = self.model.sampling()
         self.cfg = sampling.cfg if isinstance(sampling.cfg, float) else None
         self.sampling = sampling
+        self._stops: dict[str, threading.Event] = {}  # of the jobs in progress, by visitor and tab
         self.policies = [name for name in POLICIES if name not in NEEDS_FILES]
         self.usual = USUAL if USUAL in self.policies else self.policies[0]
 
@@ -146,21 +149,7 @@ class Page:
                 )
         kept = gr.State([])
         outputs = [said, mine, of_mine, full, of_full, keeps, gallery, kept]
-        jobs = [
-            gr.on(
-                [go.click, subject.submit],
-                self.draw,
-                [subject, *how, kept],
-                outputs,
-                concurrency_limit=4,
-                api_visibility="private",
-                trigger_mode="multiple",
-                show_progress="minimal",
-            )
-        ]
-        stop.click(
-            lambda: "Cancelled.", None, said, cancels=jobs, queue=False, api_visibility="private"
-        )
+        self._on(go, subject, stop, self.draw, [subject, *how, kept], outputs)
 
     def _edit_tab(self) -> None:
         with gr.Row():
@@ -170,7 +159,6 @@ class Page:
                     type="pil",
                     sources=("upload", "clipboard"),
                     brush=gr.Brush(default_size="auto", colors=["#ff00ff"], color_mode="fixed"),
-                    layers=False,
                     transforms=(),
                     canvas_size=(SHOWN, SHOWN),
                     elem_id="canvas",
@@ -188,19 +176,50 @@ class Page:
                 before, of_before = _picture("The picture, without what is drawn anew", "before")
                 after, of_after = _picture("Edited", "after")
         outputs = [said, before, of_before, after, of_after]
-        job = gr.on(
+        self._on(go, subject, stop, self.edit, [canvas, way, subject, paste, *how], outputs)
+
+    def _on(self, go, subject, stop, do: Callable, inputs: list, outputs: list) -> None:
+        """Do it on a click or Enter, until the other button is clicked.
+
+        gradio's own way of cancelling ends its task, but neither the thread that waits for a
+        picture nor the place of the event in its queue. So jobs end by themselves when asked to.
+        """
+
+        def job(request: gr.Request, *given) -> Iterator[tuple]:
+            yield from self._until_stopped(f"{do.__name__} {request.session_hash}", do(*given))
+
+        def ask(request: gr.Request) -> None:
+            if found := self._stops.get(f"{do.__name__} {request.session_hash}"):
+                found.set()
+
+        hidden = {"api_visibility": "private", "show_progress": "minimal"}
+        gr.on(
             [go.click, subject.submit],
-            self.edit,
-            [canvas, way, subject, paste, *how],
+            job,
+            inputs,
             outputs,
-            concurrency_limit=4,
-            api_visibility="private",
+            concurrency_limit=JOBS,
             trigger_mode="multiple",
-            show_progress="minimal",
+            **hidden,
         )
-        stop.click(
-            lambda: "Cancelled.", None, said, cancels=[job], queue=False, api_visibility="private"
-        )
+        stop.click(ask, None, None, queue=False, **hidden)
+
+    def _until_stopped(self, name: str, steps: Iterator[tuple]) -> Iterator[tuple]:
+        """The steps of a job until somebody stops it, or the same visitor starts another one."""
+        stop = threading.Event()
+        if before := self._stops.get(name):
+            before.set()
+        self._stops[name] = stop
+        try:
+            with contextlib.closing(steps):
+                for step in steps:
+                    if stop.is_set():
+                        yield "Cancelled.", *(gr.skip(),) * (len(step) - 1)
+                        return
+                    yield step
+        finally:
+            if self._stops.get(name) is stop:
+                del self._stops[name]
 
     # --- what it does -----------------------------------------------------------------------------
 
