@@ -99,7 +99,7 @@ def image_of(page, name):
 def test_drawing(visit):
     page = visit()
     page.get_by_role("button", name="mango").click()  # an example
-    page.wait_for_function("document.querySelector('#examples') !== null")
+    playwright.expect(subject(page)).to_have_value("mango")
     subject(page).fill("kiwi")
     page.get_by_label("Seed (empty: any)").first.fill("7")
     subject(page).press("Enter")
