@@ -67,7 +67,7 @@ def reconstructed(model, picture):
     return (np.asarray(found[0]) + 1) / 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=SLOW) for n in NAMES[1:])])
 def test_all_part_and_nothing_of_the_picture(name):
     """All-kept: the codec's reconstruction. All-free: what `generate` draws. Between: kept places
     have the picture's tokens at every scale, and the others depend on the seed."""
@@ -208,8 +208,6 @@ def test_python_api():
     assert found.images.shape == (2, *model.pixels, 3) and found.images.dtype == np.float32
     upper = ~drawn
     np.testing.assert_allclose(found.images[0][upper], picture[upper] / 255, atol=1e-6)
-    again = varjax.edit(model, picture, drawn, [1, 2], "streaming", BUDGET, seed=5, batch_size=1)
-    np.testing.assert_array_equal(found.tokens, again.tokens)
 
 
 @pytest.mark.usefixtures("unchecked")
