@@ -32,7 +32,7 @@ MOST_FILE = "16mb"  # of an upload
 SHOWN = 384  # pixels of a picture on the page: small ones are enlarged without smoothing
 GALLERY = 24  # pictures that are kept
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
-USUAL, USUAL_BUDGET = "headkv", 0.25
+FULL, USUAL, USUAL_BUDGET = "full", "headkv", 0.25
 NEEDS_FILES = ("table", "compose")  # policies that the page cannot ask for
 PAINTED, LOWER, MIDDLE = WAYS = ("what I paint", "the lower half", "the middle")
 CSS = """
@@ -226,7 +226,7 @@ class Page:
     def prepare(self) -> None:
         """Compile what the first visitor will most likely ask for."""
         usual = Choice(self.usual, USUAL_BUDGET, self.sampling)
-        self.studio.prepare([usual, Choice("full", None, self.sampling)])
+        self.studio.prepare([usual, _choice(FULL, None, self.sampling)])
 
     def draw(
         self, subject, seed, policy, budget, cfg, top_k, top_p, greedy, kept
@@ -236,7 +236,7 @@ class Page:
             condition = self._condition(subject)
             seed = _seed(seed)
             sampling = self._sampling(cfg, top_k, top_p, greedy)
-            mine, full = Choice(policy, budget, sampling), Choice("full", None, sampling)
+            mine, full = _choice(policy, budget, sampling), _choice(FULL, None, sampling)
             found, nothing = {}, (gr.skip(),) * 2
             for name, choice in (("mine", mine), ("full", full)):
                 for seen in self.studio.draw(choice, condition, seed):
@@ -259,7 +259,7 @@ class Page:
         with _told():
             picture, drawn = self._canvas(canvas, way)
             condition, seed = self._condition(subject), _seed(seed)
-            choice = Choice(policy, budget, self._sampling(cfg, top_k, top_p, greedy))
+            choice = _choice(policy, budget, self._sampling(cfg, top_k, top_p, greedy))
             patch = Patch.of(self.model, picture, drawn, bool(paste))
             hole = np.where(drawn[..., None], np.uint8(255), picture)
             before = large(hole), f"{drawn.mean():.0%} are drawn anew"
@@ -343,6 +343,11 @@ def large(picture: np.ndarray) -> np.ndarray:
     """A small picture enlarged without smoothing, so that its pixels can be compared."""
     times = max(1, SHOWN // max(picture.shape[:2]))
     return picture.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def _choice(policy: str, budget: float | None, sampling: Sampling) -> Choice:
+    """The full cache has one budget only."""
+    return Choice(policy, None if policy == FULL else budget, sampling)
 
 
 def _line(choice: Choice, seed: int, seen: Waiting | Preview | Drawn) -> str:
