@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.flags.model import ModelFlags
@@ -99,8 +100,19 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def make_drawer() -> Drawer:
-    """Check every flag, load the model, and return what draws for the API."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Resolved:
+    """What the flags say. model: without its weights. most: images at once."""
+
+    model: Model
+    plan: CachePlan
+    sampling: Sampling
+    dtype: str
+    most: int
+
+
+def resolve() -> Resolved:
+    """Check every flag and plan the cache. Compile and allocate nothing."""
     model, policy = PROGRAM.stored(MODEL.resolve()), POLICY.resolve()
     sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
     plan, calibration = POLICY.plan(policy, model, sampling)
@@ -114,8 +126,17 @@ def make_drawer() -> Drawer:
         f"{policy.name}, budget {plan.budget:g}: {show_bytes(plan.num_bytes(1, program.kv_dtype))} "
         f"of keys and values for an image, {most} images at once"
     )
-    model = model.load_weights(program.dtype)
-    return Drawer(model, lambda size: generator(model, plan, sampling, size), ladder(most))
+    return Resolved(model=model, plan=plan, sampling=sampling, dtype=program.dtype, most=most)
+
+
+def make_drawer(found: Resolved) -> Drawer:
+    """Load the model, and return what draws for the API."""
+    model = found.model.load_weights(found.dtype)
+
+    def make(size: int) -> Generator:
+        return generator(model, found.plan, found.sampling, size)
+
+    return Drawer(model, make, ladder(found.most))
 
 
 def generator(model: Model, plan: CachePlan, sampling: Sampling, size: int, **more) -> Generator:
@@ -177,7 +198,7 @@ def main(argv: list[str]) -> None:
 
     key, listening = read_key(), bound_socket()
     with listening:
-        drawer, metrics = make_drawer(), Metrics()
+        drawer, metrics = make_drawer(resolve()), Metrics()
         service = Service(
             model=drawer.model,
             subjects=subjects(drawer.model),
