@@ -161,17 +161,24 @@ def test_by_text():
     kept = scale < 2
     np.testing.assert_array_equal(some.tokens[:, kept], some.source_tokens[:, kept])
     assert (some.tokens[:, mixed & ~kept] != some.source_tokens[:, mixed & ~kept]).any()
-    # everything kept, and nothing
+    # everything kept
     kept = by_text(editor, ByText(probability=0.5, keep_scales=scales, mix_scales=scales))
     np.testing.assert_array_equal(kept.images, kept.reconstruction)
-    free = by_text(editor, ByText(probability=0.5, keep_scales=0, mix_scales=0))
-    plain = Generator(model, "full", batch_size=2)
-    ((_, drawn),) = plain.batches(models.condition(model, [0, 1]), seed=3)
-    np.testing.assert_array_equal(free.tokens, drawn["tokens"])
     # an edit does not depend on how many there are: here the last batch is padded
     how = ByText(probability=0.6, keep_scales=2, mix_scales=4)
     one = by_text(editor, how, source=(3,), count=1)
     np.testing.assert_array_equal(one.tokens[0], some.tokens[0])
+
+
+@pytest.mark.slow
+def test_by_text_without_the_pictures_bits():
+    """No scale kept or mixed: what `generate` draws under the target texts."""
+    model = models.fixture_model(INFINITY)
+    editor = editor_of(model, batch_size=4)
+    free = by_text(editor, ByText(probability=0.5, keep_scales=0, mix_scales=0))
+    plain = Generator(model, "full", batch_size=2)
+    ((_, drawn),) = plain.batches(models.condition(model, [0, 1]), seed=3)
+    np.testing.assert_array_equal(free.tokens, drawn["tokens"])
 
 
 def test_the_mixture_is_the_formula():
