@@ -1,4 +1,5 @@
 # make demo    generate fruit with a compressed cache, compare with the full one, write results/
+# make page    a page and an API on http://127.0.0.1:7860/ (docs/howto/serve.md)
 # make test    the default test suite (no GPU, no TPU, no network)
 # make lint    ruff
 # make chip    on the machine with a GPU or TPU: check every kernel, tune, time, results/machine.json
@@ -20,13 +21,17 @@ bin := .venv/bin
 more := $(if $(EXTRAS),$(comma)$(EXTRAS))
 tag := $(subst $(comma),-,$(more))
 for_demo := .venv/.installed-demo$(tag)
+for_page := .venv/.installed-page$(tag)
 for_test := .venv/.installed-test$(tag)
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint chip clean interpreter
+.PHONY: demo page test lint chip clean interpreter
 
 demo: $(for_demo)
 	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
+
+page: $(for_page)
+	$(bin)/python -m experiments.serve $(ARGS)
 
 test: $(for_test)
 	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -46,6 +51,11 @@ clean:
 $(for_demo): .venv/.interpreter pyproject.toml
 	@echo "installing varjax[eval,port$(more)] into .venv"
 	$(pip) --editable '.[eval,port$(more)]'
+	@touch $@
+
+$(for_page): .venv/.interpreter pyproject.toml
+	@echo "installing varjax[eval,port,serve$(more)] into .venv"
+	$(pip) --editable '.[eval,port,serve$(more)]'
 	@touch $@
 
 $(for_test): .venv/.interpreter pyproject.toml

@@ -34,7 +34,10 @@ REPORTS = {
 }
 # Every file that the commands may put there, except images; a report's `files` lists what they did.
 WRITTEN = {
-    "report.json": {"report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST},
+    "report.json": {
+        *("report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST),
+        *("edit.png", "reconstruction.png"),
+    },
     "sweep.json": set(
         "sweep.json sweep.csv sweep.md samples.npz fidelity.png calibration.json".split()
     ),

@@ -14,6 +14,7 @@ plan.num_bytes(batch_size=8, dtype="bfloat16")
 
 from varjax import policies
 from varjax.api import generate, plan
+from varjax.editing.edit import edit
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, describe, load
@@ -27,6 +28,7 @@ __all__ = [
     "UserError",
     "__version__",
     "describe",
+    "edit",
     "generate",
     "load",
     "plan",

@@ -74,6 +74,9 @@ class Generator:
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
       decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
         (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
+      watch: called on the host while images are drawn: with the number of a scale and the code map
+        [B, P, Q, C] after it, or the number of an image token and the tokens [B, 1]. JAX does not
+        keep such programs in its cache.
 
     Raises:
       UserError: for anything that cannot work; nothing is compiled then.
@@ -99,6 +102,7 @@ class Generator:
         unroll: bool = False,
         decode_batch: int | None = None,
         decode_dtype: str = "auto",
+        watch: Callable[[Array, Array], None] | None = None,
     ):
         self.model = check_model(model)
         most = arguments.LARGEST_BATCH
@@ -125,6 +129,7 @@ class Generator:
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
             unroll=arguments.flag("unroll", unroll),
+            watch=watch,
         )
         self.drawing = drawing(
             model.networks,
@@ -169,7 +174,7 @@ class Generator:
 
     # --- compiling --------------------------------------------------------------------------------
 
-    def compile(self, condition: PyTree = None, given: np.ndarray | None = None) -> None:
+    def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
         condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
@@ -217,7 +222,7 @@ class Generator:
         return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def _traced_arguments(
-        self, condition: PyTree | None, given: np.ndarray | None
+        self, condition: PyTree | None, given: np.ndarray | Given | None
     ) -> tuple[PyTree, tuple]:
         """Return what the program of codes is traced with: shapes of the cache, and the arguments
         after it. Several devices are given their weights on the way."""
@@ -258,7 +263,7 @@ class Generator:
         self,
         condition: PyTree,
         image_index: np.ndarray,
-        seed: int,
+        seed: int | np.ndarray,
         given: np.ndarray | Given | None,
         given_scales: int | None,
     ) -> tuple:
@@ -385,8 +390,8 @@ class Generator:
         condition: PyTree,
         image_index: np.ndarray,
         *,
-        seed: int = 0,
-        given: np.ndarray | None = None,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
         given_scales: int | None = None,
         keep_cache: bool = True,
     ) -> tuple[dict[str, Array], PyTree]:
@@ -394,6 +399,7 @@ class Generator:
         "logits"?} and the final cache.
 
         condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
         given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
           or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
@@ -402,7 +408,7 @@ class Generator:
         Raises:
           UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
         """
-        seed = sampling_lib.check_seed(seed)
+        seed = sampling_lib.check_seeds(seed, self.batch_size)
         if self.compiled is None:
             self.compile(condition, given)
         with self._explained("drawing"):

@@ -16,6 +16,7 @@ from pallas_kernels.sample.reference import filter_logits, guided
 from varjax import arguments
 from varjax.errors import UserError, nearest, show
 
+AnyArray = Array | np.ndarray
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
 LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
@@ -249,6 +250,20 @@ def smooth_codes(
     return jnp.einsum("btv,vc->btc", weights, codebook, precision=jax.lax.Precision.HIGHEST)
 
 
-def image_keys(seed: int, image_index: Int[Array, " B"]) -> Array:
-    """One typed key per image: the image's index folded into the seed."""
-    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(image_index)
+def image_keys(seed: int | Int[AnyArray, " B"], image_index: Int[Array, " B"]) -> Array:
+    """One typed key per image: the image's index folded into the seed. seed: one for all images, or
+    one for each."""
+    seeds = jnp.broadcast_to(jnp.asarray(seed, jnp.int32), image_index.shape)
+    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s), i))(seeds, image_index)
+
+
+def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
+    """Return a seed for all images, or one for each, checked as `check_seed` does."""
+    if not isinstance(seed, (np.ndarray, list, tuple)):
+        return check_seed(seed)
+    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
+    if len(seeds) != images:
+        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
+    for value in seeds:
+        check_seed(value)
+    return seeds.astype(np.int32)

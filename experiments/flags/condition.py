@@ -38,9 +38,10 @@ class ConditionFlags:
 
     samples: the default of --num_samples, for a command that takes a few examples only, spread
     evenly over classes or prompts; None: the command takes all.
+    literal: --prompts may be a text, too.
     """
 
-    def __init__(self, flags: CommandFlags, *, samples: int | None = None):
+    def __init__(self, flags: CommandFlags, *, samples: int | None = None, literal: bool = False):
         self._samples = None
         if samples is not None:
             self._samples = flags.integer(
@@ -50,7 +51,7 @@ class ConditionFlags:
                 lower_bound=1,
                 upper_bound=10**6,
             )
-        prompts = ImagePromptFlags(flags, samples=samples is not None)
+        prompts = ImagePromptFlags(flags, samples=samples is not None, literal=literal)
         self._kinds = {
             "labels": LabelFlags(flags, self._samples),
             "text": TextFlags(flags, self._samples, prompts),

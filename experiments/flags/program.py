@@ -118,9 +118,17 @@ class ProgramFlags:
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.
+    batches: whether the command has a --batch_size.
     """
 
-    def __init__(self, flags: CommandFlags, *, mesh: bool = False, elsewhere: bool = False):
+    def __init__(
+        self,
+        flags: CommandFlags,
+        *,
+        mesh: bool = False,
+        elsewhere: bool = False,
+        batches: bool = True,
+    ):
         self._elsewhere, self._mesh = elsewhere, None
         if mesh:
             self._mesh = flags.string(
@@ -131,7 +139,7 @@ class ProgramFlags:
             )
         if elsewhere:
             self._batch_size = batch_size_flag(flags, USUAL_BATCH)
-        else:
+        elif batches:
             usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
             self._batch_size = flags.integer("batch_size", None, usual)
         self._decode_batch = flags.integer(

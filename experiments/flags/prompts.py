@@ -2,6 +2,7 @@
 --negative_prompt and --negative_prompts."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 from absl.flags import FlagHolder
@@ -15,9 +16,13 @@ from varjax.text.encoder import negative_texts
 
 
 class PromptFlags:
-    """--prompt, --prompts and --prompt_set."""
+    """--prompt, --prompts and --prompt_set.
 
-    def __init__(self, flags: CommandFlags):
+    literal: what --prompts names may also be the text itself, if there is no such file.
+    """
+
+    def __init__(self, flags: CommandFlags, *, literal: bool = False):
+        self._literal = literal
         self._texts = flags.texts("prompt", None, "A prompt, as it is written here.")
         self._path = flags.string(
             "prompts", None, "Prompts: a file with one per line, or a published set."
@@ -31,6 +36,8 @@ class PromptFlags:
         """Return the prompts; None if none are given. Raises the errors of `sets.read_prompts`."""
         typed = _typed(self._texts, self._path)
         if typed is None and self._path.value:
+            if self._literal and not os.path.exists(self._path.value):
+                return plain([" ".join(self._path.value.split())], ["--prompts"])
             return sets.read_prompts(self._path.value, self._kind.value)
         if self._kind.present:
             raise UserError(
@@ -44,8 +51,8 @@ class ImagePromptFlags(PromptFlags):
     """--prompt, --prompts and --prompt_set of a command that draws images; --images_per_prompt
     unless `samples` says that it takes a few examples only."""
 
-    def __init__(self, flags: CommandFlags, *, samples: bool):
-        super().__init__(flags)
+    def __init__(self, flags: CommandFlags, *, samples: bool, literal: bool = False):
+        super().__init__(flags, literal=literal)
         self._each = None
         if not samples:
             self._each = flags.integer(

@@ -10,9 +10,12 @@ from varjax.sampling import Sampling, check_seed
 
 class SamplingFlags:
     """--cfg, --tau, --cfg_insertion_layer, --cfg_interval, --top_k, --top_p, --greedy,
-    --more_smooth and --seed of a command."""
+    --more_smooth and --seed of a command.
 
-    def __init__(self, flags: CommandFlags):
+    seed: whether it has a --seed.
+    """
+
+    def __init__(self, flags: CommandFlags, *, seed: bool = True):
         self._cfg = flags.string(
             "cfg",
             None,
@@ -38,9 +41,10 @@ class SamplingFlags:
         self._more_smooth = flags.boolean(
             "more_smooth", None, "Feed back mixtures of codes: smoother pictures (VAR)."
         )
-        self._seed = flags.integer(
-            "seed", 0, "Image i depends on (seed, i, its label or prompt) only."
-        )
+        if seed:
+            self._seed = flags.integer(
+                "seed", 0, "Image i depends on (seed, i, its label or prompt) only."
+            )
 
     def sampling(self, model: Model) -> Sampling:
         """Return the settings: each as its flag says, else as the checkpoint recommends."""

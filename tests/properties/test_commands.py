@@ -30,6 +30,7 @@ from tests.properties.mutations import emptied
 from varjax.cli import command_line
 from varjax.cli.flags import choices
 from varjax.errors import UserError
+from varjax.io.pictures import save_png
 from varjax.nn.families import Part
 from varjax.storage import checkpoint
 from varjax.training import loop
@@ -83,11 +84,21 @@ SOUND = {  # by flag: what takes a command further than to its first check
     "sampling": ["object.json"],
     "var_batch_size": ["16"],
     "image_size": ["64"],
+    "image": ["fruit.png", "mask.png"],
+    "mask": ["mask.png", "fruit.png"],
+    "source_prompt": ["a dog"],
+    "source_probability": ["0.9"],
+    "host": ["127.0.0.1"],
+    "port": ["0"],
+    "kv_bytes": ["2MiB", "1KiB"],
+    "api_key": ["prompts.txt"],
 }
 MOSTLY = {  # given nearly always, as what is required
     "experiments.sweep": ["policies"],
     "experiments.train": ["data", "var_batch_size"],
     "experiments.encode_text": ["prompts"],
+    "experiments.edit": ["mask"],
+    "experiments.serve": ["port"],
 }
 
 
@@ -119,6 +130,10 @@ def places(tmp_path_factory):
     ):
         (folder / name).write_text(text)
     np.savez(folder / "x.npz", tokens=np.zeros((1, 130), np.int32), kv=np.zeros((2, 3)))
+    mask = np.zeros((64, 64), np.uint8)
+    mask[32:] = 255
+    save_png(folder / "mask.png", mask)
+    save_png(folder / "fruit.png", np.full((64, 64, 3), 90, np.uint8))
     pictures = np.zeros((40, 16, 16, 3), np.uint8)
     np.savez(folder / "pictures.npz", images=pictures, labels=np.arange(40) % 2)
     width = models.fixture_model("infinity_a").config.text_channels
@@ -140,7 +155,8 @@ def light(monkeypatch):
     def heavy(*_, **__):
         raise UserError(HEAVY)
 
-    aot, bench = (_module(f"experiments.{name}") for name in ("aot", "bench"))
+    names = ("aot", "bench", "serve")
+    aot, bench, serve = (_module(f"experiments.{name}") for name in names)
     for owner, name in (
         (condition, "encoded"),
         (condition, "encode"),
@@ -152,6 +168,7 @@ def light(monkeypatch):
         (bench.worker, "work"),
         (bench.worker, "alone"),
         (page, "build"),
+        (serve, "make_drawer"),
     ):
         monkeypatch.setattr(owner, name, heavy)
     monkeypatch.setattr(worker, "start", lambda *_: {"status": "refused", "error": HEAVY})

@@ -8,7 +8,8 @@ import numpy as np
 CELL = 14  # pixels of a head in the picture, at most
 MOST_PANELS, PANELS_WIDTH = 5, 900  # scales or stages that are shown, and pixels for all of them
 GAP, TITLE = 16, 18  # pixels between panels, and of a line of text
-LEGEND, LEGEND_AT, LEGEND_STEP = (0.0, 0.25, 0.5, 0.75, 1.0), 380, 60
+WORDS = 90  # pixels of the words over a panel, at least
+LEGEND, LEGEND_AT, LEGEND_STEP = (0.0, 0.25, 0.5, 0.75, 1.0), 430, 60
 LIGHT, DARK = np.array([239, 243, 250]), np.array([8, 48, 107])  # RGB of an empty and a full head
 
 
@@ -41,7 +42,7 @@ class PlanView:
         cell = max(2, min(CELL, PANELS_WIDTH // (heads * MOST_PANELS)))
         shown = np.unique(np.linspace(1, len(self.capacity) - 1, MOST_PANELS).round().astype(int))
         shown = shown[shown > 0] if len(self.capacity) > 1 else [0]
-        step = heads * cell + GAP
+        step = max(heads * cell, WORDS) + GAP
         parts = [self._panel(s, i * step, cell) for i, s in enumerate(shown)]
         width, top = (
             max(len(shown) * step, LEGEND_AT + len(LEGEND) * LEGEND_STEP),

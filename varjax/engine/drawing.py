@@ -8,8 +8,8 @@ inputs, how weights are arranged. `Generator` and `experiments.aot` know one int
 The plan itself answers what concerns the cache alone: an empty one, its division over devices.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
@@ -47,6 +48,7 @@ class BuildOptions:
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
     unroll: debug option; unrolls the scans over scales and layers.
+    watch: called on the host while images are drawn (`Generator`).
     """
 
     segments: int | str = AUTO
@@ -54,6 +56,7 @@ class BuildOptions:
     attention: str | None = None
     keep_logits: bool = False
     unroll: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
 
 class Drawing(Protocol[Inputs]):
@@ -115,6 +118,7 @@ def drawing(
             one_slot=one_slot,
             keep_logits=options.keep_logits,
         )
+        spec = replace(spec, watch=options.watch)
         return TokenDrawing(spec, plan, mesh)
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
@@ -129,7 +133,7 @@ def drawing(
         keep_logits=options.keep_logits,
         unroll=options.unroll,
     )
-    return ScaleDrawing(spec, plan, mesh)
+    return ScaleDrawing(replace(spec, watch=options.watch), plan, mesh)
 
 
 class ScaleDrawing:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from varjax.arguments import integer
 from varjax.models.step_inputs import AnyArray
@@ -72,6 +72,15 @@ class Given:
         place: numbers of the T tokens in the image. images: numbers of the b images in the batch.
         """
         given = self.tokens[:, place][images].astype(drawn.dtype)
+        return self.choose(given, drawn, place, images)
+
+    def choose(
+        self,
+        given: Shaped[Array, "b T ..."],
+        other: Shaped[Array, "b T ..."],
+        place: Int[Array, " T"],
+        images: slice | Int[Array, " b"] = slice(None),
+    ) -> Shaped[Array, "b T ..."]:
+        """Return `given` at given places and `other` elsewhere. place, images: as in `replace`."""
         where = self.where[:, place][images]
-        where = where.reshape(*where.shape, *(1,) * (drawn.ndim - where.ndim))
-        return jnp.where(where, given, drawn)
+        return jnp.where(where.reshape(*where.shape, *(1,) * (other.ndim - 2)), given, other)

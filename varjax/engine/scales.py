@@ -6,7 +6,7 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.given import Given
 from varjax.engine.inputs import SegmentInputs, StepInputs
+from varjax.engine.mixture import Mixture, chance_of_ones
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.nn import stacked
 from varjax.nn.published import TransformerConfig
@@ -37,6 +38,7 @@ class ScaleSpec:
       the platform has.
     keep_logits: also return guided logits.
     unroll: debug option; unrolls both scans.
+    watch: called on the host after every scale, with its number and the code map [B, P, Q, C].
     """
 
     schedule: Schedule
@@ -47,6 +49,7 @@ class ScaleSpec:
     attention: str | None = None
     keep_logits: bool = False
     unroll: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
@@ -184,6 +187,8 @@ def _scale(
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
+    if spec.watch is not None:
+        jax.debug.callback(spec.watch, step.scale, code_map)
     return (code_map, state), drawn
 
 
@@ -215,12 +220,21 @@ def _sample(
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             # what later scales see is a mixture of codes; the tokens stay those that were drawn
-            codes = codec.smooth_codes(filtered, keys[index], step.ratio)
+            mixed = codec.smooth_codes(filtered, keys[index], step.ratio)
+            # a given token stands for its own code
+            codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.keep_logits else {}
+        if isinstance(given, Mixture):
+            kept["chances"] = chance_of_ones(scores)
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)
-    return map_in_chunks(some, images, at_once)
+    drawn = map_in_chunks(some, images, at_once)
+    if isinstance(given, Mixture):  # after the chunks: an image and its other half may lie in two
+        chances, place = drawn.pop("chances"), step.token_index
+        drawn["tokens"] = given.settle(drawn["tokens"], chances, keys, place, sampling.greedy)
+        drawn["codes"] = codec.codes(drawn["tokens"])
+    return drawn
 
 
 def _without_padding(

@@ -43,6 +43,7 @@ class TokenSpec:
     one_slot: whether one slot stands for the whole condition.
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
+    watch: called on the host after every image token, with its number and the tokens [B, 1].
     """
 
     sequence: TokenSequence
@@ -54,6 +55,7 @@ class TokenSpec:
     one_slot: bool = False
     attention: str | None = None
     keep_logits: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
@@ -316,6 +318,14 @@ class _TokenSteps:
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Draw image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
+        drawn = self._drawn_or_new_line(x, index)
+        if self.spec.watch is not None:
+            jax.debug.callback(self.spec.watch, index, drawn["tokens"])
+        return drawn
+
+    def _drawn_or_new_line(
+        self, x: Float[Array, "R 1 D"], index: Int[Array, ""]
+    ) -> dict[str, Array]:
         sequence = self.spec.sequence
         if not sequence.new_lines:
             return self._drawn(x, index, index)

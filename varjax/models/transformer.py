@@ -2,15 +2,21 @@
 
 from typing import ClassVar, Self
 
+import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from varjax.errors import UserError
 from varjax.nn.published import Configuration
 from varjax.nn.split import Split
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
+
+
+@jax.jit
+def _images_to_tokens(codec: nnx.Module, images: Float[Array, "N H W 3"]) -> Array:
+    return codec.images_to_tokens(images)
 
 
 class Transformer(nnx.Module):
@@ -62,6 +68,11 @@ class Transformer(nnx.Module):
         """Tokens in the form in which they are drawn, all 0: the argument of programs that take
         forced tokens, where none are forced."""
         return np.zeros((images, self.config.total_tokens), np.int32)
+
+    def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
+        """Tokens of pictures in [-1, 1], which the codec encodes, in the form in which they are
+        drawn: [N, L] or [N, L, bits]."""
+        return np.asarray(_images_to_tokens(codec, images), np.int32)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         """Drawn tokens of N images as `arrays.npz` has them."""

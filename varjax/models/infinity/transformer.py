@@ -31,6 +31,7 @@ from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.nn import layers, split, stacked
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
+from varjax.schedule import Schedule
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
@@ -45,6 +46,13 @@ def _linear(
     d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True
 ) -> layers.Linear:
     return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
+
+
+@partial(jax.jit, static_argnums=(2,))
+def _images_to_bits(
+    codec: nnx.Module, images: Float[Array, "N H W 3"], schedule: Schedule
+) -> UInt8[Array, "N L C"]:
+    return codec.images_to_bits(images, schedule)
 
 
 class TextPool(nnx.Module):
@@ -340,6 +348,12 @@ class Infinity(NextScaleTransformer):
     def no_tokens(self, images: int) -> np.ndarray:
         config = self.config
         return np.zeros((images, config.total_tokens, config.bits), np.uint8)
+
+    def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
+        patch = self.config.patch
+        maps = Schedule(tuple((h * patch, w * patch) for h, w in self.config.schedule.maps))
+        bits = np.asarray(_images_to_bits(codec, images, maps))
+        return self.tokens_from_file(bits, len(bits), maps.num_scales)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         return tokens_to_bits(tokens, self.config.schedule, self.config.patch)

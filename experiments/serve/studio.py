@@ -1,0 +1,267 @@
+"""Drawing for the page: one picture at a time, with any policy, seen while it is drawn, beside the
+picture of the full cache.
+
+Every combination of policy, budget and sampling is a program of its own, compiled when somebody
+first asks for it; the last few are kept. Programs wait in the server's queue like everything else.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from experiments.serve.api import Service
+from experiments.serve.drawer import Patch
+from varjax.cache.planner import plan_cache
+from varjax.calibration import files as calibration_lib
+from varjax.engine.given import Given
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.io.images import to_uint8
+from varjax.policies import get_policy
+from varjax.sampling import Sampling
+
+KEPT = 8  # programs
+LINES = 2  # of a token model, between two previews
+GREY = np.uint8(128)
+LOOKING = 0.5  # seconds between two signs of life
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a picture is drawn. budget: None for the policy's own."""
+
+    policy: str
+    budget: float | None
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing can be seen yet, and why."""
+
+    words: str
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """What can be seen so far: a picture uint8 [H, W, 3], and the part that is done."""
+
+    picture: np.ndarray
+    part: float
+    words: str
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A picture uint8 [H, W, 3], its pixels and tokens as they were drawn, and what it cost.
+
+    num_bytes: of keys and values. keeps: SVG of how much each head keeps.
+    """
+
+    picture: np.ndarray
+    pixels: np.ndarray
+    tokens: np.ndarray
+    num_bytes: int
+    dense_bytes: int
+    seconds: float
+    keeps: str
+
+
+class _Program:
+    """A generator for one image, and the way by which it is watched."""
+
+    def __init__(self, make: Callable[..., Generator]):
+        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
+        self.generator = make(watch=self._watch)
+
+    def _watch(self, number, what) -> None:
+        seen = self.seen
+        if seen is not None:
+            seen.put((int(number), np.array(what)))
+
+
+class Studio:
+    """Draws for the page.
+
+    make: returns a generator from (model, plan, sampling, batch size, watch=...).
+    """
+
+    def __init__(self, service: Service, make: Callable[..., Generator]):
+        self.service, self._make = service, make
+        self.model = service.model
+        self._programs: OrderedDict[Choice, Future[_Program]] = OrderedDict()
+        self._lock = threading.Lock()
+        # one at a time: compiling takes all cores
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiling")
+        self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
+        self._nothing = self.model.transformer.no_tokens(1)
+
+    # --- programs ---------------------------------------------------------------------------------
+
+    def program(self, choice: Choice) -> "Future[_Program]":
+        """The program of a choice, which may still be compiling. `UserError` if it cannot be
+        planned."""
+        with self._lock:
+            held = self._programs.get(choice)
+            if held is None or held.done() and held.exception():
+                planned = self._planned(choice)
+                self._programs[choice] = self._compiler.submit(self._compiled, planned)
+            self._programs.move_to_end(choice)
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+            return self._programs[choice]
+
+    def _compiled(self, program: _Program) -> _Program:
+        shapes = self.model.transformer.condition_shapes(1)
+        condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        # once for nothing: the first run is slower, and its time would be compared
+        program.generator.run_batch(
+            condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
+        )
+        return program
+
+    def _planned(self, choice: Choice) -> _Program:
+        policy = get_policy(choice.policy, choice.budget, {})
+        sampling = self.model.resolve_sampling(choice.sampling)
+        calibration = calibration_lib.find(policy, self.model, None, sampling.guidance)
+        plan = plan_cache(self.model.geometry_for(sampling), policy, calibration)
+        policy.check_images(1)
+        return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more))
+
+    def prepare(self, choices: list[Choice]) -> None:
+        """Compile programs in the background, before somebody asks for them."""
+        for choice in choices:
+            with contextlib.suppress(UserError):  # a policy that this model cannot have
+                self.program(choice)
+
+    def _given(self, patch: Patch | None) -> Given:
+        if patch is None:
+            return Given(self._nothing, np.zeros(self._nothing.shape[:2], bool))
+        return Given(patch.tokens[None], patch.kept[None])
+
+    # --- drawing ----------------------------------------------------------------------------------
+
+    def draw(
+        self, choice: Choice, condition: PyTree, seed: int, patch: Patch | None = None
+    ) -> Iterator[Waiting | Preview | Drawn]:
+        """Draw a picture: what it waits for, previews as they come, then the picture. Something
+        comes every now and then, so that the iterator can be closed: that takes the picture out of
+        the queue, or leaves it to itself if it is being drawn.
+
+        Raises:
+          UserError: what cannot be planned. QueueFull, Closed: as of `Batcher.run`.
+        """
+        compiled = self.program(choice)
+        yield from _until(compiled, "compiling its program, once ...")
+        program, seen = compiled.result(), queue.SimpleQueue()
+        future = self.service.batcher.run(lambda: self._run(program, condition, seed, patch, seen))
+        future.add_done_callback(lambda future: seen.put(None))
+        try:
+            yield from self._previews(_told(seen))
+            yield self._finished(program, future, patch)
+        finally:
+            future.cancel()
+
+    def _run(self, program, condition, seed, patch, seen) -> tuple[dict[str, np.ndarray], float]:
+        """On the drawing thread: results on the host, and the seconds they took."""
+        start, program.seen = time.perf_counter(), seen
+        try:
+            results, _ = program.generator.run_batch(
+                condition,
+                np.zeros(1, np.int32),
+                seed=seed,
+                given=self._given(patch),
+                keep_cache=False,
+            )
+            found = {name: np.asarray(results[name]) for name in ("images", "tokens")}
+            jax.effects_barrier()  # what was seen is told before anybody else draws
+        finally:
+            program.seen = None
+        return found, time.perf_counter() - start
+
+    def _finished(self, program: _Program, future: Future, patch: Patch | None) -> Drawn:
+        found, seconds = future.result()
+        generator, pixels = program.generator, found["images"][0]
+        if patch is not None and patch.paste:
+            pixels = np.where(patch.drawn[..., None], pixels, patch.picture)
+        plan, dtype = generator.plan, generator.kv_dtype
+        return Drawn(
+            picture=to_uint8(pixels[None])[0],
+            pixels=pixels,
+            tokens=found["tokens"],
+            num_bytes=plan.num_bytes(1, dtype),
+            dense_bytes=plan.dense_bytes(1, dtype),
+            seconds=seconds,
+            keeps=plan.picture(),
+        )
+
+    # --- previews ---------------------------------------------------------------------------------
+
+    def _previews(self, seen: Iterator) -> Iterator[Waiting | Preview]:
+        show = self._token_preview() if self.model.draws_tokens else self._scale_preview
+        for one in seen:
+            shown = one if isinstance(one, Waiting) else show(*one)
+            if shown is not None:
+                yield shown
+
+    def _scale_preview(self, number: int, code_map: np.ndarray) -> Preview | None:
+        maps = self.model.config.schedule.maps
+        if number + 1 == len(maps):
+            return None  # the picture itself comes at once
+        (h, w), part = maps[number], (number + 1) / len(maps)
+        return Preview(self._pixels(code_map), part, f"scale {number + 1}: {h} x {w}")
+
+    def _token_preview(self) -> Callable[[int, np.ndarray], Preview | None]:
+        rows, columns = self.model.code_map[:2]
+        places = {int(p): i for i, p in enumerate(self.model.geometry.schedule.places)}
+        tokens = np.zeros((1, rows * columns), np.int32)
+
+        def show(number: int, token: np.ndarray) -> Preview | None:
+            place = places.get(number)
+            if place is None:  # a new line
+                return None
+            tokens[0, place] = token.reshape(-1)[0]
+            done = place + 1
+            if done % (LINES * columns) or done == tokens.size:
+                return None
+            codes = self.model.codec.code_map(jax.numpy.asarray(tokens), (rows, columns))
+            picture = self._pixels(codes)
+            picture[done // columns * (picture.shape[0] // rows) :] = GREY
+            return Preview(picture, done / tokens.size, f"line {done // columns} of {rows}")
+
+        return show
+
+    def _pixels(self, code_map) -> np.ndarray:
+        decoded = self._decode(self.model.codec, jax.numpy.asarray(code_map))
+        return to_uint8((np.asarray(decoded) + 1) / 2)[0]
+
+
+def _until(future: Future, words: str) -> Iterator[Waiting]:
+    """Say what is waited for until a future is done."""
+    while not future.done():
+        yield Waiting(words)
+        with contextlib.suppress(NotYet, Exception):  # the caller asks for the result
+            future.exception(LOOKING)
+
+
+def _told(seen: queue.SimpleQueue) -> Iterator:
+    """What is put into a queue until None, and `Waiting` while nothing comes."""
+    while True:
+        try:
+            one = seen.get(timeout=LOOKING)
+        except queue.Empty:
+            yield Waiting("waiting for its turn ...")
+        else:
+            if one is None:
+                return
+            yield one

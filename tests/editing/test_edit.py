@@ -1,0 +1,268 @@
+"""Edits: kept places hold the picture's tokens, nothing else changes, with every policy."""
+
+import jax
+import numpy as np
+import pytest
+
+import varjax
+from tests import models_under_test as models
+from varjax.editing import masks
+from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
+from varjax.engine.mixture import Mixture
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.policies import POLICIES
+from varjax.schedule import Schedule
+from varjax.text.features import TextFeatures
+
+INFINITY = "infinity_a_small"
+NAMES = ["c_k5_nol2norm", INFINITY, "llamagen_c2i"]
+SLOW = pytest.mark.slow
+BUDGET = 0.6
+
+
+def picture_of(model, seed=0):
+    """A smooth picture that is none of the model's own."""
+    rng, (height, width) = np.random.default_rng(seed), model.pixels
+    rows, columns = np.linspace(0, 3, height)[:, None, None], np.linspace(0, 2, width)[:, None]
+    return (0.5 + 0.5 * np.sin(rows + columns + 6 * rng.random(3))).astype(np.float32)
+
+
+def end_of(model):
+    """A mask that every family takes: the lower part."""
+    drawn = np.zeros(model.pixels, bool)
+    drawn[model.pixels[0] // 2 :] = True
+    return drawn
+
+
+def editor_of(model, policy="full", budget=1.0, batch_size=2):
+    return Editor(
+        Generator(model, policy, budget, batch_size=batch_size, segments="auto"),
+        progress=lambda done, total: None,
+    )
+
+
+def in_mask(editor, drawn, count=2, paste=False, seed=3):
+    model = editor.model
+    condition = models.condition(model, range(count))
+    pictures = masks.check_pictures(model, picture_of(model), count)
+    return editor.in_masks(
+        condition, pictures, masks.check_masks(model, drawn, count), seed=seed, paste=paste
+    )
+
+
+def reconstructed(model, picture):
+    """The codec's own round trip, float32 [H, W, 3] in [0, 1]."""
+    images, codec = jax.numpy.asarray(2 * picture[None] - 1), model.codec
+    if model.transformer.token_name == "bits":
+        tokens = source_tokens(model, picture[None])
+        bits = jax.numpy.asarray(model.transformer.tokens_to_file(tokens))
+        patch = model.config.patch
+        maps = tuple((patch * h, patch * w) for h, w in model.config.schedule.maps)
+        found = codec.bits_to_images(bits, Schedule(maps))
+    elif model.draws_tokens:
+        found = codec.tokens_to_images(codec.images_to_tokens(images), model.config.grid)
+    else:
+        found = codec.reconstruct(images)
+    return (np.asarray(found[0]) + 1) / 2
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=SLOW) for n in NAMES[1:])])
+def test_all_part_and_nothing_of_the_picture(name):
+    """All-kept: the codec's reconstruction. All-free: what `generate` draws. Between: kept places
+    have the picture's tokens at every scale, and the others depend on the seed."""
+    model = models.fixture_model(name)
+    editor, count = editor_of(model), 2
+    kept = in_mask(editor, np.zeros(model.pixels, bool))
+    assert kept.kept.all()
+    np.testing.assert_array_equal(kept.images, kept.reconstruction)
+    np.testing.assert_array_equal(kept.tokens, kept.source_tokens)
+    for image in kept.images:
+        np.testing.assert_allclose(image, reconstructed(model, picture_of(model)), atol=5e-5)
+    free = in_mask(editor, np.ones(model.pixels, bool))
+    assert not free.kept.any()
+    condition = models.condition(model, range(count))
+    plain = Generator(model, "full", batch_size=2)
+    ((_, drawn),) = plain.batches(condition, seed=3)
+    np.testing.assert_array_equal(free.tokens, drawn["tokens"])
+    np.testing.assert_array_equal(free.images, drawn["images"])
+    part = in_mask(editor, end_of(model), paste=True)
+    check_part(model, part)
+    other = in_mask(editor, end_of(model), seed=4)
+    assert (other.tokens != part.tokens).any()
+
+
+def check_part(model, part):
+    """Kept tokens are the picture's, in every scale; pasted pixels are, too."""
+    assert 0.2 < part.kept.mean() < 0.8
+    np.testing.assert_array_equal(part.tokens[part.kept], part.source_tokens[part.kept])
+    assert (part.tokens[~part.kept] != part.source_tokens[~part.kept]).any()
+    if not model.draws_tokens:
+        schedule = model.config.schedule
+        for start, end, (h, w) in zip(schedule.starts, schedule.ends, schedule.maps, strict=True):
+            few = h * w <= 3
+            assert part.kept[:, start:end].all() == few, (h, w)
+    upper = ~end_of(model)
+    np.testing.assert_array_equal(part.images[:, upper], np.stack([picture_of(model)[upper]] * 2))
+    assert (part.images[:, ~upper] != picture_of(model)[~upper]).any()
+
+
+EVERY = sorted(set(POLICIES) - {"table", "compose", "full"})
+QUICK = ("c_k5_nol2norm", "headkv")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", EVERY)
+def test_every_policy(name, policy, request):
+    if (name, policy) != QUICK and not request.config.getoption("--slow"):
+        pytest.skip("takes minutes: add --slow")
+    model = models.fixture_model(name)
+    try:
+        plan = varjax.plan(model, policy, BUDGET)
+    except UserError as error:
+        pytest.skip(f"no plan: {error}")
+    generator = Generator(model, plan=plan, batch_size=2)
+    part = in_mask(Editor(generator, progress=lambda *counts: None), end_of(model), paste=True)
+    check_part(model, part)
+
+
+def test_smooth_codes_stay_the_pictures():
+    """With `more_smooth`, too, a kept place stands for its own code."""
+    model = models.fixture_model("c_k5_nol2norm")
+    sampling = model.sampling(more_smooth=True)
+    generator = Generator(model, "full", sampling=sampling, batch_size=2)
+    editor = Editor(generator, progress=lambda *counts: None)
+    kept = in_mask(editor, np.zeros(model.pixels, bool))
+    expected = reconstructed(model, picture_of(model))
+    np.testing.assert_allclose(kept.images[0], expected, atol=5e-5)
+
+
+# --- by text --------------------------------------------------------------------------------------
+
+
+def by_text(editor, how, *, source=(3, 4), count=2, seed=3):
+    model = editor.model
+    target, mine = models.condition(model, range(count)), models.condition(model, source)
+    pictures = masks.check_pictures(model, picture_of(model), count)
+    return editor.by_text(both_texts(target, mine), pictures, how, seed=seed)
+
+
+def test_by_text():
+    model = models.fixture_model(INFINITY)
+    editor, schedule = editor_of(model, batch_size=4), model.config.schedule
+    scale, scales = schedule.scale_of_token, schedule.num_scales
+    # p = 1 and the same text: Q is certain, so that mixed scales repeat the picture's bits
+    same = by_text(editor, ByText(probability=1, keep_scales=1, mix_scales=4), source=(0, 1))
+    mixed = scale < 4
+    np.testing.assert_array_equal(same.tokens[:, mixed], same.source_tokens[:, mixed])
+    assert (same.tokens[:, ~mixed] != same.source_tokens[:, ~mixed]).any()
+    # other bits with another text, whose difference in chances decides
+    some = by_text(editor, ByText(probability=0.6, keep_scales=2, mix_scales=4))
+    kept = scale < 2
+    np.testing.assert_array_equal(some.tokens[:, kept], some.source_tokens[:, kept])
+    assert (some.tokens[:, mixed & ~kept] != some.source_tokens[:, mixed & ~kept]).any()
+    # everything kept
+    kept = by_text(editor, ByText(probability=0.5, keep_scales=scales, mix_scales=scales))
+    np.testing.assert_array_equal(kept.images, kept.reconstruction)
+    # an edit does not depend on how many there are: here the last batch is padded
+    how = ByText(probability=0.6, keep_scales=2, mix_scales=4)
+    one = by_text(editor, how, source=(3,), count=1)
+    np.testing.assert_array_equal(one.tokens[0], some.tokens[0])
+
+
+@pytest.mark.slow
+def test_by_text_without_the_pictures_bits():
+    """No scale kept or mixed: what `generate` draws under the target texts."""
+    model = models.fixture_model(INFINITY)
+    editor = editor_of(model, batch_size=4)
+    free = by_text(editor, ByText(probability=0.5, keep_scales=0, mix_scales=0))
+    plain = Generator(model, "full", batch_size=2)
+    ((_, drawn),) = plain.batches(models.condition(model, [0, 1]), seed=3)
+    np.testing.assert_array_equal(free.tokens, drawn["tokens"])
+
+
+def test_the_mixture_is_the_formula():
+    """Frequencies of mixed bits against clip(Q + target - source, 0, 1), in NumPy."""
+    rng = np.random.default_rng(0)
+    schedule = Schedule(((1, 1), (20, 20), (2, 2)))
+    tokens = np.broadcast_to(rng.integers(0, 2, 5), (8, 405, 5)).astype(np.uint8)
+    given = Mixture.of_scales(tokens, schedule, 1, 2, 0.75)
+    target, source = rng.random(5), rng.random(5)
+    chances = np.repeat([target, source], 4, axis=0)[:, None] + np.zeros((8, 400, 5))
+    place, drawn = np.arange(1, 401), np.full((8, 400, 5), 1, np.uint8)
+    keys = jax.random.split(jax.random.key(0), 8)
+    args = (jax.numpy.asarray(drawn), jax.numpy.asarray(chances, np.float32), keys)
+    found = np.asarray(given.settle(*args, jax.numpy.asarray(place), False))
+    np.testing.assert_array_equal(found[:4], found[4:])
+    assert (found[0] != found[1]).any()
+    expected = np.clip(np.where(tokens[0, 0], 0.75, 0.25) + target - source, 0, 1)
+    # 1,600 draws: five standard deviations
+    np.testing.assert_allclose(found[:4].mean((0, 1)), expected, atol=5 * 0.5 / 40)
+    greedy = np.asarray(given.settle(*args, jax.numpy.asarray(place), True))
+    np.testing.assert_array_equal(greedy[0, 0], expected > 0.5)
+    last = (jax.numpy.asarray(drawn[:, :4]), jax.numpy.asarray(chances[:, :4], np.float32), keys)
+    free = np.asarray(given.settle(*last, jax.numpy.arange(401, 405), False))
+    np.testing.assert_array_equal(free, 1)  # scales behind mix_scales stay as drawn
+
+
+# --- the Python API -------------------------------------------------------------------------------
+
+
+def test_python_api():
+    model = models.fixture_model("c_k5_nol2norm")
+    picture, drawn = (255 * picture_of(model)).astype(np.uint8), end_of(model)
+    found = varjax.edit(model, picture, drawn, [1, 2], "streaming", BUDGET, seed=5)
+    assert found.images.shape == (2, *model.pixels, 3) and found.images.dtype == np.float32
+    upper = ~drawn
+    np.testing.assert_allclose(found.images[0][upper], picture[upper] / 255, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "either a mask"),
+        ({"mask": "end", "source": ["a"]}, "either a mask"),
+        ({"source": ["a"], "by_text": ByText(probability=0.5)}, "draws no bits"),
+        ({"mask": "end", "labels": [99999]}, "outside the model's"),
+        ({"mask": "end", "paste": 3}, "paste"),
+        ({"mask": "end", "seed": -1}, "seed"),
+        ({"mask": "end", "batch_size": 0}, "batch_size"),
+    ],
+)
+def test_wrong_edits(more, message, monkeypatch):
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    model = models.fixture_model("c_k5_nol2norm")
+    given = {"labels": [1]} | more
+    if given.get("mask") == "end":
+        given["mask"] = end_of(model)
+    with pytest.raises(UserError, match=message):
+        varjax.edit(model, picture_of(model), **given)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"probability": 1.5},
+        {"probability": float("nan")},
+        {"probability": 0.5, "keep_scales": -1},
+        {"probability": 0.5, "keep_scales": 3, "mix_scales": 2},
+        {"probability": 0.5, "mix_scales": 99},
+    ],
+)
+def test_wrong_edits_by_text(wrong):
+    with pytest.raises(UserError):
+        ByText(**wrong).check(models.fixture_model(INFINITY))
+
+
+def test_negative_texts_of_both():
+    model = models.fixture_model(INFINITY)
+    target = models.condition(model, [0, 1])
+    negative = TextFeatures(
+        kv=target.kv, lens=target.lens, negative_kv=target.kv[:8], negative_lens=np.array([8])
+    )
+    with pytest.raises(UserError, match="same negative"):
+        both_texts(target, negative)
+    joined = both_texts(negative, negative)
+    assert len(joined.negative_lens) == 1 and len(joined.lens) == 2 * len(target.lens)

@@ -1,0 +1,118 @@
+"""Which tokens a mask keeps, against VAR's notebook rule written anew in NumPy."""
+
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax.editing import masks
+from varjax.errors import UserError
+
+VAR, TOKENS = "b_k6_sharedaln", "llamagen_c2i"
+
+
+def bilinear(mask, height, width):
+    """torch's `interpolate(mode="bilinear", align_corners=False)`, place by place."""
+    found = np.empty((height, width))
+    for i in range(height):
+        for j in range(width):
+            value, axes = 0.0, []
+            for place, source, target in ((i, mask.shape[0], height), (j, mask.shape[1], width)):
+                centre = min(max((place + 0.5) * source / target - 0.5, 0), source - 1)
+                low = int(centre)
+                high, part = min(low + 1, source - 1), centre - low
+                axes.append(((low, 1 - part), (high, part)))
+            for row, down in axes[0]:
+                for column, across in axes[1]:
+                    value += down * across * mask[row, column]
+            found[i, j] = value
+    return found
+
+
+def oracle(drawn, maps):
+    """The notebook's rule for one mask: True where the picture's token is kept."""
+    parts = []
+    for height, width in maps:
+        keep = bilinear(1.0 - drawn, height, width) > 0.5 + 1e-9  # sums of 0.5 may round up
+        parts.append(np.ones(height * width, bool) if height * width <= 3 else keep.reshape(-1))
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", [VAR, "infinity_a_small"])
+def test_the_notebooks_rule(name):
+    model, rng = models.fixture_model(name), np.random.default_rng(0)
+    height, width = model.pixels
+    drawn = np.zeros((6, height, width), bool)
+    for mask in drawn[:4]:  # boxes, as the notebook has them
+        (top, bottom), (left, right) = (np.sort(rng.integers(0, n, 2)) for n in (height, width))
+        mask[top : bottom + 1, left : right + 1] = True
+    drawn[4] = ~drawn[0]  # out-painting
+    drawn[5] = rng.random((height, width)) < 0.5
+    kept = masks.kept_tokens(model, drawn)
+    expected = [oracle(mask, model.config.schedule.maps) for mask in drawn]
+    np.testing.assert_array_equal(kept, np.stack(expected))
+    assert 0 < kept.mean() < 1
+
+
+def test_all_and_nothing():
+    model = models.fixture_model(VAR)
+    drawn = np.stack([np.zeros(model.pixels, bool), np.ones(model.pixels, bool)])
+    kept = masks.kept_tokens(model, drawn)
+    assert kept[0].all() and not kept[1].any()
+
+
+def test_tokens_one_by_one_end_the_picture():
+    model = models.fixture_model(TOKENS)
+    (height, width), (rows, columns) = model.pixels, model.code_map[:2]
+    drawn = np.zeros((1, height, width), bool)
+    drawn[0, height // 2 :] = True
+    kept = masks.kept_tokens(model, drawn)
+    assert kept[0, : rows * columns // 2].all() and not kept[0, rows * columns // 2 :].any()
+    with pytest.raises(UserError, match="the end of the picture"):
+        masks.kept_tokens(model, ~drawn)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda h, w: np.zeros((h + 1, w), bool), "resize"),
+        (lambda h, w: np.full((h, w), 128, np.uint8), "grey"),
+        (lambda h, w: np.full((h, w), 0.5), "grey"),
+        (lambda h, w: np.full((h, w), np.nan), "grey"),
+        (lambda h, w: np.zeros((3, h, w), bool), "3 mask for 2"),
+        (lambda h, w: np.zeros((h, w), complex), "type complex"),
+        (lambda h, w: "white", "give an array"),
+    ],
+)
+def test_wrong_masks(wrong, message):
+    model = models.fixture_model(VAR)
+    with pytest.raises(UserError, match=message):
+        masks.check_masks(model, wrong(*model.pixels), 2)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda h, w: np.zeros((h, w + 1, 3), np.uint8), "resize"),
+        (lambda h, w: np.zeros((h, w), np.uint8), "3"),
+        (lambda h, w: np.full((h, w, 3), 2.0), "outside"),
+        (lambda h, w: np.full((h, w, 3), np.inf), "outside"),
+        (lambda h, w: np.zeros((3, h, w, 3), np.uint8), "3 images for 2"),
+    ],
+)
+def test_wrong_pictures(wrong, message):
+    model = models.fixture_model(VAR)
+    with pytest.raises(UserError, match=message):
+        masks.check_pictures(model, wrong(*model.pixels), 2)
+
+
+def test_pixels_and_levels_of_masks():
+    model = models.fixture_model(VAR)
+    drawn = np.zeros(model.pixels, bool)
+    drawn[0] = True
+    for mask in (drawn, drawn.astype(np.uint8), drawn.astype(np.uint8) * 255, drawn * 1.0):
+        found = masks.check_masks(model, mask, 2)
+        np.testing.assert_array_equal(found, np.stack([drawn, drawn]))
+    picture = np.full((*model.pixels, 3), 51, np.uint8)
+    np.testing.assert_allclose(masks.check_pictures(model, picture, 1), 0.2)

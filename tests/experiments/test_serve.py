@@ -1,0 +1,56 @@
+"""Flags of `python -m experiments.serve`: what is wrong with them is said before it serves. The
+server itself: tests/serve."""
+
+import socket
+import sys
+
+import pytest
+
+for module in ("fastapi", "uvicorn", "python_multipart"):
+    pytest.importorskip(module, reason="needs the extra serve")
+
+ALONE = "--nopage"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--port=70000",), "--port"),
+        (("--host=no.such.host.invalid",), "choose another address"),
+        (("--queue=0",), "--queue"),
+        (("--max_batch=0",), "--max_batch"),
+        (("--kv_bytes=lots",), "--kv_bytes=lots: write a number of bytes"),
+        (("--kv_bytes=1KiB",), "hold no image"),
+        (("--policy=nothing",), "headkv"),
+        (("--policy=headkv", "--budget=7"), "budget"),
+        (("--cfg=-1",), "cfg"),
+        (("--api_key=missing.txt",), "No such file"),
+        (("--seed=3",), "unknown flag --seed"),
+        (("--batch_size=3",), "unknown flag --batch_size"),
+        (("--checkpoint=missing",), "missing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_is_refused(refused, flags, message):
+    refused("serve", message, ALONE, "--port=0", *flags)
+
+
+def test_keys_that_cannot_be_sent(refused, tmp_path_factory):
+    for content in (b"", b"\n", "schlüssel".encode(), b"\xff\n", b"a" * 5000):
+        path = tmp_path_factory.mktemp("key") / "key.txt"
+        path.write_bytes(content)
+        refused("serve", "", ALONE, "--port=0", f"--api_key={path}")
+
+
+def test_a_port_that_is_taken(refused):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        refused(
+            "serve", "choose another address or port", ALONE, f"--port={other.getsockname()[1]}"
+        )
+
+
+def test_a_missing_extra(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    refused("serve", "pip install -e '.[serve]'", "--port=0")

@@ -1,0 +1,117 @@
+"""Pictures and masks that people hand in."""
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from varjax.errors import UserError
+from varjax.io import pictures
+
+
+def file_of(array, mode=None, kind="PNG", **options):
+    file = io.BytesIO()
+    Image.fromarray(array).convert(mode or "RGB").save(file, format=kind, **options)
+    return file.getvalue()
+
+
+def some_picture(height=6, width=4):
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def test_pictures_of_all_kinds():
+    picture = some_picture()
+    np.testing.assert_array_equal(pictures.read_picture(file_of(picture), "it"), picture)
+    flat = np.full((6, 4, 3), 200, np.uint8)
+    for kind in ("JPEG", "WEBP"):
+        np.testing.assert_array_equal(pictures.read_picture(file_of(flat, kind=kind), "it"), flat)
+    grey = pictures.read_picture(file_of(picture, "L"), "it")
+    assert grey.shape == (6, 4, 3) and (grey == grey[..., :1]).all()
+    assert pictures.read_picture(file_of(picture, "P"), "it").shape == (6, 4, 3)
+
+
+def test_turned_and_transparent_pictures():
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    data = file_of(some_picture(), kind="JPEG", exif=turned)
+    assert pictures.read_picture(data, "it").shape == (4, 6, 3)
+    clear = np.zeros((6, 4, 4), np.uint8)
+    clear[3:, :, 3] = 255
+    found = pictures.read_picture(file_of(clear, "RGBA"), "it")
+    assert (found[:3] == 255).all() and (found[3:] == 0).all()
+
+
+def test_files(tmp_path):
+    path = tmp_path / "a.png"
+    pictures.save_png(path, some_picture())
+    np.testing.assert_array_equal(pictures.read_picture(path, "it"), some_picture())
+    with pytest.raises(OSError):
+        pictures.read_picture(tmp_path / "none.png", "it")
+    with pytest.raises(OSError):
+        pictures.read_picture("/dev/zero", "it")
+
+
+def bomb():
+    """A PNG of a few bytes whose head asks for 60,000 x 60,000 pixels."""
+    data = bytearray(file_of(np.zeros((8, 8, 3), np.uint8)))
+    data[16:24] = (60_000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no picture"),
+        (b"<svg onload='x'/>", "begins like none"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "no picture"),
+        (file_of(some_picture())[:-30], "no picture"),
+        (b"GIF89a" + bytes(40), "begins like none"),
+        (bomb(), "at most"),
+    ],
+    ids=["empty", "svg", "head", "short", "gif", "bomb"],
+)
+def test_what_is_no_picture(data, message):
+    for read in (pictures.read_picture, pictures.read_mask):
+        with pytest.raises(UserError, match=message) as error:
+            read(data, "the upload")
+        assert str(error.value).startswith("the upload")
+
+
+def test_masks():
+    drawn = np.zeros((6, 4), bool)
+    drawn[2:, 1:] = True
+    values = drawn.astype(np.uint8) * 255
+    for mode in ("L", "RGB", "1", "P", "RGBA"):
+        found = pictures.read_mask(file_of(values, mode), "it")
+        np.testing.assert_array_equal(found, drawn)
+    clear = np.zeros((6, 4, 4), np.uint8)  # transparent is to be drawn, whatever its colour
+    clear[..., 3] = 255 - values
+    np.testing.assert_array_equal(pictures.read_mask(file_of(clear, "RGBA"), "it"), drawn)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.full((6, 4), 128, np.uint8), "grey in 24 of 24"),
+        (np.array([[[255, 0, 0]]], np.uint8), "colours"),
+        (np.array([[[0, 0, 0, 100]]], np.uint8), "grey in 1 of 1"),
+    ],
+)
+def test_wrong_masks(array, message):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, format="PNG")
+    with pytest.raises(UserError, match=message):
+        pictures.read_mask(file.getvalue(), "it")
+
+
+def test_fitting():
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, 10:20] = 200
+    found = pictures.fit_picture(wide, (5, 5))
+    assert found.shape == (5, 5, 3) and (found == 200).all()
+    mask = pictures.fit_mask(wide[..., 0] > 0, (20, 20))
+    assert mask.shape == (20, 20) and mask.all()
+    assert pictures.fit_picture(wide, (7, 64)).shape == (7, 64, 3)

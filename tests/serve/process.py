@@ -1,0 +1,61 @@
+"""`python -m experiments.serve` as a process of its own, on the demo."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+from tests.conftest import ROOT
+
+START_SECONDS = 600  # compiling, on a machine that does other things, too
+
+
+class Process:
+    """A running server. address: where it is; lines: what it said on standard error."""
+
+    def __init__(self, *flags: str):
+        own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        # as users compile, not as tests do
+        leave = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "PJRT_NPROC")
+        environment = {k: v for k, v in os.environ.items() if k not in leave} | own
+        command = [sys.executable, "-m", "experiments.serve", "--port=0", *flags]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        self.lines, self._found = [], queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.address = self._found.get(timeout=START_SECONDS)
+        assert self.address, "\n".join(self.lines)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if line.startswith("ready at "):
+                self._found.put(line.split()[-1].rstrip("/"))
+        self._found.put(None)
+
+    @property
+    def resident_bytes(self) -> int:
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def process(*flags: str):
+    """A server that ends with the test."""
+    server = Process(*flags)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.terminate()
+            try:
+                server.process.wait(90)
+            except subprocess.TimeoutExpired:
+                server.process.kill()

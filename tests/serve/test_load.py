@@ -1,0 +1,195 @@
+"""A server under load: 1,000 requests of 32 clients, a full queue, killed clients, SIGTERM.
+
+As a script it measures what docs/lab/serving.md holds:
+
+    python -m tests.serve.test_load 300 headkv 0.1 --kv_bytes=2MiB --max_batch=64
+    python -m tests.serve.test_load 300 full 1 --own
+"""
+
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import ROOT
+from tests.serve.process import Process, process
+
+httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
+pytestmark = pytest.mark.slow
+REQUESTS, CLIENTS, CLASSES = 1000, 32, 44
+
+
+class Load:
+    """Requests of several clients at once. answers: {number of a request: picture}."""
+
+    def __init__(self, address: str, requests: int, clients: int):
+        self.address, self.answers, self.seconds, self.refused = address, {}, {}, 0
+        self._left, self._lock = iter(range(requests)), threading.Lock()
+        threads = [threading.Thread(target=self._client) for _ in range(clients)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.wall = time.perf_counter() - start
+
+    def _client(self) -> None:
+        with httpx.Client(base_url=self.address, timeout=600, trust_env=False) as client:
+            while True:
+                with self._lock:
+                    number = next(self._left, None)
+                if number is None:
+                    return
+                self._ask(client, number)
+
+    def _ask(self, client, number: int) -> None:
+        start = time.perf_counter()
+        body = {"class": number % CLASSES, "seed": number // CLASSES}
+        while (answer := client.post("/v1/images/generations", json=body)).status_code == 429:
+            self.refused += 1
+            time.sleep(min(2, int(answer.headers["retry-after"])))
+        assert answer.status_code == 200, answer.text
+        self.seconds[number] = time.perf_counter() - start
+        data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+        self.answers[number] = np.asarray(Image.open(io.BytesIO(data)))
+
+    def summary(self) -> dict:
+        p50, p99 = np.percentile(list(self.seconds.values()), [50, 99])
+        per_second = len(self.answers) / self.wall
+        return {"pictures_per_s": per_second, "p50_s": p50, "p99_s": p99, "refused": self.refused}
+
+
+def drawn_by_run(tmp_path, numbers, *flags):
+    """{number: picture} as `experiments.run` draws them: for every one picture 0 of its seed."""
+    code = (
+        "import sys, numpy as np, varjax\n"
+        "from varjax.io.images import to_uint8\n"
+        "model = varjax.load()\n"
+        "policy, budget, *numbers = sys.argv[2:]\n"
+        "generator = varjax.Generator(model, policy, float(budget), batch_size=1)\n"
+        "found = [generator([int(n) % 44], seed=int(n) // 44)[0] for n in numbers]\n"
+        "np.save(sys.argv[1], to_uint8(np.stack(found)))\n"
+    )
+    path = tmp_path / "run.npy"
+    command = [sys.executable, "-c", code, str(path), *flags, *map(str, numbers)]
+    leave = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "PJRT_NPROC")
+    environment = {k: v for k, v in os.environ.items() if k not in leave}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"})
+    return dict(zip(numbers, np.load(path), strict=True))
+
+
+def test_a_thousand_requests(tmp_path):
+    """None is lost, every picture is `run`'s, memory stays."""
+    with process("--nopage", "--policy=headkv", "--budget=0.25") as server:
+        Load(server.address, 128, CLIENTS)  # threads and connections take memory once
+        before = server.resident_bytes
+        load = Load(server.address, REQUESTS, CLIENTS)
+        grown = server.resident_bytes - before
+    print(json.dumps(load.summary()), f"grown by {grown / 2**20:.1f} MiB", file=sys.stderr)
+    assert len(load.answers) == REQUESTS
+    assert grown < 64 * 2**20
+    expected = drawn_by_run(tmp_path, range(REQUESTS), "headkv", "0.25")
+    differ = [n for n in expected if (load.answers[n] != expected[n]).any()]
+    steps = [np.abs(load.answers[n].astype(int) - expected[n]).max() for n in differ]
+    print(f"{len(differ)} pictures differ in a byte, by at most {max(steps, default=0)}")
+    assert max(steps, default=0) <= 1  # floats of other batch sizes may round to the next byte
+
+
+def test_killed_clients_and_sigterm_lose_nothing():
+    """Clients vanish, the queue is full, the server is told to end: accepted requests are drawn."""
+    with process("--nopage", "--max_batch=2", "--queue=24") as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        body = b'{"class": 1, "n": 4}'
+        head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {host}\r\nContent-Length: "
+        for _ in range(4):  # these vanish
+            with socket.create_connection((host, int(port))) as gone:
+                gone.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
+        statuses, lock = [], threading.Lock()
+
+        def client(number):
+            try:
+                with httpx.Client(base_url=server.address, timeout=300, trust_env=False) as mine:
+                    fields = {"class": number % CLASSES, "seed": number, "n": 2}
+                    answer = mine.post("/v1/images/generations", json=fields)
+                found = answer.status_code, len(answer.json().get("data", ()))
+            except httpx.ConnectError:
+                found = "not accepted", 0
+            except httpx.TransportError as error:
+                found = f"lost: {error!r}", 0
+            with lock:
+                statuses.append(found)
+
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(24)]
+        for thread in threads:
+            thread.start()
+        while "varjax_queue_images 0\n" in _metrics(server):
+            time.sleep(0.05)
+        server.terminate()
+        for thread in threads:
+            thread.join()
+        assert server.process.wait(90) == 0
+    found = {status for status, _ in statuses}
+    assert len(statuses) == 24 and found <= {200, 429, 503, "not accepted"}, statuses
+    assert 200 in found and all(n == 2 for status, n in statuses if status == 200)
+
+
+def _metrics(server: Process) -> str:
+    return httpx.get(f"{server.address}/metrics", trust_env=False).text
+
+
+def test_an_interrupt_ends_it():
+    with process("--nopage", "--max_batch=1") as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) in (0, 130)
+
+
+def own_speed(batch_size: int, policy: str, budget: str, batches: int = 12) -> float:
+    """Pictures per second of a `Generator` that nobody asks over HTTP, with the same batches."""
+    code = (
+        "import sys, time, numpy as np, varjax\n"
+        "size, policy, budget, batches = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])\n"
+        "generator = varjax.Generator(varjax.load(), policy, float(budget), batch_size=size)\n"
+        "labels = np.arange(size) % 44\n"
+        "generator(labels)\n"
+        "start = time.perf_counter()\n"
+        "for seed in range(batches):\n"
+        "    generator(labels, seed=seed)\n"
+        "print(batches * size / (time.perf_counter() - start))\n"
+    )
+    command = [sys.executable, "-c", code, str(batch_size), policy, budget, str(batches)]
+    found = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return float(found.stdout)
+
+
+def main(argv: list[str]) -> None:
+    """argv: number of requests, policy, budget, --own or flags of the server."""
+    count, policy, budget, *flags = argv
+    own = ["--own"] == flags[:1]
+    with process("--nopage", f"--policy={policy}", f"--budget={budget}", *flags[own:]) as server:
+        Load(server.address, 64, CLIENTS)
+        before = server.resident_bytes
+        load = Load(server.address, int(count), CLIENTS)
+        grown = (server.resident_bytes - before) / 2**20
+        print(*(line for line in server.lines if "at once" in line), sep="\n")
+        batches = [line for line in _metrics(server).splitlines() if "batches_total{" in line]
+        print(*batches, sep="\n")
+        found = load.summary() | {"grown_mib": grown}
+        if own:  # beside the idle server, which takes no time
+            found["generator_pictures_per_s"] = own_speed(8, policy, budget)
+            again = Load(server.address, int(count) // 2, CLIENTS).summary()
+            found["again_pictures_per_s"] = again["pictures_per_s"]
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,286 @@
+"""Editing pictures: inside a mask, or by text.
+
+    edited = varjax.edit(model, picture, mask, labels=[22], policy="headkv", budget=0.25)
+    edited.images           the edit, float32 [N, H, W, 3] in [0, 1]
+    edited.reconstruction   the picture as the codec reproduces it from its tokens
+
+A mask keeps the picture's tokens where it is black (`varjax.editing.masks`), in every scale, and
+the model draws the others: in-painting, out-painting and class-conditional editing as VAR's
+notebook defines them. Models that draw token by token take masks whose white part is the end of the
+picture. Infinity also edits by text without a mask (`varjax.engine.mixture`).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from varjax import arguments, conditions
+from varjax.calibration.data import Calibration
+from varjax.conditions import Condition
+from varjax.editing import masks
+from varjax.engine.given import Given
+from varjax.engine.mixture import Mixture
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.model import Model, check_model
+from varjax.policies import Policy
+from varjax.progress import reporter
+from varjax.sampling import Sampling, check_seed
+from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
+
+USUAL_BATCH = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Edited:
+    """What an edit gives, for N edits.
+
+    images: float32 [N, H, W, 3] in [0, 1].
+    reconstruction: the pictures as the codec reproduces them from their tokens.
+    tokens, source_tokens: as drawn, and those of the pictures, [N, L] or [N, L, bits].
+    kept: which tokens stayed the picture's [N, L]; None where bits were mixed by text.
+    """
+
+    images: np.ndarray
+    reconstruction: np.ndarray
+    tokens: np.ndarray
+    source_tokens: np.ndarray
+    kept: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByText:
+    """How an edit by text goes: see `varjax.engine.mixture`.
+
+    probability: p, which is not published: near 1 the picture stays, at 0.5 it counts for nothing.
+    keep_scales: K_c, the first scales, whose bits are the picture's. mix_scales: K_f, up to which
+      bits are mixed; published pairs are 3, 8 and 2, 7.
+    """
+
+    probability: float
+    keep_scales: int = 3
+    mix_scales: int = 8
+
+    def check(self, model: Model) -> "ByText":
+        """Return self. `UserError` for numbers that cannot be, or a model that draws no bits."""
+        if model.transformer.token_name != "bits":
+            raise UserError(
+                f"{model.name} draws no bits: only Infinity edits by text alone; give a mask"
+            )
+        scales = model.config.schedule.num_scales
+        arguments.integer("mix_scales", self.mix_scales, 0, scales)
+        arguments.integer("keep_scales", self.keep_scales, 0, self.mix_scales)
+        arguments.number("source_probability", self.probability, 0, 1)
+        return self
+
+
+def edit(
+    model: Model,
+    images: Array | np.ndarray,
+    mask: Array | np.ndarray | None = None,
+    labels: Sequence[int] | None = None,
+    policy: str | Policy = "full",
+    budget: float | None = None,
+    *,
+    prompts: Sequence[str] | None = None,
+    text_features: TextFeatures | None = None,
+    prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
+    source: Sequence[str] | TextFeatures | None = None,
+    by_text: ByText | None = None,
+    paste: bool = True,
+    seed: int = 0,
+    batch_size: int | None = None,
+    sampling: Sampling | None = None,
+    calibration: str | os.PathLike | Calibration | None = None,
+    kv_dtype: str | None = None,
+    decode_dtype: str = "auto",
+    progress: bool | Callable[[int, int], None] = False,
+) -> Edited:
+    """Edit pictures inside a mask, or by text: one edit per label or prompt.
+
+    Args:
+      model: from `load`.
+      images: pictures [N, H, W, 3], uint8 or floats in [0, 1], of the size that the model draws;
+        a single one [H, W, 3] serves all edits.
+      mask: what is to be drawn, [N, H, W] or [H, W]: True, 1 or 255; the rest is kept.
+      source, by_text: instead of a mask, texts that describe the pictures as they are (prompts or
+        `TextFeatures`, one for each edit) and how bits are mixed (`ByText`).
+      paste: put the pictures' own pixels back outside the mask; an edit by text has none.
+      batch_size: edits per program call.
+      labels, prompts, text_features, prompt_ids, policy, budget and the rest: as in `generate`.
+
+    Raises:
+      UserError: for anything that cannot work, before compiling.
+    """
+    check_model(model)
+    check_seed(seed)
+    arguments.flag("paste", paste)
+    if batch_size is not None:
+        arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
+    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+    given["prompt_ids"] = prompt_ids
+    count = conditions.check(model, **given)
+    pictures = masks.check_pictures(model, images, count)
+    drawn = _check_way(model, mask, source, by_text, count)
+    model = conditions.fitted(model, **given)
+    condition = conditions.resolve(model, **given)
+    doubled = 1 if by_text is None else 2
+    if by_text is not None:
+        condition = both_texts(condition, _source_condition(model, source))
+    generator = Generator(
+        model,
+        policy,
+        budget,
+        sampling=sampling,
+        batch_size=doubled * min(count, batch_size or USUAL_BATCH),
+        calibration=calibration,
+        kv_dtype=kv_dtype,
+        decode_dtype=decode_dtype,
+    )
+    editor = Editor(generator, progress=reporter(progress, "edit"))
+    if by_text is not None:
+        return editor.by_text(condition, pictures, by_text, seed=seed)
+    return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste)
+
+
+def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"] | None:
+    """Return the masks; None for an edit by text."""
+    if (mask is None) == (source is None) or (source is None) != (by_text is None):
+        raise UserError(
+            "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
+            "probability=...)"
+        )
+    if by_text is None:
+        drawn = masks.check_masks(model, mask, count)
+        masks.kept_tokens(model, drawn)
+        return drawn
+    arguments.instance("by_text", by_text, ByText, "varjax.editing.edit.ByText(probability=0.9)")
+    by_text.check(model)
+    if len(source) != count:
+        raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
+    return None
+
+
+def _source_condition(model: Model, source: Sequence[str] | TextFeatures) -> Condition:
+    name = "text_features" if isinstance(source, TextFeatures) else "prompts"
+    return conditions.resolve(model, **{name: source})
+
+
+def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:
+    """Return the conditions of an edit by text: those of all N edits, then the N texts of their
+    pictures. `UserError` if guidance leads them away from different texts."""
+    if (target.negative_kv is None) != (source.negative_kv is None):
+        raise UserError("target and source texts need the same negative texts, or none")
+    joined = {"kv": np.concatenate([target.kv, source.kv])}
+    for name in ("lens", "unconditional"):
+        joined[name] = np.concatenate([getattr(target, name), getattr(source, name)])
+    if target.negative_kv is not None:
+        one = len(target.negative_lens) == len(source.negative_lens) == 1
+        if not one:
+            kvs = (target.negative_kv, source.negative_kv)
+            lens = (target.negative_lens, source.negative_lens)
+            joined |= {"negative_kv": np.concatenate(kvs), "negative_lens": np.concatenate(lens)}
+    numbers = np.concatenate([target.numbers, source.numbers + len(target.lens)])
+    return replace(target, **joined, prompts=None, numbers=numbers)
+
+
+class Editor:
+    """Edits pictures with a generator, which is compiled at the first edit.
+
+    progress: called with the edits that are done and all of them (`varjax.progress.reporter`).
+    """
+
+    def __init__(self, generator: Generator, *, progress: Callable[[int, int], None]):
+        self.generator, self.model, self._progress = generator, generator.model, progress
+
+    def in_masks(
+        self,
+        condition: Condition,
+        pictures: Float[np.ndarray, "N H W 3"],
+        drawn: Bool[np.ndarray, "N H W"],
+        *,
+        seed: int,
+        paste: bool,
+    ) -> Edited:
+        """Edit inside masks. pictures, drawn: as `masks.check_pictures` and `check_masks` return
+        them."""
+        self.generator.policy.check_images(len(condition))
+        source = source_tokens(self.model, pictures)
+        kept = masks.kept_tokens(self.model, drawn)
+        found = self._run(condition, Given(source, kept), seed)
+        # with the same program: what is decoded may depend on it in the last bit
+        everything = Given(source, np.ones_like(kept))
+        same = self._run(condition, everything, seed, report=False)
+        images = found["images"]
+        images = masks.paste(images, pictures, drawn) if paste else images
+        return Edited(images, same["images"], found["tokens"], source, kept)
+
+    def _run(
+        self, condition: Condition, given: Given, seed: int, *, report: bool = True
+    ) -> dict[str, np.ndarray]:
+        """Images and tokens of all edits."""
+        parts, count = [], len(condition)
+        if report:
+            self._progress(0, count)
+        for index, results in self.generator.batches(condition, seed=seed, given=given):
+            parts.append({name: results[name] for name in ("images", "tokens")})
+            if report:
+                self._progress(int(index[-1]) + 1, count)
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def by_text(
+        self,
+        condition: TextFeatures,
+        pictures: Float[np.ndarray, "N H W 3"],
+        how: ByText,
+        *,
+        seed: int,
+    ) -> Edited:
+        """Edit by text. condition: from `both_texts`. The generator's batch holds every edit
+        twice, so its size is even."""
+        half, count = self.generator.batch_size // 2, len(pictures)
+        self.generator.policy.check_images(len(condition))
+        source = source_tokens(self.model, pictures)
+        found, same = [], []
+        self._progress(0, count)
+        for start in range(0, count, half):
+            index = np.arange(start, min(start + half, count))
+            padded = np.pad(index, (0, half - len(index)), mode="edge").astype(np.int32)
+            for results, way in ((found, how), (same, _nothing_drawn(how, self.model))):
+                drawn = self._batch(condition, count, padded, source, way, seed)
+                results.append({name: drawn[name][: len(index)] for name in ("images", "tokens")})
+            self._progress(int(index[-1]) + 1, count)
+        images, tokens = (np.concatenate([part[n] for part in found]) for n in ("images", "tokens"))
+        return Edited(images, np.concatenate([p["images"] for p in same]), tokens, source, None)
+
+    def _batch(self, condition, count, index, source, how: ByText, seed) -> dict:
+        """Results of a batch, whose second half are the same images under their own texts."""
+        tokens = np.concatenate([source[index], source[index]])
+        scales = (how.keep_scales, how.mix_scales, how.probability)
+        given = Mixture.of_scales(tokens, self.model.config.schedule, *scales)
+        arrays = condition.take(np.concatenate([index, index + count]))
+        twice = np.concatenate([index, index])
+        results, _ = self.generator.run_batch(
+            arrays, twice, seed=seed, given=given, keep_cache=False
+        )
+        return {name: np.asarray(results[name]) for name in ("images", "tokens")}
+
+
+def _nothing_drawn(how: ByText, model: Model) -> ByText:
+    """All scales are kept: the pictures as the codec reproduces them."""
+    scales = model.config.schedule.num_scales
+    return replace(how, keep_scales=scales, mix_scales=scales)
+
+
+def source_tokens(model: Model, pictures: Float[np.ndarray, "N H W 3"]) -> np.ndarray:
+    """Tokens of pictures in [0, 1] as the model draws them, [N, L] or [N, L, bits]. Pictures are
+    encoded one by one, so that their tokens do not depend on others."""
+    if len(pictures) > 1 and pictures.strides[0] == 0:  # one picture for all edits
+        return np.repeat(source_tokens(model, pictures[:1]), len(pictures), axis=0)
+    scaled = [jnp.asarray(2 * p[None] - 1, jnp.float32) for p in pictures]
+    return np.concatenate([model.transformer.image_tokens(model.codec, p) for p in scaled])

@@ -1,0 +1,129 @@
+"""Pictures and masks of an edit, and which tokens a mask keeps.
+
+The rule is that of VAR's notebook on editing: the mask is resized bilinearly to every scale and cut
+at 0.5; scales of at most three tokens are wholly the picture's. The notebook keeps the first scales
+even where nothing of the picture is kept. Here such a mask gives no token at all, so that the edit
+is what `varjax.generate` draws.
+
+Letters: N images, H x W pixels, L tokens of an image.
+"""
+
+import numpy as np
+from jaxtyping import Bool, Float, UInt8
+
+from varjax.codecs.maps import bilinear_matrix
+from varjax.errors import UserError, show
+from varjax.model import Model
+
+WHOLE = 3  # scales of at most so many tokens are wholly the picture's
+CUT = 0.5 + 1e-6  # a place on the edge is drawn; the margin is for rounding
+MASK_WANTED = "give an array [H, W] or [N, H, W] of True (to be drawn) and False (kept)"
+
+
+def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray, "N H W 3"]:
+    """Return the pictures of `count` edits, float32 in [0, 1]. A single one serves all edits.
+
+    Raises:
+      UserError: they are no pictures, or of another size than the model draws.
+    """
+    array = np.asarray(images)
+    if array.dtype.kind not in "uif" or array.ndim not in (3, 4) or array.shape[-1] != 3:
+        raise UserError(
+            f"images have shape {array.shape} and type {array.dtype}: give uint8, or floats in "
+            f"[0, 1], [H, W, 3] or [N, H, W, 3]"
+        )
+    array = array[None] if array.ndim == 3 else array
+    _check_size("images", array.shape[1:3], model)
+    if array.dtype == np.uint8:
+        array = array.astype(np.float32) / np.float32(255)
+    elif not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+        raise UserError(
+            f"images of type {array.dtype} hold numbers outside [0, 1]: give uint8, or floats "
+            f"in [0, 1]"
+        )
+    return _one_each("images", array.astype(np.float32), count)
+
+
+def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H W"]:
+    """Return the masks of `count` edits: what is to be drawn. A single one serves all edits.
+
+    Raises:
+      UserError: a mask that is none, grey, or of another size than the model draws.
+    """
+    array = np.asarray(mask)
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or 0 in array.shape:
+        raise UserError(f"mask has shape {array.shape} and type {array.dtype}: {MASK_WANTED}")
+    array = array[None] if array.ndim == 2 else array
+    _check_size("mask", array.shape[1:], model)
+    if array.dtype != bool:
+        white = array == array.dtype.type(255 if array.dtype == np.uint8 and array.max() > 1 else 1)
+        if not (white | (array == 0)).all():
+            grey = array[~(white | (array == 0))].flat[0]
+            raise UserError(f"mask holds {show(grey.item())}, which is grey: {MASK_WANTED}")
+        array = white
+    return _one_each("mask", array, count)
+
+
+def _check_size(name: str, size: tuple[int, int], model: Model) -> None:
+    if tuple(size) != model.pixels:
+        given, own = ("x".join(map(str, pair)) for pair in (size, model.pixels))
+        raise UserError(
+            f"{name} of {given} pixels (height x width): {model.name} draws {own}, resize it"
+        )
+
+
+def _one_each(name: str, array: np.ndarray, count: int) -> np.ndarray:
+    if len(array) not in (1, count):
+        raise UserError(f"{len(array)} {name} for {count} edits: give one for each, or one for all")
+    return np.broadcast_to(array, (count, *array.shape[1:]))
+
+
+def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarray, "N L"]:
+    """Return which tokens stay those of the picture.
+
+    Raises:
+      UserError: the model draws row by row, and something is kept behind what is drawn.
+    """
+    maps = [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps
+    keep = (~drawn).astype(np.float64)
+    parts = [_kept(keep, size, whole=not model.draws_tokens) for size in maps]
+    kept = np.concatenate(parts, axis=1)
+    if model.draws_tokens:
+        _check_end(kept, model)
+    return kept
+
+
+def _kept(
+    keep: Float[np.ndarray, "N H W"], size: tuple[int, int], *, whole: bool
+) -> Bool[np.ndarray, "N t"]:
+    """Kept places of a token map. whole: maps of few tokens are kept where anything is."""
+    rows, columns = (bilinear_matrix(n, m) for n, m in zip(keep.shape[1:], size, strict=True))
+    resized = np.einsum("nhw,ph,qw->npq", keep, rows.astype(float), columns.astype(float))
+    found = resized.reshape(len(keep), -1) > CUT
+    if whole and size[0] * size[1] <= WHOLE:
+        found[:] = keep.any(axis=(1, 2))[:, None]
+    return found
+
+
+def _check_end(kept: Bool[np.ndarray, "N L"], model: Model) -> None:
+    """Raise `UserError` unless kept tokens come before all drawn ones."""
+    if (kept[:, 1:] & ~kept[:, :-1]).any():
+        raise UserError(
+            f"{model.name} draws its tokens row by row and cannot look ahead: what is drawn must be"
+            f" the end of the picture, as all rows below a line; mask everything behind the first"
+            f" pixel that is to be drawn"
+        )
+
+
+def paste(
+    images: Float[np.ndarray, "N H W 3"],
+    pictures: Float[np.ndarray, "N H W 3"],
+    drawn: Bool[np.ndarray, "N H W"],
+) -> Float[np.ndarray, "N H W 3"]:
+    """Return drawn images with the pictures' own pixels outside the masks."""
+    return np.where(drawn[..., None], images, pictures)
+
+
+def to_uint8_mask(drawn: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W"]:
+    """The mask as a picture: white is to be drawn."""
+    return drawn.astype(np.uint8) * 255

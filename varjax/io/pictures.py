@@ -1,0 +1,140 @@
+"""Pictures and masks that people hand in: PNG, JPEG or WebP, read without trusting them.
+
+A picture's size is read from its head and checked before a pixel is decoded, so that a small file
+cannot ask for gigabytes. What a file names or says beside its pixels is not looked at.
+
+Letters: H x W pixels.
+"""
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+from varjax.errors import UserError, require
+from varjax.storage import ordinary
+from varjax.storage.atomic import new_file
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MOST_PIXELS = 2**26  # 8192 x 8192
+MOST_BYTES = 2**28  # of a file
+BLACK, WHITE = 0, 255
+
+
+def read_picture(
+    source: str | os.PathLike | bytes, name: str, *, most_pixels: int = MOST_PIXELS
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Read a picture as it is looked at: turned upright, transparency on white.
+
+    source: a file, or its content. name: what messages call it. most_pixels: that it may have.
+
+    Raises:
+      UserError: no such file, no picture, or one that is too large.
+    """
+    with _opened(source, name, most_pixels) as picture:
+        upright = require("PIL.ImageOps", extra="eval", purpose="reading pictures")
+        picture = upright.exif_transpose(picture)
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            white = _pillow().new("RGBA", picture.size, "white")
+            picture = _pillow().alpha_composite(white, picture)
+        return np.asarray(picture.convert("RGB"))
+
+
+def read_mask(
+    source: str | os.PathLike | bytes, name: str, *, most_pixels: int = MOST_PIXELS
+) -> Bool[np.ndarray, "H W"]:
+    """Read a mask: True where it is white, or where it is transparent if anything of it is.
+
+    Raises:
+      UserError: as `read_picture`; or something is neither black nor white.
+    """
+    with _opened(source, name, most_pixels) as picture:
+        if picture.has_transparency_data:
+            alpha = np.asarray(picture.convert("RGBA"))[..., 3]
+            if (alpha != WHITE).any():
+                return _two_levels(alpha, name) == BLACK
+        values = np.asarray(picture.convert("RGB"))
+    if (values != values[..., :1]).any():
+        raise UserError(f"{name} has colours: a mask is white (to be drawn) and black (kept)")
+    return _two_levels(values[..., 0], name) == WHITE
+
+
+def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray, "H W"]:
+    grey = (values != BLACK) & (values != WHITE)
+    if grey.any():
+        raise UserError(
+            f"{name} is grey in {int(grey.sum())} of {grey.size} pixels: a mask is white (to be "
+            f"drawn) and black (kept), without levels between; store it as PNG, not JPEG"
+        )
+    return values
+
+
+def fit_picture(
+    picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int]
+) -> UInt8[np.ndarray, "h w 3"]:
+    """Cut the largest middle part of the shape of `size` (height, width) and resize it."""
+    return _fitted(picture, size, _pillow().Resampling.BICUBIC)
+
+
+def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
+    """`fit_picture` of a mask, without levels between."""
+    values = drawn.astype(np.uint8) * np.uint8(WHITE)
+    return _fitted(values, size, _pillow().Resampling.NEAREST) == WHITE
+
+
+def _fitted(array: np.ndarray, size: tuple[int, int], how) -> np.ndarray:
+    (height, width), (h, w) = array.shape[:2], size
+    part = min(height / h, width / w)
+    cut = max(1, round(part * h)), max(1, round(part * w))
+    top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
+    # resize(box=...) would look at pixels outside the part
+    middle = _pillow().fromarray(array[top : top + cut[0], left : left + cut[1]])
+    return np.asarray(middle.resize((w, h), how))
+
+
+def png(picture: UInt8[np.ndarray, "H W ..."]) -> bytes:
+    """A picture, or a mask of bytes, as a PNG file."""
+    file = io.BytesIO()
+    _pillow().fromarray(picture).save(file, format="PNG")
+    return file.getvalue()
+
+
+def save_png(path: str | os.PathLike, picture: UInt8[np.ndarray, "H W ..."]) -> None:
+    """Write a picture as PNG. An `OSError` leaves an older file in place."""
+    with new_file(path) as file:
+        file.write(png(picture))
+
+
+@contextlib.contextmanager
+def _opened(source: str | os.PathLike | bytes, name: str, most_pixels: int) -> Iterator:
+    """Give a decoded pillow picture; errors inside become `UserError`s that name it."""
+    data = source if isinstance(source, bytes) else ordinary.read(source, MOST_BYTES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
+            with _pillow().open(io.BytesIO(data), formats=FORMATS) as picture:
+                width, height = picture.size
+                if width * height > most_pixels:
+                    raise UserError(
+                        f"{name} has {width} x {height} pixels: at most {most_pixels} work"
+                    )
+                picture.load()
+                yield picture
+    except UserError:
+        raise
+    except Exception as error:  # pillow raises many kinds over damaged files
+        if type(error).__name__ == "DecompressionBombError":  # of pillow, while opening
+            raise UserError(f"{name} has too many pixels: at most {most_pixels} work") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
+            reason = f"it begins like none of {', '.join(FORMATS)}"
+        raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
+
+
+def _pillow():
+    return require("PIL.Image", extra="eval", purpose="reading and writing pictures")
