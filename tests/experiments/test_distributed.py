@@ -91,7 +91,10 @@ def test_killed_then_resumed_with_another_number_is_one_run(call, checkpoint, tm
         ours, theirs = loaded(tmp_path / "out" / name), loaded(whole / name)
         assert ours.keys() == theirs.keys()
         for key, array in ours.items():
-            np.testing.assert_array_equal(array, theirs[key], err_msg=key)
+            if array.dtype == np.float32:  # a convolution may add in another order
+                np.testing.assert_allclose(array, theirs[key], atol=1e-4, err_msg=key)
+            else:  # pictures, labels, tokens
+                np.testing.assert_array_equal(array, theirs[key], err_msg=key)
     grids = [(folder / "grid.png").read_bytes() for folder in (tmp_path / "out", whole)]
     assert grids[0] == grids[1]
 
