@@ -166,6 +166,7 @@ def resolve() -> Evaluation:
             "there is nothing to compare with: give --reference=DIR_OR_NPZ (FID and others) or"
             " --full=DIR (PSNR and others)"
         )
+    _check_used(asked)
     if STATISTICS.value:
         check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
     samples = inputs.open_set("--samples", SAMPLES.value)
@@ -264,6 +265,21 @@ def _check_features() -> None:
                 f"--{holder.name} belongs to --features={other}, --features={FEATURES.value} is"
                 " asked for: leave out one of them"
             )
+
+
+def _check_used(asked: tuple[str, ...]) -> None:
+    """Refuse flags that nothing which is asked for uses."""
+    if not REFERENCE.value:
+        for holder in (INCEPTION, CLASSIFIER, STATISTICS):
+            if holder.value:
+                raise UserError(
+                    f"--{holder.name} serves comparisons with a reference set: give"
+                    f" --reference=DIR_OR_NPZ, or leave out --{holder.name}"
+                )
+    if LPIPS.value and not FULL.value:
+        raise UserError("--lpips compares pictures one by one: give --full=DIR, or leave it out")
+    if LPIPS.value and asked and "lpips" not in asked:
+        raise UserError(f"--lpips is given, but none of --metrics={','.join(asked)} uses it")
 
 
 def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:

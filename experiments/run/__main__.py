@@ -31,7 +31,7 @@ from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
-from varjax.errors import UserError, some
+from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
@@ -108,7 +108,7 @@ def resolve() -> Run:
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
         remarks=(*plan_remarks(plan, calibration), *_recipe_remarks(model, condition)),
-        judges=_judges(model, batch_size) if not dry_run else Judges(),
+        judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
     )
@@ -128,6 +128,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
 def _judges(model: Model, batch_size: int) -> Judges:
     """Return the networks that compare pictures; none without --compare."""
     if COMPARE.value:
+        require("dm_pix", extra="eval", purpose="--compare")
         return judges.of_model(model, LPIPS, batch_size, RESIZE.value)
     if LPIPS.value:
         with about(LPIPS):
@@ -203,11 +204,12 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
 
 def main(argv: list[str]) -> None:
     run = resolve()
-    if DRY_RUN.value:
+    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run)
+    if DRY_RUN.value:  # it refuses what the run would, the folder included
+        OUT.open(stem, run.describe(), series)
         print(run_results.dry_run_text(run))
         return
     print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
-    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run)
     store = OUT.open(stem, run.describe(), series)
     run = run.encoded()
     model = run.load_model()

@@ -258,6 +258,19 @@ def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--compare", "--lpips=nowhere"), "--lpips=nowhere: there is no folder nowhere"),
+        (("--out=nowhere/out",), "--out=nowhere/out: there is no folder"),
+        (("--out=/dev/null/x",), "--out=/dev/null/x"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(refused, checkpoint, flags, message):
+    for more in ((), ("--dry_run",)):
+        refused("run", message, checkpoint, "--num_images=1", *flags, *more)
+
+
 @pytest.mark.parametrize("model", ["var-d30", "llamagen-xl-384"])
 def test_dry_run_shows_the_pool_that_the_budget_is_about(call, model):
     """What else the cache carries, positions and sums for policies, has a row of its own."""

@@ -102,7 +102,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
         except BaseException as error:
             POLICIES.clear()
             POLICIES.update(before)
-            if not isinstance(error, (Exception, SystemExit)):  # a script may end the process
+            if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
                 raise
             raise UserError(f"policy module {given}: {_what_is_wrong(error, key)}") from error
     return _LOADED[key]
