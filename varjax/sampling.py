@@ -251,4 +251,9 @@ def smooth_codes(
 
 def image_keys(seed: int, image_index: Int[Array, " B"]) -> Array:
     """One typed key per image: the image's index folded into the seed."""
+    return _image_keys(seed, image_index)
+
+
+@jax.jit  # one small program, where calling the functions would compile one for each
+def _image_keys(seed, image_index):
     return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(image_index)

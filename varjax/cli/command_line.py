@@ -32,6 +32,7 @@ from varjax.cli.flags import (
     parse_flags,
 )
 from varjax.errors import UserError
+from varjax.garbage import rarely_collected
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
@@ -51,7 +52,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     values = flags.FLAGS if own is None else own.values
     saved = flagsaver.save_flag_values(values)
     try:
-        status = _guarded(main, argv, own, values)
+        with rarely_collected():
+            status = _guarded(main, argv, own, values)
     finally:
         flagsaver.restore_flag_values(saved, values)
     sys.exit(status)

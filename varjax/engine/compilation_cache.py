@@ -1,14 +1,16 @@
 """Compiled programs kept on disk, so that a second process starts without compiling.
 
-JAX keeps and finds them (`jax_compilation_cache_dir`). This module chooses the folder that varjax's
-commands use, and counts what came from there.
+JAX keeps and finds them (`jax_compilation_cache_dir`). This module chooses the folder, for varjax's
+commands and, where nobody has chosen one, for a `Generator`; and counts what came from there.
 """
 
 import collections
+import contextlib
 import functools
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -41,8 +43,11 @@ def use(place: str | None) -> None:
       UserError: the folder named cannot be written.
     """
     if place == OFF:
+        jax.config.update("jax_enable_compilation_cache", False)
         _set(None)
         return
+    if place:
+        jax.config.update("jax_enable_compilation_cache", True)
     # who set JAX's own variable has chosen, and may share the folder with other programs
     if place is None and jax.config.jax_compilation_cache_dir:
         return
@@ -56,6 +61,25 @@ def use(place: str | None) -> None:
         message = f"{folder}: cannot write there; name another folder or {OFF!r}"
         raise UserError(message) from None
     _set(str(folder))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep programs that are compiled inside in `default_directory()`, unless JAX was told a folder
+    or to keep nothing (JAX_ENABLE_COMPILATION_CACHE=false). Other programs of the process are not
+    kept."""
+    config = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        yield
+        return
+    shortest = config.jax_persistent_cache_min_compile_time_secs
+    use(None)
+    try:
+        yield
+    finally:
+        config.update("jax_compilation_cache_dir", None)
+        config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+        compilation_cache.reset_cache()
 
 
 def is_on() -> bool:
