@@ -48,7 +48,10 @@ from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--model=var-d30 --policy=streaming --budget=0.1 --batch_size=8",
+    "model policy budget batch_size save",
+)
 MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
     "geometry",

@@ -24,7 +24,7 @@ from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
 from varjax.nn.schemes import SCHEMES
 from varjax.sampling import Sampling
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, places
 
 DTYPES = ("float32", "bfloat16")
 WEIGHTS_DTYPES = (*DTYPES, *SCHEMES)  # of stored weights
@@ -254,8 +254,8 @@ class Model:
         """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
         if self.directory is None:
             raise UserError(
-                f"{self.name} is the name of a published model, whose weights are not part of "
-                f"varjax: convert them with `python -m ported_weights` and give the folder"
+                f"{self.name} is the name of a published model, whose weights are not here: "
+                f"`{convert_command(self.name)}` converts them; then give the name, or the folder"
             )
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
@@ -316,6 +316,22 @@ def _place(given: str | Path | None) -> tuple[str, Path]:
     return Path(name).resolve().name, Path(name)
 
 
+def convert_command(name: str) -> str:
+    """The command that gets and converts the weights of a published model."""
+    return f"python -m ported_weights --model={name} --source=hub"
+
+
+def found(name_or_directory: str | Path | None) -> str | Path | None:
+    """What to read for a checkpoint's name: a published name stands for what
+    `python -m ported_weights --source=hub` has converted (`varjax.storage.places`), if it has and
+    there is no folder of that name here; anything else stands for itself."""
+    name = str(name_or_directory)
+    if name in registry.PRESETS and not Path(name).exists():
+        folder = places.converted(name)
+        return folder if folder.is_dir() else name
+    return name_or_directory
+
+
 def load(
     path: str | Path | None = None,
     dtype: str | None = None,
@@ -330,7 +346,8 @@ def load(
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
     Args:
-      path: folder written by `python -m ported_weights` or `experiments.train`, or the name of an
+      path: folder written by `python -m ported_weights` or `experiments.train`; or the name of a
+        published model that `python -m ported_weights --source=hub` has converted; or of an
         embedded checkpoint: "demo", or "demo-llamagen", the same fruit drawn token by token.
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
@@ -353,7 +370,7 @@ def load(
         other; or this device does not multiply such numbers.
     """
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
-    model, dtype = describe(path, **shape), computed_in(dtype, weights_dtype)
+    model, dtype = describe(found(path), **shape), computed_in(dtype, weights_dtype)
     if weights_dtype in SCHEMES:
         if why := schemes.why_not_here(SCHEMES[weights_dtype]):
             raise UserError(f"weights_dtype={why}")

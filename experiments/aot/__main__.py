@@ -38,7 +38,10 @@ from varjax.errors import UserError
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--model=var-d30 --policy=streaming --budget=0.1 --target=a100",
+    "model policy budget target batch_size largest_batch",
+)
 MODEL = ModelFlags(FLAGS, published="Published name")
 TARGET = FLAGS.string(
     "target",

@@ -53,7 +53,12 @@ from varjax.storage.atomic import check_new_file
 PAIRED = ("psnr", "ssim", "lpips")
 DEMO = "demo"  # value of --features
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "python -m experiments.run --num_images=8 --out=full\n"
+    "python -m experiments.run --num_images=8 --policy=headkv --out=headkv\n"
+    "--samples=headkv --full=full",
+    "samples reference full metrics inception lpips out",
+)
 RECIPE = RecipeFlag(FLAGS, "evaluate")
 SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
@@ -94,6 +99,7 @@ STATISTICS = FLAGS.string(
     "save_statistics", None, "npz file for the samples' statistics, a reference for later."
 )
 FLAGS.compilation_cache()
+FLAGS.heading("Output")
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
 

@@ -7,7 +7,7 @@ from experiments.prompts.condition import TokenizedPrompts
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
-from varjax.model import Model, describe
+from varjax.model import Model, convert_command, describe, found
 from varjax.models import registry
 from varjax.models.infinity.schedules import SIZES, TEMPLATES
 
@@ -20,11 +20,13 @@ class ModelFlags:
     """
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
+        flags.heading("Model")
         self._checkpoint = flags.string(
             "checkpoint",
             None,
-            "Checkpoint folder, or demo-llamagen, an embedded model that draws token by token; "
-            "default: the embedded demo.",
+            "Checkpoint folder; or the name of a published model that `python -m ported_weights "
+            "--source=hub` has converted; or demo-llamagen, an embedded model that draws token by "
+            "token; default: the embedded demo.",
         )
         self._model = None
         if published is not None:
@@ -72,7 +74,7 @@ class ModelFlags:
         """Return the model that is named, in the shape that it has by itself."""
         self.check_alone()
         holders = (holder for holder in (self._model, self._checkpoint) if holder is not None)
-        return describe(next((holder.value for holder in holders if holder.value), None))
+        return describe(found(next((holder.value for holder in holders if holder.value), None)))
 
     def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
         """Return the model without its weights; the embedded demo if none is named.
@@ -84,7 +86,7 @@ class ModelFlags:
         if name:
             choose("model", name, registry.PRESETS)
         model = describe(
-            name or self._checkpoint.value,
+            name or found(self._checkpoint.value),
             aspect=self._aspect.value,
             size=self._size.value,
             grid=self._grid.value,
@@ -92,9 +94,8 @@ class ModelFlags:
         )
         if weights and model.directory is None:
             raise UserError(
-                f"{model.name} is a published model without weights here: {otherwise}convert its "
-                f"weights with `python -m ported_weights --model={model.name} ...` and give the "
-                f"folder"
+                f"{model.name} is a published model without weights here: {otherwise}get them "
+                f"with `{convert_command(model.name)}`; --checkpoint={model.name} finds them then"
             )
         return model
 

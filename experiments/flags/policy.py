@@ -49,6 +49,7 @@ class PolicyFlags:
     """The flags of a command that plans with one policy."""
 
     def __init__(self, flags: CommandFlags):
+        flags.heading("Policy")
         self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
         self._budget = flags.floating(
             "budget",

@@ -121,6 +121,7 @@ class ProgramFlags:
     """
 
     def __init__(self, flags: CommandFlags, *, mesh: bool = False, elsewhere: bool = False):
+        flags.heading("How programs are compiled, and their types")
         self._elsewhere, self._mesh = elsewhere, None
         if mesh:
             self._mesh = flags.string(

@@ -13,6 +13,7 @@ class SamplingFlags:
     --more_smooth and --seed of a command."""
 
     def __init__(self, flags: CommandFlags):
+        flags.heading("How tokens are drawn")
         self._cfg = flags.string(
             "cfg",
             None,

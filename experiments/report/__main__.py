@@ -23,13 +23,18 @@ from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import require
 from varjax.storage.atomic import new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags(
+    "python -m experiments.sweep --policies=headkv,streaming --num_images=4 --out=SWEEP\n"
+    "--sweep=SWEEP --out=report.html",
+    "sweep out",
+)
 SWEEP = FLAGS.string("sweep", None, "Folder that `python -m experiments.sweep` has written.")
 CALIBRATION = FLAGS.string(
     "calibration", None, "Calibration file to show; default: the copy in the sweep's folder."

@@ -39,7 +39,10 @@ from varjax.storage import npz
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--policy=headkv --budget=0.25 --labels=3,7,22 --compare",
+    "policy budget labels prompt prompts num_images checkpoint batch_size seed out compare dry_run",
+)
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
 RECIPE = RecipeFlag(FLAGS, "run")
 POLICY = PolicyFlags(FLAGS)
@@ -47,6 +50,7 @@ CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
+FLAGS.heading("What is compared and written")
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 LPIPS = FLAGS.string(
     "lpips", None, "With --compare: folder of a converted LPIPS network (docs/howto/evaluate.md)."
@@ -63,6 +67,7 @@ RESIZE = FLAGS.integer(
     upper_bound=LARGEST_SIDE,
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+FLAGS.heading("Tokens that are given")
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
 GIVEN = {  # {name that a model gives its tokens: flag}
     name: FLAGS.string(f"given_{name}", None, f"npz file with `{name}` {s} that replace the draw.")
@@ -74,6 +79,7 @@ GIVEN_SCALES = FLAGS.integer(
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
 )
+FLAGS.heading("Output")
 OUT = FolderFlags(FLAGS)
 
 
@@ -187,6 +193,8 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     )
     if done:
         say(f"{name}: {done} of {total} images are there already, continuing")
+    if missing:
+        say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
     for start in missing:
         batches = generator.batches(
@@ -212,11 +220,13 @@ def main(argv: list[str]) -> None:
     print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
     store = OUT.open(stem, run.describe(), series)
     run = run.encoded()
+    say(f"{run.model.name}: reading the weights")
     model = run.load_model()
     with store.working():
         generator = generate_series(run, model, store, "main")
         if run.compare:
             generate_series(run, model, store, "full")
+        say(f"comparing and writing into {store.out}" if run.compare else f"writing {store.out}")
         report = run_results.finish(run, store, generator)
     print(run_results.summary(report, store.out))
 

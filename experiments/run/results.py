@@ -32,6 +32,9 @@ from varjax.nn.compiled import peak_bytes
 from varjax.storage.atomic import new_folder, write_text
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
+ASKED = ("model", "policy", "policy_args", "budget", "num_images", "seed", "compare")
+FOUND = ("fidelity", "kv", "time", "memory", "device", "versions", "remarks")
+HASHES = ("files", "plan", "policy_content", "calibration", "model_sources", "model_files")
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
 
 
@@ -81,7 +84,7 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
         if run.save_arrays:
             _write_arrays(out, run, store.collect("main"))
         made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
-        report["files"] = sorted({*made, "report.json"})
+        report = ordered(report | {"files": sorted({*made, "report.json"})})
         write_text(out / "report.json", json_text(report))
     store.close()
     return report
@@ -188,7 +191,15 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     }
     if run.compare:
         report["fidelity"] = compared(run, store)
-    return report
+    return ordered(report)
+
+
+def ordered(report: dict) -> dict:
+    """Return a report that opens with what was asked and found, and ends with hashes of files."""
+    first = [name for name in (*ASKED, *FOUND) if name in report]
+    last = [name for name in HASHES if name in report]
+    rest = [name for name in report if name not in {*first, *last}]
+    return {name: report[name] for name in (*first, *rest, *last)}
 
 
 def compared(run: Run, store: BatchStore) -> dict:

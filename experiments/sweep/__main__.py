@@ -49,7 +49,10 @@ from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 from varjax.storage.atomic import new_folder
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",
+    "policies budgets checkpoint labels prompts num_images out",
+)
 POLICIES = FLAGS.string(
     "policies",
     "all",
@@ -63,10 +66,12 @@ CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
+FLAGS.heading("What is compared and kept")
 LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
+FLAGS.heading("Output")
 OUT = FolderFlags(FLAGS)
 
 

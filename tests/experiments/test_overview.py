@@ -1,12 +1,14 @@
 """`python -m experiments`: what there is, and what is wrong with a space for the dot."""
 
 import importlib
+import shlex
 
 import pytest
+from absl.testing import flagsaver
 
 from experiments import __main__ as overview
 from varjax.cli import command_line
-from varjax.cli.flags import WIDTH, CommandFlags, bare
+from varjax.cli.flags import WIDTH, CommandFlags, bare, parse_flags
 
 COMMANDS = overview.commands()
 
@@ -37,6 +39,12 @@ def test_help_and_version_of_each(command, capsys):
 
     assert said("--version").startswith("varjax ")
     text = said("--help")
+    assert text.startswith("Try:\n    python -m ")
+    assert set(module.FLAGS.essential) <= set(module.FLAGS.values)
+    arguments = shlex.split(module.FLAGS.example.splitlines()[-1])
+    saved = flagsaver.save_flag_values(module.FLAGS.values)
+    parse_flags([command, *arguments], module.FLAGS.values)  # they exist, with such values
+    flagsaver.restore_flag_values(saved, module.FLAGS.values)
     assert max(map(len, text.splitlines())) <= WIDTH
     for name in module.FLAGS.values:
         words = bare(module.FLAGS.values[name])

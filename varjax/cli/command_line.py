@@ -73,7 +73,7 @@ def _guarded(
         if own is not None:
             own.use_first(argv)
         if help_wanted:
-            print(help_text(main, values))
+            print(help_text(main, values, own))
             return 0
         parse_flags(argv, values)
         if own is not None:

@@ -7,7 +7,6 @@ commands and, where nobody has chosen one, for a `Generator`; and counts what ca
 import collections
 import contextlib
 import functools
-import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from varjax.errors import UserError
+from varjax.storage.places import cache_folder
 
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
@@ -27,8 +27,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 def default_directory() -> pathlib.Path:
     """`varjax/programs` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(home) / "varjax" / "programs"
+    return cache_folder("programs")
 
 
 def use(place: str | None) -> None:
