@@ -13,6 +13,7 @@ with the same flags continues where it stopped.
 """
 
 import sys
+from functools import partial
 
 import numpy as np
 
@@ -41,7 +42,8 @@ LARGEST_SIDE = 2**13  # pixels, for --resize
 
 FLAGS = CommandFlags(
     "--policy=headkv --budget=0.25 --labels=3,7,22 --compare",
-    "policy budget labels prompt prompts num_images checkpoint batch_size seed out compare dry_run",
+    "policy budget kv_bytes labels prompt prompts num_images checkpoint batch_size seed out compare"
+    " dry_run",
 )
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
 RECIPE = RecipeFlag(FLAGS, "run")
@@ -94,8 +96,10 @@ def resolve() -> Run:
     policy.check_images(len(condition))
     with RECIPE.about():
         sampling = SAMPLING.sampling(model)
-    plan, calibration = POLICY.plan(policy, model, sampling)
     program = PROGRAM.resolve(model)
+    sizing = partial(PROGRAM.sizing, program, model, condition)
+    policy, of_budget = POLICY.sized(policy, model, sampling, sizing)
+    plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
     batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run)
@@ -113,7 +117,11 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=(*plan_remarks(plan, calibration), *_recipe_remarks(model, condition)),
+        remarks=(
+            *of_budget,
+            *plan_remarks(plan, calibration),
+            *_recipe_remarks(model, condition),
+        ),
         judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),

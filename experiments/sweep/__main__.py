@@ -59,6 +59,9 @@ POLICIES = FLAGS.string(
     "All of them, or names separated by commas: headkv,streaming:sinks=3+block_size=8.",
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
+KV_BYTES = FLAGS.string(
+    "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
+)
 MODEL = ModelFlags(FLAGS)
 CALIBRATION = calibration_flag(FLAGS)
 policy_module_flag(FLAGS)
@@ -79,18 +82,24 @@ def resolve() -> Sweep:
     """Check every flag and plan every cell. Compile, allocate and write nothing."""
     entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
+    if KV_BYTES.value and BUDGETS.present:
+        raise UserError("--budgets and --kv_bytes exclude each other: give one of them")
     model = MODEL.resolve()
     require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path, calibration = _calibration(model, sampling)
+    full, program = api.plan(geometry), PROGRAM.resolve(model)
+    batch_size = PROGRAM.batch_size(program, model, full, condition)
+    if KV_BYTES.value:
+        budgets = plan.budgets_of_bytes(
+            KV_BYTES.value, full.dense_bytes(batch_size, program.kv_dtype)
+        )
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
     used = any(cell.plan.policy.uses_calibration for cell in cells if cell.plan)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
-    full, program = api.plan(geometry), PROGRAM.resolve(model)
-    batch_size = PROGRAM.batch_size(program, model, full, condition)
     return Sweep(
         model=model,
         condition=condition,

@@ -67,6 +67,11 @@ class CommandFlags:
         flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
         return flags.DEFINE_flag(flag, flag_values=self.values)
 
+    def define(self, parser: flags.ArgumentParser, name: str, default: object, help: str):
+        """Define a flag with a parser of one's own."""
+        flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
+        return flags.DEFINE_flag(flag, flag_values=self.values)
+
     def first(self, name: str, help: str, use: Callable[[str], object]) -> None:
         """Define a text that `use` gets before any other flag is read.
 
