@@ -51,7 +51,7 @@ class Model:
         condition = f"{self.num_classes} labels" if self.num_classes else self.condition
         eight = f", matrices in {self.weights_dtype}" if self.weights_dtype in SCHEMES else ""
         weights = f"{'only shapes of ' if self.is_abstract else ''}{self.dtype}{eight}"
-        where = f"folder {self.directory}" if self.directory else "published, no weights here"
+        where = f"folder {self.directory}" if self.directory else "no checkpoint"
         return (
             f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
             f" {height}x{width} pixels from {condition}, drawn by {self.geometry.schedule.kind}"
@@ -217,6 +217,32 @@ class Model:
     # --- weights ----------------------------------------------------------------------------------
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to load: a checkpoint's, or those of a model of one's own."""
+        preset = registry.PRESETS.get(self.name)
+        return self.directory is not None or (preset is not None and preset.weights is not None)
+
+    def _own_weights(self, dtype: str | None) -> "Model":
+        """This model with what its own module gives (`registry.register`)."""
+        dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
+        given = registry.PRESETS[self.name].weights()
+        parts = {}
+        for part, wanted in self.parts.items():
+            ours = given.get(part) if isinstance(given, Mapping) else None
+            arguments.instance(f"{self.name}: its {part}", ours, type(wanted), "that module")
+            arrays, shapes = parameters.named(ours), parameters.named(wanted)
+            sizes = {n: a.shape for n, a in arrays.items()}
+            if other := [n for n in shapes if sizes.get(n) != shapes[n].shape]:
+                raise UserError(f"{self.name}: parameters {other[:4]} of its {part} do not fit")
+            kind = dtype if part == "transformer" else "float32"
+            cast = {
+                n: a.astype(kind) if parameters.is_floating(a.dtype) else a
+                for n, a in arrays.items()
+            }
+            parts[part] = parameters.fill(wanted, cast)
+        return replace(self, parts=parts).with_config(self.config)
+
+    @property
     def is_abstract(self) -> bool:
         return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
 
@@ -252,6 +278,8 @@ class Model:
 
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
+        if self.directory is None and self.has_weights:
+            return self._own_weights(dtype)
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
@@ -298,6 +326,8 @@ def describe(
         family = registry.family(preset.family)
         parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+        if preset.class_names:
+            metadata["class_names"] = list(preset.class_names)
     else:
         name, directory = _place(name_or_directory)
         parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)

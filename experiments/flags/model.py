@@ -21,6 +21,12 @@ class ModelFlags:
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
         flags.heading("Model")
+        if published is not None:
+            flags.first(
+                "model_module",
+                "Python file, or import name, that registers a model of your own for --model.",
+                registry.load_module,
+            )
         self._checkpoint = flags.string(
             "checkpoint",
             None,
@@ -92,7 +98,7 @@ class ModelFlags:
             grid=self._grid.value,
             prompt_tokens=self._prompt_tokens.value,
         )
-        if weights and model.directory is None:
+        if weights and not model.has_weights:
             raise UserError(
                 f"{model.name} is a published model without weights here: {otherwise}get them "
                 f"with `{convert_command(model.name)}`; --checkpoint={model.name} finds them then"

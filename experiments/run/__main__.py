@@ -28,7 +28,7 @@ from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
-from varjax import api
+from varjax import api, metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
@@ -45,7 +45,9 @@ FLAGS = CommandFlags(
     "policy budget kv_bytes labels prompt prompts num_images checkpoint batch_size seed out compare"
     " dry_run",
 )
-MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
+MODEL = ModelFlags(
+    FLAGS, published="A model of --model_module; or, with --dry_run, a published name"
+)
 RECIPE = RecipeFlag(FLAGS, "run")
 POLICY = PolicyFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
@@ -56,6 +58,11 @@ FLAGS.heading("What is compared and written")
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 LPIPS = FLAGS.string(
     "lpips", None, "With --compare: folder of a converted LPIPS network (docs/howto/evaluate.md)."
+)
+FLAGS.first(
+    "metric_module",
+    "Python file, or import name, that registers metrics of your own.",
+    metrics.load_module,
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."

@@ -38,7 +38,7 @@ from experiments.output import FolderFlags
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
-from varjax import api
+from varjax import api, metrics
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli import command_line
@@ -62,10 +62,15 @@ BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's
 KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
 )
-MODEL = ModelFlags(FLAGS)
+MODEL = ModelFlags(FLAGS, published="A model of --model_module, or a published name")
 CALIBRATION = calibration_flag(FLAGS)
 policy_module_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
+FLAGS.first(
+    "metric_module",
+    "Python file, or import name, that registers metrics of your own.",
+    metrics.load_module,
+)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
