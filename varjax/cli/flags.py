@@ -224,6 +224,8 @@ def _example(text: str) -> list[str]:
 
 def program() -> str:
     """Return how the user calls this command: `python -m package.module`, or a file."""
+    if sys.argv[0].startswith("varjax "):  # the console script's sub-command
+        return sys.argv[0]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name.removesuffix(".__main__") if spec else ""
     return f"python -m {name}" if name else f"python {sys.argv[0]}"
