@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import varjax
-from tests.models_under_test import fixture_model
+from tests.models_under_test import checkpoint_folder, fixture_model
 from tests.parallel import sharded
 from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
-from varjax.nn import parameters
+from varjax.nn import parameters, stacked
 from varjax.parallel import plans, sharding
 from varjax.parallel.split import MeshSpec
 
@@ -97,8 +97,14 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 def test_every_matrix_can_be_divided():
     """Widths are whatever a configuration says, so heads are not all that has to be checked."""
-    model = fixture_model("lumina_tiny")  # 4 heads, a feed-forward of width 144
+    # 4 heads, a feed-forward of width 144
+    model = varjax.load(checkpoint_folder("lumina_tiny"), "float32")
+    before = sharding.bytes_per_device(model.networks, 4)
     sharding.check_weights(model.networks, MeshSpec(model=4))
+    # a program of one CPU device leaves matrices turned; those are divided along the other axis
+    stacked.separate(model.transformer.blocks, turned=True)
+    sharding.check_weights(model.networks, MeshSpec(model=4))
+    assert sharding.bytes_per_device(model.networks, 4) == before
     config = dataclasses.replace(model.config, intermediate_size=146)
     part = model.family.parts["transformer"]
     odd = {**model.networks, "transformer": part.abstract(config)}

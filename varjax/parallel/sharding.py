@@ -23,7 +23,7 @@ from varjax.errors import UserError
 from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
-from varjax.nn.stacked import Leaf
+from varjax.nn.stacked import Leaf, Turned
 from varjax.parallel.split import AXES, MeshSpec
 
 DATA, MODEL = AXES
@@ -43,13 +43,16 @@ def map_weights(
     splits = networks["transformer"].splits()
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
-    def with_split(path: tuple, leaf: Leaf | Quantized) -> object:
+    def with_split(path: tuple, leaf: Leaf | Quantized | Turned) -> object:
         # the path down to the parameter; behind "value" it goes on into separate layers
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
         if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
             split = dataclasses.replace(split, axis=split.axis - 1)
+        if isinstance(leaf, Turned):  # a program on another mesh left it so
+            turned = split and dataclasses.replace(split, axis=1 - split.axis)
+            return Turned(function(leaf.array, turned))
         if not quantized.is_one(leaf):
             return function(leaf, split)
         if split is None:
@@ -60,7 +63,10 @@ def map_weights(
 
         return leaf.by_axis(along, split.axis)
 
-    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=quantized.is_one)
+    def is_matrix(leaf: object) -> bool:
+        return quantized.is_one(leaf) or isinstance(leaf, Turned)
+
+    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=is_matrix)
 
 
 def check_widths(transformer: nnx.Module, parts: int) -> None:
