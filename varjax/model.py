@@ -15,6 +15,7 @@ from flax import nnx
 from varjax import arguments
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
+from varjax.model_names import convert_command, found
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
@@ -24,7 +25,7 @@ from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
 from varjax.nn.schemes import SCHEMES
 from varjax.sampling import Sampling
-from varjax.storage import checkpoint, places
+from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
 WEIGHTS_DTYPES = (*DTYPES, *SCHEMES)  # of stored weights
@@ -222,26 +223,6 @@ class Model:
         preset = registry.PRESETS.get(self.name)
         return self.directory is not None or (preset is not None and preset.weights is not None)
 
-    def _own_weights(self, dtype: str | None) -> "Model":
-        """This model with what its own module gives (`registry.register`)."""
-        dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
-        given = registry.PRESETS[self.name].weights()
-        parts = {}
-        for part, wanted in self.parts.items():
-            ours = given.get(part) if isinstance(given, Mapping) else None
-            arguments.instance(f"{self.name}: its {part}", ours, type(wanted), "that module")
-            arrays, shapes = parameters.named(ours), parameters.named(wanted)
-            sizes = {n: a.shape for n, a in arrays.items()}
-            if other := [n for n in shapes if sizes.get(n) != shapes[n].shape]:
-                raise UserError(f"{self.name}: parameters {other[:4]} of its {part} do not fit")
-            kind = dtype if part == "transformer" else "float32"
-            cast = {
-                n: a.astype(kind) if parameters.is_floating(a.dtype) else a
-                for n, a in arrays.items()
-            }
-            parts[part] = parameters.fill(wanted, cast)
-        return replace(self, parts=parts).with_config(self.config)
-
     @property
     def is_abstract(self) -> bool:
         return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
@@ -279,7 +260,9 @@ class Model:
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
         if self.directory is None and self.has_weights:
-            return self._own_weights(dtype)
+            dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
+            own = registry.own_parts(self.name, self.parts, {"transformer": dtype})
+            return replace(self, parts=own).with_config(self.config)
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
@@ -344,22 +327,6 @@ def _place(given: str | Path | None) -> tuple[str, Path]:
     if name in checkpoint.DEMOS and not (given and Path(name).exists()):
         return name, checkpoint.demo_directory(name)
     return Path(name).resolve().name, Path(name)
-
-
-def convert_command(name: str) -> str:
-    """The command that gets and converts the weights of a published model."""
-    return f"python -m ported_weights --model={name} --source=hub"
-
-
-def found(name_or_directory: str | Path | None) -> str | Path | None:
-    """What to read for a checkpoint's name: a published name stands for what
-    `python -m ported_weights --source=hub` has converted (`varjax.storage.places`), if it has and
-    there is no folder of that name here; anything else stands for itself."""
-    name = str(name_or_directory)
-    if name in registry.PRESETS and not Path(name).exists():
-        folder = places.converted(name)
-        return folder if folder.is_dir() else name
-    return name_or_directory
 
 
 def load(

@@ -7,7 +7,8 @@ from experiments.prompts.condition import TokenizedPrompts
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
-from varjax.model import Model, convert_command, describe, found
+from varjax.model import Model, describe
+from varjax.model_names import convert_command, found
 from varjax.models import registry
 from varjax.models.infinity.schedules import SIZES, TEMPLATES
 

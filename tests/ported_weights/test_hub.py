@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 from tests.ported_weights.hub_server import Hub, serving
 from varjax.cli import command_line
 from varjax.errors import UserError
-from varjax.model import found, load
+from varjax.model import load
+from varjax.model_names import found
 from varjax.models import registry
 from varjax.storage import places
 

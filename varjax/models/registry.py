@@ -22,6 +22,7 @@ from varjax.models.llamagen import transformer as llamagen
 from varjax.models.lumina import transformer as lumina
 from varjax.models.transformer import Transformer
 from varjax.models.var import transformer as var
+from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
 from varjax.text.condition import TEXT
@@ -224,6 +225,33 @@ def register(
     }
     FAMILIES[name] = Family(name, parts, agreed=(), conditions={kind: CONDITIONS[kind]})
     PRESETS[name] = Preset(name, dict(given), dict(sampling or {}), weights or random, class_names)
+
+
+def own_parts(
+    name: str, wanted: Mapping[str, nnx.Module], dtypes: Mapping[str, str]
+) -> dict[str, nnx.Module]:
+    """The modules of an own model with their arrays.
+
+    wanted: abstract modules. dtypes: of floating parameters, by part; float32 if it is not named.
+
+    Raises:
+      UserError: what the user's function gives is not that.
+    """
+    given, found = PRESETS[name].weights(), {}
+    for part, abstract in wanted.items():
+        module = given.get(part) if isinstance(given, Mapping) else None
+        if not isinstance(module, type(abstract)):
+            raise UserError(f"{name}: its weights have no {type(abstract).__name__} as {part}")
+        arrays, shapes = parameters.named(module), parameters.named(abstract)
+        sizes = {n: a.shape for n, a in arrays.items()}
+        if other := [n for n in shapes if sizes.get(n) != shapes[n].shape]:
+            raise UserError(f"{name}: parameters {', '.join(other[:4])} of its {part} do not fit")
+        kind = dtypes.get(part, "float32")
+        cast = {
+            n: a.astype(kind) if parameters.is_floating(a.dtype) else a for n, a in arrays.items()
+        }
+        found[part] = parameters.fill(abstract, cast)
+    return found
 
 
 def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
