@@ -146,37 +146,48 @@ def _header(file: BinaryIO) -> tuple[tuple[int, ...], str, np.dtype]:
 
 @dataclass(frozen=True)
 class Series:
-    """The batches that a run will have; `check` tells whether a file is one of them.
+    """The images that a run keeps in files of consecutive ones; `check` tells whether a file is
+    one of them.
 
-    count: images of the run. batch_size: images of a batch; the last one may have fewer.
-    arrays: {name: type of the array, with the shape for one image}.
+    count: images of the run. batch_size: images that are drawn at a time; the last time there may
+      be fewer. arrays: {name: type of the array, with the shape for one image}.
+    images: which of them this process makes (`experiments.shards`); None: all.
     """
 
     count: int
     batch_size: int
     arrays: Mapping[str, ArrayType]
+    images: range | None = None
+
+    @property
+    def made(self) -> range:
+        """The images that are made here."""
+        return range(self.count) if self.images is None else self.images
 
     def starts(self) -> range:
         """Return the number of each batch's first image."""
-        return range(0, self.count, self.batch_size)
+        return self.made[:: self.batch_size]
 
     def index(self, start: int) -> np.ndarray:
         """Return the numbers of the images in the batch that begins with image `start`."""
-        return np.arange(start, min(start + self.batch_size, self.count))
+        return np.arange(start, min(start + self.batch_size, self.made.stop))
 
     def check(
         self, start: int, types: Mapping[str, ArrayType], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Raise `Damaged` unless a file is the batch that begins with image `start`.
+        """Raise `Damaged` unless a file holds images of this series from image `start` on.
 
         types: of all arrays in the file. arrays: `index` and, if there are any, `images`."""
-        index = self.index(start)
-        expected = {name: (t, (len(index), *shape)) for name, (t, shape) in self.arrays.items()}
+        index = arrays.get("index")
+        count = len(index) if index is not None and index.ndim == 1 else 0
+        if not count or not np.array_equal(index, np.arange(start, start + count)):
+            raise Damaged(f"its images are not {start} and those after it")
+        if start not in self.made or start + count > self.made.stop:
+            raise Damaged(f"its images {start} to {start + count - 1} are not of this run")
+        expected = {name: (t, (count, *shape)) for name, (t, shape) in self.arrays.items()}
         found = {name: array_type for name, array_type in types.items() if name != "index"}
         if found != expected:
             raise Damaged(f"it holds {found}, a batch {expected}"[:400])
-        if not np.array_equal(arrays.get("index"), index):
-            raise Damaged(f"its images are not {start} to {index[-1]}")
         images = arrays.get("images")  # only some series have them
         if images is not None and images.dtype.kind == "f" and not np.isfinite(images).all():
             raise Damaged("its images are not finite")

@@ -62,6 +62,11 @@ class Generation:
             "mesh": str(program.mesh),
         }
 
+    def deciding(self) -> dict:
+        """Return what decides the results of `describe`: not the devices, nor how many images are
+        drawn at a time."""
+        return {n: v for n, v in self.describe().items() if n not in ("batch_size", "mesh")}
+
     def encoded(self) -> Self:
         """Return a copy whose prompts are encoded. The encoder's memory is free again after it."""
         condition = text_condition.encoded(self.condition, self.model, self.program.dtype)
@@ -186,7 +191,7 @@ def time_report(generator: Generator) -> dict:
 
 def environment(*more: ModuleType) -> dict[str, str | dict[str, str]]:
     """Return the device, and the versions of varjax, JAX, NumPy and `more` packages."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     packages = {package.__name__: package for package in (varjax, jax, np, *more)}
     versions = {name: package.__version__ for name, package in packages.items()}
     return {"device": f"{device.platform}: {device.device_kind}", "versions": versions}

@@ -25,6 +25,7 @@ from varjax.storage.manifest import read_json
 from varjax.storage.names import inside
 
 RESULTS = pathlib.Path("results")
+Files = dict[int, range]  # {first image of a file: images in it}
 # A folder holds results if it has one of these files with at least these entries.
 REPORTS = {
     "report.json": {"policy", "kv", "versions"},
@@ -58,7 +59,7 @@ class BatchStore:
     """The folder `out` and the work folder beside it, which keeps finished batches.
 
     description: JSON data; it is equal for two runs exactly if one may continue the other.
-    series: the batches that there will be, by name ("main", "full").
+    series: the images that there will be, by name ("main", "full").
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class BatchStore:
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
-        self._missing: dict[str, list[int]] = {}  # first images of batches, by series
-        check_new_folder(out, replaces=self.replaces, flag="--out")
-        self.work = WorkFolder(partial_folder(out), description)
+        self._files: dict[str, Files] = {}  # sound ones, by series
+        self._check_out()
+        self.work = WorkFolder(self._place(), description)
         self.check()
 
     @property
@@ -81,9 +82,17 @@ class BatchStore:
         """What tells `check_new_folder` which folders it may replace; None: none."""
         return written if self.overwrite else None
 
+    def _place(self) -> pathlib.Path:
+        """Where batches are kept."""
+        return partial_folder(self.out)
+
+    def _check_out(self) -> None:
+        """Raise `UserError` unless `out` may be made now."""
+        check_new_folder(self.out, replaces=self.replaces, flag="--out")
+
     def check(self) -> None:
         """Raise `UserError` unless results may be written here now."""
-        check_new_folder(self.out, replaces=self.replaces, flag="--out")
+        self._check_out()
         self.work.check(self.overwrite)
 
     @classmethod
@@ -124,18 +133,29 @@ class BatchStore:
 
     def _start(self) -> None:
         self.work.start()
-        for name, series in self.series.items():
-            self._missing[name] = [x for x in series.starts() if not self._is_there(name, x)]
+        self.scan()
         self.resumed = any(self.finished(name) for name in self.series)
+
+    def scan(self) -> None:
+        """See which files are there and sound."""
+        self._files = {name: self._sound(name) for name in self.series}
 
     def _path(self, series: str, start: int) -> pathlib.Path:
         return self.work.path / f"{series}-{start:08d}.npz"
 
-    def _is_there(self, series: str, start: int) -> bool:
-        with contextlib.suppress(Damaged, FileNotFoundError):
-            self._read(series, start, ("index", "images"))
-            return True
-        return False
+    def _sound(self, series: str) -> Files:
+        """Return the files of a series, in order. No image is in two of them."""
+        named = (path.stem.rpartition("-") for path in self.work.finished())
+        starts = [number for name, _, number in named if name == series and number.isdecimal()]
+        found: Files = {}
+        end = 0
+        for start in sorted(map(int, starts)):
+            with contextlib.suppress(Damaged, FileNotFoundError):
+                count = len(self._read(series, start, ("index", "images"))["index"])
+                if start >= end:
+                    end = start + count
+                    found[start] = range(start, end)
+        return found
 
     def _read(
         self, series: str, start: int, wanted: Collection[str] | None = None
@@ -144,26 +164,33 @@ class BatchStore:
         self.series[series].check(start, types, arrays)
         return arrays
 
-    def missing(self, series: str) -> list[int]:
-        """Return the first image of each batch that is not stored, or damaged."""
-        return list(self._missing[series])
+    def missing(self, series: str) -> list[np.ndarray]:
+        """Return the images that are not stored, or damaged: numbers of consecutive ones, at most
+        a batch of them at a time."""
+        made = self.series[series]
+        lacks = np.ones(made.count, bool)
+        for there in self._files[series].values():
+            lacks[there.start : there.stop] = False
+        numbers = np.flatnonzero(lacks[made.made.start : made.made.stop]) + made.made.start
+        gaps = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        size = made.batch_size
+        return [gap[i : i + size] for gap in gaps for i in range(0, len(gap), size)]
 
     def finished(self, series: str) -> int:
         """Return how many images of a series are stored."""
-        made = self.series[series]
-        return made.count - sum(len(made.index(start)) for start in self._missing[series])
+        return sum(map(len, self._files[series].values()))
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
-        """Keep one finished batch."""
+        """Keep consecutive images."""
         start, arrays = int(index[0]), {"index": index, **results}
         types = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         self.series[series].check(start, types, arrays)
         batch_files.write(self._path(series, start), self.work.digest, arrays)
-        self._missing[series] = [x for x in self._missing[series] if x != start]
+        self._files[series][start] = range(start, start + len(index))
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yield (numbers of the images, arrays by name) of all batches in order."""
-        for start in self.series[series].starts():
+        """Yield (numbers of the images, arrays by name) of all files in order."""
+        for start in sorted(self._files[series]):
             try:
                 arrays = self._read(series, start)
             except Damaged as error:  # it was sound when the run started
@@ -177,6 +204,9 @@ class BatchStore:
         """Return the arrays of all images of a series, in order."""
         parts = [results for _, results in self.batches(series)]
         return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+    def gather(self) -> None:
+        """See what other processes have stored: `experiments.shared_store` has some."""
 
     def close(self) -> None:
         """Empty the work folder; `working` removes it at its end."""
@@ -241,15 +271,25 @@ class FolderFlags:
         self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
         self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
 
+    @property
+    def path(self) -> pathlib.Path | None:
+        """The folder; None if the flag is not given."""
+        return None if self._out.value is None else pathlib.Path(self._out.value)
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether results of before may be replaced."""
+        return self._overwrite.value
+
     def open(
         self, stem: str, description: dict, series: Mapping[str, Series] | None = None
     ) -> BatchStore:
         """Return the store for the folder, with the batches that are finished.
 
         stem: how a new folder under results/ begins. description, series: see `BatchStore`."""
-        if self._out.value is None:
+        out, overwrite = self.path, self.overwrite
+        if out is None:
             return BatchStore.fresh(stem, description, series)
-        out, overwrite = pathlib.Path(self._out.value), self._overwrite.value
         if os.path.lexists(out) and not overwrite:
             raise UserError(f"{out} exists already: choose another folder or add --overwrite")
         return BatchStore(out, description, overwrite=overwrite, series=series)

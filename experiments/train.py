@@ -17,9 +17,12 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+import jax
+
 from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
+from varjax.parallel.training import TrainingMesh
 from varjax.training import session
 from varjax.training.settings import FAMILIES, TrainingSettings
 
@@ -35,6 +38,12 @@ STAGE = FLAGS.enum(
     "samples with.",
 )
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
+MESH = FLAGS.string(
+    "mesh",
+    None,
+    "Devices to train on: data=2 (pictures), fsdp=4 (also parameters and optimizer state), or "
+    "both; one axis may be -1: what is left over. A run may go on with other devices.",
+)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
 REQUIRED = ("data",)
 
@@ -100,7 +109,10 @@ def _flags_in_messages() -> Iterator[None]:
 def main(argv: list[str]) -> None:
     del argv
     with _flags_in_messages():
-        model = session.train(read_settings(), STAGE.value, OUT.value, QUIET.value)
+        settings = read_settings()
+        with about(MESH):
+            mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
+        model = session.train(settings, STAGE.value, OUT.value, QUIET.value, mesh)
     print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 
 

@@ -21,10 +21,11 @@ from varjax.storage.manifest import LARGEST_JSON, parse_json
 
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
+PART = "part.npz"  # what a finished part of a run says (`experiments.parts`)
 _FINISHED = (
-    # a series of pictures, features or numbers with its first image; or a cell of a sweep; or a
-    # step of a machine's measurements
-    r"(?:(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
+    # a series of pictures, features or numbers with its first image; or a cell of a sweep; or what
+    # a part of either says; or a step of a machine's measurements
+    r"(?:part|(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
     rf"|{re.escape(step_files.PREFIX)}[\w-]+\.json"
 )
 _FINISHED = rf"(?:{_FINISHED})"
@@ -100,9 +101,18 @@ class WorkFolder:
     def _difference(self, text: str) -> str:
         """Return what differs from the settings in a text, in brackets; empty if nothing does."""
         theirs = parse_json(text) if _is_object(text) else {}
-        names = [n for n in self.description if n in theirs and theirs[n] != self.description[n]]
-        each = [f"{n} {show(theirs[n])}, now {show(self.description[n])}" for n in names]
+        mine = parse_json(self.settings)  # as a file holds them, with lists in place of tuples
+        names = [n for n in mine if n in theirs and theirs[n] != mine[n]]
+        each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
         return f" ({some(each, 3, '; ')})" if each else ""
+
+    def differs(self) -> str | None:
+        """Return what is different here from the settings, in brackets if it is known; None if
+        nothing is. Damaged files count as missing."""
+        said, text = {self._settings_of(path) for path in self.finished()}, self._settings_text()
+        if said <= {self.digest, Damaged} and text == self.settings:
+            return None
+        return self._difference(text)
 
     @staticmethod
     def _settings_of(path: pathlib.Path) -> str | None | type[Damaged]:

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import QuerySums
-from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
+from pallas_kernels.tables import BlockTable, BlockWrites, block_writes, slots_by_token
 
 FILLINGS = ("random", "empty", "full", "repeated", "shared")
 
@@ -35,6 +35,7 @@ class ArgSpec:
       the same for every head, with disjoint ranges.
     per_row: whether every row has a table of its own. If not, tables, biases and multipliers are
       those of two layers, and the call is that of the last layer.
+    apart: whether tokens are written into blocks that no head reads.
     kv_dtype: type of the pool; None: `dtype`.
     normalised, rotated: what has to be done to queries and keys.
     """
@@ -50,6 +51,7 @@ class ArgSpec:
     entries: int
     filling: str = "random"
     per_row: bool = False
+    apart: bool = False
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     normalised: bool = False
@@ -61,7 +63,7 @@ class ArgSpec:
 
     @property
     def pool_blocks(self) -> int:
-        return self.heads * self.entries + 1
+        return (1 + self.apart) * self.heads * self.entries + 1
 
     @property
     def table_shape(self) -> tuple[int, ...]:
@@ -86,7 +88,8 @@ class ArgSpec:
         """The arguments as shapes and types."""
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
-        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
+        by_token = slots_by_token(np.zeros((*ids.shape[:-1], self.tokens), np.int32))
+        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source, by_token=by_token)
         found = jax.eval_shape(lambda: self._arrays(jnp, jnp.zeros, *_with_layers(self, *tables)))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
@@ -154,8 +157,8 @@ def _as_int8(pool):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `attend`, `attention_moments` and `write`. `writes` stores some of the
-    tokens into blocks of their heads."""
+    """The arguments of `attend`, `attention_moments`, `write` and `store_and_attend`. `writes`
+    stores some of the tokens into blocks of their heads."""
 
     projection: Projection
     length: jax.Array
@@ -229,7 +232,7 @@ def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):
 
 def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable, BlockWrites]:
     shape, size = spec.table_shape, spec.block_size
-    ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # no head owns block 0
+    ids = 1 + np.arange(spec.heads * spec.entries).reshape(shape[-2:])  # no head owns block 0
     ids = np.broadcast_to(ids, shape).astype(np.int32)
     if spec.per_row:
         ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
@@ -247,7 +250,8 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
         start[..., second], stop[..., second] = middle, size
     offset = np.arange(size)
     mine = (offset >= start[..., None]) & (offset < stop[..., None]) | (not shared)
-    writes = block_writes(_write_slots(spec, rng, ids, mine), size, spec.entries)
+    into = ids + spec.apart * spec.heads * spec.entries
+    writes = block_writes(_write_slots(spec, rng, into, mine), size, spec.entries)
     return BlockTable(read, start, stop), writes
 
 

@@ -226,6 +226,7 @@ def attend_token(
     *,
     step: int | None = None,
     stored: int = 0,
+    probed: int = 0,
     occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of one query per row and query head.
@@ -235,6 +236,7 @@ def attend_token(
       step: how many slots are read at once, up to the last one in use; None: all slots are read.
       stored: slots of a head that are written, the token's own among them. Its key and value are
         read.
+      probed: one call in so many reads a second query and writes its scores, float32; 0: none.
     """
     used = occupancy.share_read(pool.shape[2], step) if step else 1.0
     pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
@@ -245,10 +247,13 @@ def attend_token(
     if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
         moved += 2 * q.size // group * q.dtype.itemsize
-    pairs *= used * group
+    flops = 4 * pairs * used * group * head_dim
+    if probed:
+        moved += 4 * (q.size // group + pairs) / probed
+        flops += 2 * pairs * head_dim / probed
     return pl.CostEstimate(
-        flops=round(4 * pairs * head_dim),
-        transcendentals=round(pairs),
+        flops=round(flops),
+        transcendentals=round(pairs * used * group),
         bytes_accessed=round(moved),
     )
 
@@ -276,13 +281,14 @@ def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEsti
     return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
 
 
-def move_slots(pool: Array, places: Array) -> pl.CostEstimate:
+def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.CostEstimate:
     """Cost of a pass over a pool in which slots move: it is read, multiplied with matrices [C,
     `places` of a head] that say what goes where, and written. Numbers of four bytes take two
-    products."""
+    products. written: slots of a head that are; None: all."""
     products = -(-pool.dtype.itemsize // 2)  # a product moves two bytes of a number
-    moved = 2 * pool.size * pool.dtype.itemsize + places.size * places.dtype.itemsize
-    flops = 2 * products * pool.size * places.shape[-1]
+    changed = pool.size // pool.shape[2] * (written or pool.shape[2])
+    moved = (pool.size + changed) * pool.dtype.itemsize + places.size * places.dtype.itemsize
+    flops = 2 * products * changed * places.shape[-1]
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
@@ -300,6 +306,24 @@ def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstima
         transcendentals=0,
         bytes_accessed=2 * parts * numbers * projection.dtype.itemsize,
     )
+
+
+@_depending_on_occupancy
+def finish_and_store(
+    projection: Projection,
+    kv_pool: Array,
+    writes: BlockWrites,
+    turned: int = 0,
+    *,
+    occupancy: Occupancy,
+) -> pl.CostEstimate:
+    """Cost of finishing keys and values and storing them on the way. turned: see `finish`."""
+    found, (rows, heads, tokens, head_dim) = finish(projection, 2, turned), projection.shape
+    entries, size = writes.ids.shape[-1], kv_pool.shape[2]
+    _, filled = occupancy.written.get((tokens, entries), (1, 1))
+    stored = 2 * min(tokens, entries * size * filled) * head_dim * kv_pool.dtype.itemsize
+    moved = found.bytes_accessed + round(rows * heads * stored)
+    return pl.CostEstimate(found.flops, found.transcendentals, moved)
 
 
 def _blocks_read(projection: Projection, table: BlockTable, occupancy: Occupancy) -> float:

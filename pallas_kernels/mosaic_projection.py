@@ -8,7 +8,8 @@ end. Where rows have one token each, tiles are made of rows.
 Queries are finished by the kernel that multiplies them, once per tile, and never written. Keys and
 values meet every tile of queries and go into the cache. So `finished` writes them once, 4 R T N H
 elements read and written, where each tile of queries would repeat the work. Attention and storing
-call it with the same operands, and XLA keeps one of two equal calls.
+call it with the same operands, and XLA keeps one of two equal calls. Where nothing that is stored
+overwrites what attention reads, `finished_and_stored` stores as well (`mosaic_stores`).
 
 The rotation needs each number's neighbour, which lies in the same row. A product with a matrix of
 zeros and ones fetches it exactly, 64 columns at a time.
@@ -37,8 +38,10 @@ from pallas_kernels.mosaic_products import (
     down,
     products,
 )
+from pallas_kernels.mosaic_stores import Stores
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
 from pallas_kernels.refs import Operand, Ref
+from pallas_kernels.tables import BlockWrites
 
 TURNED = 64  # columns that are turned at once
 
@@ -189,7 +192,29 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
 # the compiler would not see that one result does for both.
 @partial(jax.jit, static_argnames=("parts", "chip", "interpret"))
 def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, interpret) -> Array:
+    return _launch(projection, parts, chip, interpret, None)
+
+
+def finished_and_stored(
+    projection: Projection, kv_pool: Array, writes: BlockWrites, interpret
+) -> tuple[Array, Array]:
+    """Keys and values as `finished` returns them, and the pool with those that `writes` stores.
+
+    Args:
+      kv_pool: in the type of the projection.
+      writes: has `by_token`; its table is shared by all rows.
+    """
+    stores = Stores.of(kv_pool, writes)
+    cost = estimates.finish_and_store(projection, kv_pool, writes, _turned(projection, (K, V)))
+    found = _launch(projection, (K, V), products(), interpret, (stores, cost))
+    return found, stores.stored().reshape(kv_pool.shape)
+
+
+def _launch(projection: Projection, parts, chip: Products, interpret, storing) -> Array:
+    """Finish parts. storing: `Stores` and the cost of a call that stores keys and values, too."""
     rows, heads, tokens, head_dim = projection.shape
+    usual = estimates.finish(projection, len(parts), _turned(projection, parts))
+    stores, cost = storing or (None, usual)
     if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
         angles = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, head_dim)), angles)
@@ -197,34 +222,42 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, in
     lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
     whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
     count, dtype = len(parts), projection.dtype
-    turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
+    shape = count, ROWS, head_dim
+    landing = mosaic.landing(tokens, shape, dtype, chip.swizzle)
     (found,) = mosaic.launch(
         partial(_finish, parts, single, chip),
-        [Unfinished.of(projection, parts, lines * ROWS)],
+        [Unfinished.of(projection, parts, lines * ROWS), stores],
         [jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)],
         [
-            mosaic.landing(tokens, (count, ROWS, head_dim), dtype, chip.swizzle),
-            mosaic.tile((count, ROWS, head_dim), dtype, chip.swizzle),
+            plgpu.SMEM(shape, dtype) if stores else landing,
+            mosaic.tile(shape, dtype, chip.swizzle),
             plgpu.Barrier(num_barriers=count),
             turn_scratch(projection, chip),
             chip.scratch(1, *turn_widths(projection)),
         ],
         mesh=mosaic.programs(computing=0, tile=lines, head=heads, row=places),
-        cost=estimates.finish(projection, count, turned),
+        cost=cost,
         interpret=interpret,
-        name="finish",
+        name="finish_and_store" if stores else "finish",
     )
     return found.reshape(rows, -1, count * heads * head_dim)
 
 
-def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *scratch):
-    """The kernel of `finished`. single: whether rows have one token; the result then ends within a
-    piece of shared memory, so plain rows are copied out."""
+def _turned(projection: Projection, parts: Sequence[int]) -> int:
+    """Columns of the products that rotate these parts."""
+    return sum(turn_widths(projection)) * len([part for part in parts if part != V])
+
+
+def _finish(parts, single: bool, chip: Products, given: Unfinished, stores, out_ref, *scratch):
+    """The kernel. single: whether rows have one token; the result then ends within a piece of
+    shared memory, so plain rows are copied out. stores: `Stores` or None."""
     raw, tile, arrived, turn, sums = scratch
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
-    results = raw if single else tile  # swizzled memory is copied in whole pieces of 8 rows only
-    plain = single and mosaic.lands_plain(out_ref.shape[1])
+    # swizzled memory is copied in whole pieces of 8 rows only
+    in_place = single or stores is not None
+    results = raw if in_place else tile
+    plain = in_place and (stores is not None or mosaic.lands_plain(out_ref.shape[1]))
     works = [
         TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply, plain)
         for i in range(len(parts))
@@ -238,6 +271,11 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
         given.finish(part, head, first, work)
         columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
         plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
+    if stores is not None:
+        if single:
+            stores.put_rows(results, head, first)
+        else:
+            stores.put(results, row, head, first)
     plgpu.wait_smem_to_gmem(0)
 
 

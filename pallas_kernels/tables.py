@@ -12,6 +12,7 @@ EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries of a write, in 
 KIND_BITS = 2  # beside the id
 RANGE_BITS = 16  # start below, stop above; both are at most 256, so the sign stays clear
 WORD = 32  # entries that one number says of which are partial
+RUN, TILE = 8, 64  # tokens that are stored together, if their slots are; of which a tile has many
 
 
 @jax.tree_util.register_dataclass
@@ -107,12 +108,15 @@ class BlockWrites:
 
     packed: the same numbers with one row per head, as in `BlockTable`: id and kind of every entry,
       an empty entry, how many entries are in use, the sources of all entries.
+    by_token: the same from the tokens' side, for a kernel that stores them as it finishes them, or
+      None (`slots_by_token`).
     """
 
     ids: Int[AnyArray, "*rows N J"]
     source: Int[AnyArray, "*rows N J block_size"]
     layer: Int[AnyArray, ""] | None = None
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
+    by_token: Int[AnyArray, "*rows N by_token"] | None = None
 
     def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockWrites":
         """The table of one layer, from a table of all layers; nothing is copied."""
@@ -187,7 +191,30 @@ def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None)
     source = np.full((len(heads), entries, block_size), -1, np.int32)
     for n, (mine, tokens) in enumerate(heads):
         ids[n, : len(mine)], source[n, : len(mine)] = mine, tokens
-    return BlockWrites(ids.reshape(*lead, entries), source.reshape(*lead, entries, block_size))
+    ids, source = ids.reshape(*lead, entries), source.reshape(*lead, entries, block_size)
+    return BlockWrites(ids, source, by_token=slots_by_token(slots))
+
+
+def slots_by_token(slots: np.ndarray) -> np.ndarray:
+    """`BlockWrites.by_token` of host arrays: int32 [..., T' / RUN + T'], T' = T in whole tiles.
+
+    For every `RUN` tokens first their first slot and kind: EMPTY, CONSECUTIVE (all of them go into
+    slots that follow one another) or PARTIAL (all others). Then the slot of every token, -1 where
+    it is not stored.
+
+    Args:
+      slots: as `block_writes` takes them.
+    """
+    lead, tokens = slots.shape[:-1], slots.shape[-1]
+    flat = np.full((*lead, -(-tokens // TILE) * TILE), -1, np.int32)
+    flat[..., :tokens] = np.maximum(slots, -1)
+    runs = flat.reshape(*lead, -1, RUN)
+    first = runs[..., 0]
+    kind = np.where((runs >= 0).any(-1), PARTIAL, EMPTY)
+    whole = (first >= 0) & (runs == first[..., None] + np.arange(RUN)).all(-1)
+    kind = np.where(whole, CONSECUTIVE, kind)
+    words = np.maximum(first, 0) << KIND_BITS | kind
+    return np.concatenate([words, flat], axis=-1, dtype=np.int32)
 
 
 def _one_head(slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -36,11 +36,10 @@ def batch(series: str, index: np.ndarray) -> dict[str, np.ndarray]:
 
 def draw(of: BatchStore, most: int | None = None) -> list[tuple[str, int]]:
     """Draw what is missing, at most so many batches; which they were."""
-    missing = [(name, start) for name in SERIES for start in of.missing(name)][:most]
-    for name, start in missing:
-        index = SERIES[name].index(start)
+    missing = [(name, index) for name in SERIES for index in of.missing(name)][:most]
+    for name, index in missing:
         of.add(name, index, batch(name, index))
-    return missing
+    return [(name, int(index[0])) for name, index in missing]
 
 
 def interrupted(out: pathlib.Path, batches: int | None = None, settings=None) -> pathlib.Path:

@@ -32,7 +32,7 @@ from varjax.errors import UserError, choose
 from varjax.garbage import rarely_collected
 from varjax.model import Model, check_model
 from varjax.nn import stacked
-from varjax.parallel import plans, sharding
+from varjax.parallel import plans, processes, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
@@ -165,7 +165,7 @@ class Generator:
             batch_size=self.batch_size,
             num_heads=self.plan.geometry.num_heads,
             available=len(jax.devices()),
-            where="this machine",
+            where=processes.where(),
         )
 
     # --- compiling --------------------------------------------------------------------------------
@@ -334,21 +334,50 @@ class Generator:
         host). options: seed, given and given_scales, as of `run_images`."""
         for start in range(first, len(condition), self.batch_size):
             index = np.arange(start, min(start + self.batch_size, len(condition)))
-            results, _ = self.run_images(condition, index, keep_cache=False, **options)
-            on_host = jax.tree.map(np.asarray, results)
-            del results  # or they would stay on the device during the next batch
-            yield index, on_host
+            yield index, self.draw(condition, index, **options)
+
+    def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
+        """Return the results of at most a batch of images, by their numbers, on the host. options:
+        seed, given and given_scales, as of `run_images`."""
+        results, _ = self.run_images(condition, index, keep_cache=False, **options)
+        return jax.tree.map(np.asarray, results)
+
+    def draw_here(
+        self, condition: Condition, index: np.ndarray, **options
+    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Draw at most a batch of images together with all other processes; return those that this
+        one holds, as [(their numbers, results on the host), ...]. All call it alike; every image is
+        held by one process. options: as of `draw`."""
+        if processes.count() == 1:
+            return [(index, self.draw(condition, index, **options))]
+        padded, given = self._padded(index, options.pop("given", None))
+        images, options["given"] = condition.take(padded), given
+        results, _ = self.run_batch(images, padded, keep_cache=False, **options)
+        held = {name: processes.rows_here(array) for name, array in results.items()}
+        found = []
+        for first, rows in held["images"].items():
+            numbers = index[first : first + len(rows)]
+            arrays = {name: parts[first][: len(numbers)] for name, parts in held.items()}
+            found += [(numbers, arrays)] if len(numbers) else []
+        return found
+
+    def _padded(
+        self, index: np.ndarray, given: np.ndarray | Given | None
+    ) -> tuple[np.ndarray, np.ndarray | Given | None]:
+        """Return the numbers of a whole batch, and what is given for it, of all images' `given`."""
+        # One program serves every number of images: a short batch repeats its last image, and the
+        # copies are cut off again.
+        padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
+        if given is not None:
+            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
+        return padded, given
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
     ) -> tuple[dict[str, Array], PyTree]:
         """Return the results of at most a batch of images, by their numbers, and the cache of the
         whole batch. given: tokens of all images. options: as of `run_batch`."""
-        # One program serves every number of images: a short batch repeats its last image, and the
-        # copies are cut off again.
-        padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
-        if given is not None:
-            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
+        padded, given = self._padded(index, given)
         results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
         return {name: a[: len(index)] for name, a in results.items()}, state
 
@@ -383,7 +412,7 @@ class Generator:
             if self._formats is not None:
                 program.place(self._networks, self._formats)
             if self._sharded is not None:
-                arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+                arguments = sharding.place(arguments, self._sharded.shardings[2:])
             # a new pool for every batch: the last one was donated, and zeroing is not what is timed
             state = jax.block_until_ready(self.empty_state())
             start = time.perf_counter()

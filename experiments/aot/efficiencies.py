@@ -37,7 +37,7 @@ OPERATIONS = {
     "products": "matrix products in bfloat16, by libraries or XLA",
     "products, other types": "products and convolutions in other types",
     "attention": "kernels of ragged attention",
-    "finish": "the kernel that finishes keys and values",
+    "finish": "the kernel that finishes keys and values, and may store them",
     "write": "the kernel that stores keys and values",
     "choosing": "the kernel that chooses tokens",
     "token attention": "kernels of token attention",
@@ -49,6 +49,7 @@ OPERATIONS = {
 _OF_KERNELS = {
     "ragged_attention": "attention",
     "finish": "finish",
+    "finish_and_store": "finish",
     "cache_write": "write",
     "sample": "choosing",
     "token_attention": "token attention",

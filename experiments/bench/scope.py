@@ -15,7 +15,7 @@ from pallas_kernels.chips import Chip
 # those whose shapes are checked and timed, and whose codes and pixels are drawn
 MODELS = ("var-d30", "infinity-2b", "llamagen-xl")
 TIMED = ("attend", "finish", "write", "sample", "attend_token", "store_token", "attend_text")
-CHECKED = (*TIMED, "attention_moments", "token_scores", "move_slots", "rank")
+CHECKED = (*TIMED, "store_and_attend", "attention_moments", "token_scores", "move_slots", "rank")
 SMALL = ("var-d30-t1", "infinity-2b-t64", "llamagen-xl-t1")  # shapes that are cut down
 SMALLEST = ("attend", "write", "attend_token")  # what interpreters do in seconds
 QUICK = (MODELS[0], MODELS[2])

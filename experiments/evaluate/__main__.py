@@ -19,7 +19,7 @@ comparable.
 
 Writes metrics.json, which says how everything was computed, and for --full also per_image.npz, into
 --out (default: a new folder under results/). An interrupted evaluation started again with the same
-flags continues where it stopped.
+flags continues where it stopped. With --distributed many processes share the pictures.
 """
 
 import functools
@@ -36,9 +36,11 @@ from experiments.evaluate import features, inputs, pairs, results, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
+from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
+from experiments.shared_store import open_store
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -47,6 +49,7 @@ from varjax.evaluation import extractors, protocols
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe
+from varjax.parallel import processes
 from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file
 
@@ -100,6 +103,7 @@ STATISTICS = FLAGS.string(
 )
 FLAGS.compilation_cache()
 FLAGS.heading("Output")
+DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
 
@@ -117,7 +121,8 @@ class Evaluation:
 
     def series(self) -> dict[str, Series]:
         """Return the files of everything that is computed, by name."""
-        size, found = features.chunk(self.batch_size), {}
+        found: dict[str, Series] = {}
+        size = features.chunk(self.batch_size) if processes.count() == 1 else self.batch_size
         if job := self.comparison:
             for name, side in job.sides.items():
                 if job.wanted[name]:
@@ -136,7 +141,7 @@ class Evaluation:
         recipe = json_safe({"command": "evaluate", **self.recipe()})
         for side in ("samples", "reference", "full"):
             recipe.get(side, {}).pop("given", None)
-        return recipe
+        return {n: value for n, value in recipe.items() if n not in ("batch_size", "mesh")}
 
     def recipe(self) -> dict:
         """Return how everything is computed, for metrics.json."""
@@ -219,17 +224,22 @@ def _asked() -> tuple[str, ...]:
 
 
 def _mesh() -> MeshSpec:
+    """Return the devices of this process that pictures are split over."""
+    available = len(jax.devices())
     with about(MESH):
-        mesh = MeshSpec.parse(MESH.value)
+        many = processes.count() > 1
+        mesh = MeshSpec.parse(MESH.value or ("data=-1" if many else None), available)
         if mesh.model > 1:
             raise UserError("networks of evaluation are not divided: use data alone")
-        available = len(jax.devices())
-        return mesh.check(
+        mesh.check(
             batch_size=BATCH_SIZE.value or mesh.data,
             num_heads=1,
             available=available,
-            where="this machine",
+            where=processes.where(),
         )
+        if mesh.data % processes.count():
+            raise UserError(f"{mesh} cannot be split over {processes.count()} processes evenly")
+    return MeshSpec(data=mesh.data // processes.count())
 
 
 def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
@@ -297,10 +307,8 @@ def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:
     return pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, network)
 
 
-def compute(job: Evaluation, store: BatchStore) -> dict:
-    """Compute everything that is missing, write the results, and return what metrics.json says."""
-    found: dict = {}
-    per_image = None
+def compute(job: Evaluation, store: BatchStore) -> None:
+    """Compute everything that is missing. Several processes share the files that it is kept in."""
     if sides := job.comparison:
         program = functools.cache(partial(job.program, sides.network))
         for name, side in sides.sides.items():
@@ -308,9 +316,15 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
                 features.extract(store, name, side.pictures, wanted, program)
     if job.pairs:
         pairs.compute(job.pairs, store, partial(job.program, job.pairs.network), job.batch_size)
-        values, per_image = pairs.measure(job.pairs, store)
-        found |= values
-    if sides:
+
+
+def measured(job: Evaluation, store: BatchStore) -> dict:
+    """Write the results from what is computed; return what metrics.json says."""
+    found: dict = {}
+    per_image = None
+    if job.pairs:
+        found, per_image = pairs.measure(job.pairs, store)
+    if sides := job.comparison:
         found |= sets.measure(sides, store)
         if STATISTICS.value:
             sets.save_statistics(pathlib.Path(STATISTICS.value), sides, store)
@@ -321,13 +335,19 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    job = resolve()
-    print(*job.remarks, sep="\n", file=sys.stderr)
+    DISTRIBUTED.start()
+    job = DISTRIBUTED.resolve(resolve, OUT)
+    if processes.is_first():
+        print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
-    store = OUT.open(stem, job.describe(), job.series())
+    store = open_store(OUT, stem, job.describe(), job.series())
     with store.working():
-        content = compute(job, store)
-    print(results.summary(content, store.out))
+        with processes.together():
+            compute(job, store)
+        store.gather()
+        with processes.together():
+            if processes.is_first():
+                print(results.summary(measured(job, store), store.out))
 
 
 if __name__ == "__main__":

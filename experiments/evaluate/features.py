@@ -15,6 +15,7 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
+from varjax.parallel import processes
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file
@@ -76,7 +77,8 @@ def extract(
     """Compute the features that are missing, and keep every part when it is finished.
 
     program: gives the extractor for pictures of a size (height, width)."""
-    missing, made, done = store.missing(name), store.series[name], store.finished(name)
+    made, done = store.series[name], store.finished(name)
+    missing = processes.mine(store.missing(name))
     if not missing:
         return
     progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
@@ -84,19 +86,18 @@ def extract(
         progress.note(f"{name}: {done} of {made.count} pictures are done already")
     runs = program(pictures.size)
     progress.note(f"{name}: batches of {runs.batch_size}")
-    ends = {start: int(made.index(start)[-1]) + 1 for start in missing}
     spans = [
-        (start, first, min(first + runs.batch_size, end))
-        for start, end in ends.items()
-        for first in range(start, end, runs.batch_size)
+        (index, int(first), min(int(first) + runs.batch_size, int(index[-1]) + 1))
+        for index in missing
+        for first in index[:: runs.batch_size]
     ]
     parts: list[dict] = []
     found = runs.over((pictures.read(first, last),) for _, first, last in spans)
-    for (start, _, last), arrays in zip(spans, found, strict=True):
+    for (index, _, last), arrays in zip(spans, found, strict=True):
         parts.append(_checked(pictures, {key: arrays[key] for key in wanted}))
         done += len(parts[-1][wanted[0]])
-        if last == ends[start]:
-            store.add(name, made.index(start), metrics.joined(parts))
+        if last > index[-1]:
+            store.add(name, index, metrics.joined(parts))
             parts = []
         progress.update(done)
 

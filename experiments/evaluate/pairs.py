@@ -16,6 +16,7 @@ from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
+from varjax.parallel import processes
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -122,16 +123,15 @@ def compute(
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
-    made, missing = store.series["pairs"], store.missing("pairs")
+    made, missing = store.series["pairs"], processes.mine(store.missing("pairs"))
     progress = Progress("pairs: picture", made.count, first=store.finished("pairs"), every=2.0)
     program = None
     if job.network is not None and missing:
         program = program_of(job.samples.pictures.size)
-    for start in missing:
-        index = made.index(start)
+    for index in missing:
         step = program.batch_size if program else batch_size
         parts = []
-        for first in range(start, int(index[-1]) + 1, step):
+        for first in range(int(index[0]), int(index[-1]) + 1, step):
             numbers = range(first, min(first + step, int(index[-1]) + 1))
             ours, theirs = _read(job, 0, numbers), _read(job, 1, numbers)
             parts.append(_numbers(job, ours, theirs, program))

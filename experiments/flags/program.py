@@ -22,7 +22,7 @@ from varjax.errors import UserError
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
-from varjax.parallel import plans, sharding
+from varjax.parallel import plans, processes, sharding
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -128,7 +128,8 @@ class ProgramFlags:
             self._mesh = flags.string(
                 "mesh",
                 None,
-                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights).",
+                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights); "
+                "one axis may be -1: what is left over.",
             )
         if elsewhere:
             self._batch_size = batch_size_flag(flags, USUAL_BATCH)
@@ -249,11 +250,18 @@ class ProgramFlags:
     def _mesh_here(self, model: Model) -> MeshSpec:
         if self._mesh is None:
             return MeshSpec()
+        many = not self._elsewhere and processes.count() > 1
+        text = self._mesh.value or ("data=-1" if many else None)
+        devices = None if self._elsewhere else len(jax.devices())
         with about(self._mesh):
-            found = MeshSpec.parse(self._mesh.value)
+            found = MeshSpec.parse(text, devices)
+            if many and found.num_devices < devices:
+                raise UserError(
+                    f"{found} leaves out some of the {devices} devices of all processes: use all "
+                    "of them, as with data=-1, or start fewer processes"
+                )
         if not self._elsewhere:
-            devices = len(jax.devices())
-            self.check_mesh(found, model, found.data, devices, "this machine")
+            self.check_mesh(found, model, found.data, devices, processes.where())
         return found
 
     def check_mesh(
@@ -299,9 +307,11 @@ class ProgramFlags:
         condition: Condition,
         *,
         dry_run: bool = False,
+        jobs: int = 1,
     ) -> int:
         """Return --batch_size or, if it is not given, the usual size cut down to the images of the
-        condition and to what fits. It is a multiple of the devices along `data`."""
+        condition and to what fits. It is a multiple of the devices along `data`. jobs: how many
+        share the images (`experiments.shards`)."""
         asked, shards = self._batch_size.value, options.mesh.data
         if asked is not None:
             arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)
@@ -314,7 +324,7 @@ class ProgramFlags:
         def predict(size: int) -> memory.Prediction:
             return options.predict_here(model, plan, size, condition)
 
-        asked, images = asked and asked // shards, -(-len(condition) // shards)
+        asked, images = asked and asked // shards, -(-len(condition) // (shards * jobs))
         usual = -(-USUAL_BATCH // shards)
         if dry_run:
             return shards * (asked or min(images, usual))

@@ -9,16 +9,20 @@
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
 images/ with one file per image in the layout of the prompt set. An interrupted run started again
-with the same flags continues where it stopped.
+with the same flags continues where it stopped. With --shard=I/N it makes part I of N
+(docs/howto/scale.md); experiments.merge joins them. With --distributed many processes work as one.
+SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
 import sys
+import time
 from functools import partial
 
 import numpy as np
 
 from experiments import judges
 from experiments.flags.condition import ConditionFlags
+from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
@@ -27,7 +31,9 @@ from experiments.generation import Run
 from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
+from experiments.run import part
 from experiments.run import results as run_results
+from experiments.shards import PartStore, ShardFlag
 from varjax import api, metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -35,6 +41,8 @@ from varjax.conditions import Condition
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -89,6 +97,8 @@ GIVEN_SCALES = FLAGS.integer(
     "default: all.",
 )
 FLAGS.heading("Output")
+DISTRIBUTED = DistributedFlag(FLAGS)
+SHARD = ShardFlag(FLAGS, "images")
 OUT = FolderFlags(FLAGS)
 
 
@@ -109,7 +119,8 @@ def resolve() -> Run:
     plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
-    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run)
+    jobs = SHARD.shard.count if SHARD.shard else 1
+    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run, jobs=jobs)
     return Run(
         model=model,
         condition=condition,
@@ -182,19 +193,22 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
 
 
 def say(line: str) -> None:
-    """Print a line of progress."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line of progress, in one process."""
+    if processes.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
-def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:
+def generate_series(
+    run: Run, model: Model, store: BatchStore, series: str, stop: Stop
+) -> Generator:
     """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
-    "full" the full cache."""
+    "full" the full cache. `Stopped` after a batch if `stop` was asked."""
     if series == "main":
         plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
     else:
         plan, kv_dtype, keep_logits = api.plan(run.plan.geometry), run.program.dense_dtype, False
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
-    name, total = plan.policy.name, len(run.condition)
+    name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)
     segments = len(generator.segments)
     what = f"{segments} segments" if segments else "the step of a token"
@@ -211,39 +225,85 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
-    for start in missing:
-        batches = generator.batches(
-            run.condition,
-            first=start,
-            seed=run.seed,
-            given=given,
-            given_scales=run.given_scales,
-        )
-        index, results = next(batches)
-        store.add(series, index, run_results.kept(run, results))
-        progress.update(store.finished(series))
+    before, began = done, time.monotonic()
+    for index in missing:
+        options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
+        held = generator.draw_here(run.condition, index, **options)
+        for numbers, results in held:
+            store.add(series, numbers, run_results.kept(run, results))
+        done += len(index)
+        stopped = processes.say_all(np.array(stop.asked)).any()
+        if processes.is_first():
+            pace = (done - before) / (time.monotonic() - began)
+            progress.update(done, f"{pace:.2f} images/s" if processes.count() > 1 else "")
+        if stopped:
+            raise Stopped(done, total)
+    return generator
+
+
+class Stopped(Exception):
+    """The system has asked to end, and the images that were begun are stored."""
+
+    def __init__(self, done: int, total: int):
+        super().__init__(f"{done} of {total} images are stored: resume by the same command")
+
+
+def draw(run: Run, model: Model, store: BatchStore) -> Generator:
+    """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
+    with Stop() as stop:
+        generator = generate_series(run, model, store, "main", stop)
+        if run.compare:
+            generate_series(run, model, store, "full", stop)
     return generator
 
 
 def main(argv: list[str]) -> None:
-    run = resolve()
-    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run)
+    DISTRIBUTED.start()
+    shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve, OUT)
+    made = shard and shard.images(len(run.condition), run.batch_size)
+    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
+    # parts are divided by batches; without parts neither they nor the mesh decide any image
+    said = run.describe() if shard else run.deciding()
+    store = SHARD.open(OUT, stem, said, series)
     if DRY_RUN.value:  # it refuses what the run would, the folder included
-        OUT.open(stem, run.describe(), series)
         print(run_results.dry_run_text(run))
         return
-    print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
-    store = OUT.open(stem, run.describe(), series)
-    run = run.encoded()
-    say(f"{run.model.name}: reading the weights")
-    model = run.load_model()
+    say("\n".join([run_results.plan_line(run), *run.remarks]))
+    try:
+        make_part(run, store) if shard else make(run, store)
+    except Stopped as stopped:
+        say(f"ended by SIGTERM: {stopped}")
+
+
+def make(run: Run, store: BatchStore) -> None:
+    """Draw all images, alone or with other processes, and write the results."""
+    with processes.together():
+        run = run.encoded()
+        say(f"{run.model.name}: reading the weights")
+        model = run.load_model()
     with store.working():
-        generator = generate_series(run, model, store, "main")
-        if run.compare:
-            generate_series(run, model, store, "full")
-        say(f"comparing and writing into {store.out}" if run.compare else f"writing {store.out}")
-        report = run_results.finish(run, store, generator)
-    print(run_results.summary(report, store.out))
+        generator = draw(run, model, store)
+        store.gather()
+        with processes.together():
+            if processes.is_first():
+                say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")
+                report = run_results.finish(run, store, generator)
+                print(run_results.summary(report, store.out))
+
+
+def make_part(run: Run, store: PartStore) -> None:
+    """Draw the images of one part, and keep them for `experiments.merge`."""
+    made = store.series["main"].made
+    said = f"{store.shard}: {len(made)} of {len(run.condition)} images"
+    if part.is_finished(store):
+        print(f"{said} are there already, in {store.work.path}")
+        return
+    say(said)
+    run = run.encoded() if made else run
+    model = run.load_model() if made else None
+    with store.working():
+        part.write(run, store, draw(run, model, store) if made else None)
+    print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,34 @@
-"""What a run writes and prints. Pictures, arrays and report.json appear all at once. The plan is
-printed before the run starts, a summary at its end.
-
-Batches are read one after the other, so that large sets of pictures need little memory.
+"""What a run keeps of its batches, what report.json says, and what is printed: the plan before the
+run starts, a summary at its end.
 """
 
-import contextlib
 import math
 import pathlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from experiments.batch_files import Series
 from experiments.generation import Run, cache_report, environment, time_report
 from experiments.output import BatchStore
-from experiments.prompts.condition import FromPrompts, Text, text_tokens
-from experiments.prompts.layouts import write_images
+from experiments.prompts.condition import Text, text_tokens
+from experiments.run import files
+from experiments.run.files import Batches, Shown
 from experiments.summary import aligned
-from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory
-from varjax.errors import MissingExtra
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
 from varjax.nn import parameters
 from varjax.nn.compiled import peak_bytes
-from varjax.storage.atomic import new_folder, write_text
 
-SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 ASKED = ("model", "policy", "policy_args", "budget", "num_images", "seed", "compare")
 FOUND = ("fidelity", "kv", "time", "memory", "device", "versions", "remarks")
 HASHES = ("files", "plan", "policy_content", "calibration", "model_sources", "model_files")
-GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
+Arrays = dict[str, np.ndarray]
+OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 
 
 def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -46,7 +39,11 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         results = results | {"images": _resized(results["images"], run.resize)}
     if run.save_arrays:
         names = ("images", "tokens", "code_map", "logits")
-        return {name: results[name] for name in names if name in results}
+        found = {name: results[name] for name in names if name in results}
+        if "logits" in found:  # of the policy: its tokens are written, too
+            transformer = run.model.transformer
+            found[transformer.token_name] = transformer.tokens_to_file(found["tokens"])
+        return found
     exact = results["images"] if run.compare else images.to_uint8(results["images"])
     return {"images": exact, "tokens": results["tokens"]}
 
@@ -58,12 +55,17 @@ def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
     return np.clip(found, 0, 1).astype(np.float32)
 
 
-def series_of(run: Run) -> dict[str, Series]:
+def _size(run: Run) -> tuple[int, int]:
+    """Return height and width of the pictures that are written."""
+    return (run.resize, run.resize) if run.resize else run.model.pixels
+
+
+def series_of(run: Run, made: range | None = None) -> dict[str, Series]:
     """Return the batches that a run keeps, "main" and, with --compare, "full". Their arrays are
-    those that `kept` returns."""
+    those that `kept` returns. made: the images that are drawn here; None: all."""
     config, floats = run.model.config, np.dtype(np.float32)
     tokens = run.model.transformer.no_tokens(1)[0]
-    height, width = (run.resize, run.resize) if run.resize else run.model.pixels
+    height, width = _size(run)
     exact = run.compare or run.save_arrays
     arrays = {"images": (floats if exact else np.dtype(np.uint8), (height, width, 3))}
     arrays["tokens"] = tokens.dtype, tokens.shape
@@ -72,78 +74,29 @@ def series_of(run: Run) -> dict[str, Series]:
         arrays["code_map"] = floats, run.model.code_map
         draws = config.logits_per_token // math.prod(tokens.shape[1:])
         own["logits"] = floats, (*tokens.shape, draws)
+        transformer = run.model.transformer
+        written = transformer.tokens_to_file(tokens[None])[0]
+        own[transformer.token_name] = written.dtype, written.shape
     found = {"main": arrays | own} | ({"full": arrays} if run.compare else {})
-    return {name: Series(len(run.condition), run.batch_size, a) for name, a in found.items()}
+    count, size = len(run.condition), run.batch_size
+    return {name: Series(count, size, arrays, made) for name, arrays in found.items()}
+
+
+def shown(run: Run) -> Shown:
+    """Return what the files say besides the batches."""
+    names = (run.model.transformer.token_name, "code_map", "images", "logits")
+    arrays = names if run.save_arrays else None
+    return Shown.of(run.condition, _size(run), run.seed, arrays)
 
 
 def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     """Write all results into the final folder and return the report."""
     report = report_of(run, generator, store)
-    with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
-        _write_pictures(out, run, pixels)
-        if run.save_arrays:
-            _write_arrays(out, run, store.collect("main"))
-        made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
-        report = ordered(report | {"files": sorted({*made, "report.json"})})
-        write_text(out / "report.json", json_text(report))
-    store.close()
+    if run.compare:
+        report["fidelity"] = fidelity(compared(run, store), run.judges.describe())
+    report = ordered(report)
+    files.write(store, shown(run), report)
     return report
-
-
-@contextlib.contextmanager
-def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
-    """Give all images as uint8 [N, H, W, 3] that stays on disk, since large sets do not fit into
-    memory. They are written in order, and not through a memory map: with a map, a full disk would
-    kill the process."""
-    path, count = store.work.path / PIXELS, store.series["main"].count
-    try:
-        with open(path, "wb") as file:
-            for index, results in store.batches("main"):
-                some = results["images"]
-                some = some if some.dtype == np.uint8 else images.to_uint8(some)
-                if not index[0]:
-                    shape = (count, *some.shape[1:])
-                    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, header)
-                file.write(np.ascontiguousarray(some).data)
-        yield np.load(path, mmap_mode="r")
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
-    condition = run.condition
-    order = _order(len(pixels)) if not isinstance(condition, FromPrompts) else None
-    images.save_samples_npz(out / "samples.npz", pixels, condition.numbers, order)
-    shown = max(1, GRID_PIXELS // (pixels.shape[1] * pixels.shape[2]))
-    captions = condition.captions and condition.captions[:shown]
-    try:
-        images.save_grid(out / "grid.png", pixels[:shown], labels=captions)
-        if isinstance(condition, FromPrompts):
-            write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
-    except MissingExtra as error:
-        print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
-
-
-def _order(count: int) -> np.ndarray | None:
-    """Return the order of a class-conditional model's pictures in samples.npz; None: as drawn.
-
-    Large sets are shuffled: ADM's Inception score takes consecutive blocks, and is too low if a
-    block has few classes."""
-    if count < SHUFFLED_FROM:
-        return None
-    return np.random.RandomState(SHUFFLE_SEED).permutation(count)
-
-
-def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) -> None:
-    transformer = run.model.transformer
-    found = {
-        transformer.token_name: transformer.tokens_to_file(arrays["tokens"]),
-        "code_map": np.moveaxis(arrays["code_map"], -1, 1),
-        "images": np.moveaxis(arrays["images"], -1, 1),
-        "logits": arrays["logits"],
-    }
-    np.savez(out / "arrays.npz", **found)
 
 
 # --- report.json ----------------------------------------------------------------------------------
@@ -153,7 +106,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     """Return the content of report.json. Byte counts are for one batch."""
     analysis, timing = generator.compiled.memory_analysis(), generator.timing
     condition, warm = run.condition, timing.cache == "warm"
-    report = {
+    return {
         **run.describe(),
         "num_images": len(run.condition),
         "resumed": store.resumed,
@@ -189,9 +142,6 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
         "layers_used": generator.layers,
     }
-    if run.compare:
-        report["fidelity"] = compared(run, store)
-    return ordered(report)
 
 
 def ordered(report: dict) -> dict:
@@ -202,18 +152,39 @@ def ordered(report: dict) -> dict:
     return {name: report[name] for name in (*first, *rest, *last)}
 
 
-def compared(run: Run, store: BatchStore) -> dict:
-    """Return the report's `fidelity`: pictures and tokens compared with the full cache's. Networks
-    judge the pictures as they are written, as bytes."""
-    found, of_full, labels = [], [], run.condition.numbers
-    for (index, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
+def compared(run: Run, store: Batches) -> Arrays:
+    """Return per-image numbers: pictures and tokens compared with the full cache's. Networks judge
+    the pictures as they are written, as bytes."""
+    found, labels = [], run.condition.numbers
+    for index, mine, full in _both(store.batches("main"), store.batches("full")):
         close = metrics.compare_images(full, mine)
         theirs, ours = images.to_uint8(full["images"]), images.to_uint8(mine["images"])
         found.append(close | run.judges.numbers(theirs, ours, labels[index]))
         if (agrees := run.judges.agreement(theirs, labels[index])) is not None:
-            of_full.append(agrees)
-    whole = {"class_agreement_full": float(np.concatenate(of_full).mean())} if of_full else {}
-    return closeness(metrics.joined(found)) | whole | run.judges.describe()
+            found[-1][OF_FULL] = agrees
+    return metrics.joined(found)
+
+
+def _both(ours: Iterator, theirs: Iterator) -> Iterator[tuple[np.ndarray, Arrays, Arrays]]:
+    """Yield (numbers, arrays of one series, of another), whose files may end at other images."""
+    other, held = np.zeros(0, int), {}
+    for index, arrays in ours:
+        while len(index):
+            if not len(other):
+                other, held = next(theirs)
+            count = min(len(index), len(other))
+            some = ({name: a[:count] for name, a in part.items()} for part in (arrays, held))
+            yield index[:count], *some
+            arrays, held = ({n: a[count:] for n, a in part.items()} for part in (arrays, held))
+            index, other = index[count:], other[count:]
+
+
+def fidelity(arrays: Arrays, judges: Mapping) -> dict:
+    """Return the report's `fidelity` from per-image numbers of all images (`compared`). judges:
+    which networks they are."""
+    of_full = {name: float(a.mean()) for name, a in arrays.items() if name == OF_FULL}
+    rest = {name: a for name, a in arrays.items() if name != OF_FULL}
+    return {**closeness(rest), **of_full, **judges}
 
 
 def decoded_at_once(run: Run) -> int:

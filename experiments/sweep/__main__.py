@@ -22,19 +22,25 @@ with 95 % intervals, and with the difference to the best policy of the same budg
 Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
 (default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
-again with the same settings; policies and budgets may change.
+again with the same settings; policies and budgets may change. With --shard=I/N it runs part I of N
+of the cells; experiments.merge joins them. With --distributed the cells are shared by processes.
 """
 
 import pathlib
 import sys
 
-from experiments import judges
+import numpy as np
+
+from experiments import judges, parts
 from experiments.flags.condition import ConditionFlags
+from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import calibration_flag, policy_module_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
-from experiments.output import FolderFlags
+from experiments.generation import environment
+from experiments.output import BatchStore, FolderFlags
+from experiments.shards import PartStore, Shard, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
@@ -45,9 +51,9 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
 from varjax.model import Model
+from varjax.parallel import processes
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
-from varjax.storage.atomic import new_folder
 
 FLAGS = CommandFlags(
     "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",
@@ -80,6 +86,8 @@ SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
 FLAGS.heading("Output")
+DISTRIBUTED = DistributedFlag(FLAGS)
+SHARD = ShardFlag(FLAGS, "cells")
 OUT = FolderFlags(FLAGS)
 
 
@@ -139,24 +147,48 @@ def _calibration(
 
 
 def main(argv: list[str]) -> None:
-    sweep = resolve()
-    print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    DISTRIBUTED.start()
+    sweep = DISTRIBUTED.resolve(resolve, OUT)
+    if processes.is_first():
+        print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
     calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change
-    store = OUT.open(f"{sweep.model.name}-sweep", sweep.describe())
-    sweep = sweep.encoded()
-    runner = Runner(sweep, store)
+    store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
+    if SHARD.shard:
+        return make_part(sweep, store, calibration)
+    make(sweep, store, calibration)
+
+
+def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
+    """Run all cells, alone or shared with other processes, and write the results."""
+    with processes.together():
+        sweep = sweep.encoded()
+    with store.working():
+        Runner(sweep, store, Shard(processes.index(), processes.count())).run()
+        store.gather()
+        with processes.together():
+            if processes.is_first():
+                results = Runner(sweep, store).all_results()
+                report = tables.write(store, tables.frame(sweep), results, calibration)
+                print(tables.markdown_rows(report))
+                print(f"written to {store.out}", file=sys.stderr)
+
+
+def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None:
+    """Run the cells of one part, and keep them for `experiments.merge`. Every part runs the full
+    cache, which its cells are compared with."""
+    runner = Runner(sweep, store, store.shard)
+    said = f"{store.shard}: {len(runner.cells)} cells"
+    if parts.is_written(store) and runner.is_finished():
+        print(f"{said} are there already, in {store.work.path}")
+        return
+    runner.sweep = sweep.encoded()
     with store.working():
         runner.run()
-        results = runner.all_results()
-        report = tables.content(sweep, results)
-        with new_folder(store.out, replaces=store.replaces) as out:
-            images = tables.samples(sweep, results)
-            missing = tables.write(out, report, images, calibration)
-        store.close()
-    if missing:
-        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
-    print(tables.markdown_rows(report))
-    print(f"written to {store.out}", file=sys.stderr)
+        keys = list(runner.all_results())
+        part = {"command": "sweep", "environment": environment(), "keys": keys}
+        held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}
+        parts.write(store, {**part, "frame": tables.frame(sweep)}, held)
+    print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 
 if __name__ == "__main__":

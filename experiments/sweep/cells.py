@@ -16,6 +16,7 @@ import numpy as np
 from experiments import judges
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
+from experiments.shards import Shard
 from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
@@ -26,6 +27,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
+from varjax.parallel import processes
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -72,10 +74,12 @@ class CellProgram:
 
 
 class Runner:
-    """Runs the cells of a sweep that its folder lacks."""
+    """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all."""
 
-    def __init__(self, sweep: Sweep, store: BatchStore):
+    def __init__(self, sweep: Sweep, store: BatchStore, shard: Shard | None = None):
         self.sweep, self.store = sweep, store
+        distinct = {cell.key: cell for cell in sweep.cells if cell.plan}
+        self.cells = shard.of(list(distinct.values())) if shard else list(distinct.values())
         self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
@@ -106,8 +110,7 @@ class Runner:
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""
-        done = (self.sweep.full, *(cell for cell in self.sweep.cells if cell.plan is not None))
-        found = {cell.key: (cell, self.results(cell)) for cell in done}
+        found = {cell.key: (cell, self.results(cell)) for cell in (self.sweep.full, *self.cells)}
         for cell, results in found.values():
             if results is None:  # it was sound when it was written
                 raise UserError(
@@ -120,20 +123,28 @@ class Runner:
         """Store the results of a cell."""
         cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
 
+    def is_finished(self) -> bool:
+        """Return whether nothing is left to run."""
+        return all(self.results(cell) is not None for cell in (self.sweep.full, *self.cells))
+
     def run(self) -> None:
         """Run every cell that is not stored yet, the full cache first."""
-        todo = [cell for cell in self.sweep.cells if cell.plan]
-        cells = list({cell.key: cell for cell in todo}.values())
+        cells = self.cells
         missing = [cell for cell in cells if self.results(cell) is None]
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
         stored = self.results(self.sweep.full)
-        if stored and not missing:
+        if processes.count() == 1 and stored and not missing:
             return
         done = [cell for cell in cells if cell not in missing] + [self.sweep.full] * bool(stored)
         self.progress = SweepProgress(self.sweep, done, (self.sweep.full, *missing))
         _say(self.progress.text())
-        stored = stored or self._run_full()
+        if processes.is_first() and not stored:
+            stored = self._run_full()
+        processes.wait()  # for the full cache, which the first one runs
+        stored = stored or self.results(self.sweep.full)
+        if not missing:
+            return
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
@@ -198,7 +209,8 @@ class Runner:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if processes.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
 def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:

@@ -4,7 +4,9 @@ import csv
 import io
 import math
 import pathlib
+import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
 from varjax.metrics import BUILT_IN, METRICS, Metric
-from varjax.storage.atomic import write_text
+from varjax.storage.atomic import Written, new_folder, write_text
 
 FORMAT_VERSION = 1
 FULL = "full"
@@ -69,12 +71,11 @@ def _own(name: str) -> bool:
 # --- content ---
 
 
-def content(sweep: Sweep, results: dict[str, dict]) -> dict:
-    """Return the content of sweep.json. results: what is stored of each cell, by its key."""
+def frame(sweep: Sweep) -> dict:
+    """Return what sweep.json says besides results, as JSON data: a sweep in parts has it in every
+    part. `key`: names the results of a cell."""
     g = sweep.model.geometry
     shown = sweep.condition.captions or [f"class {i}" for i in sweep.condition.numbers]
-    cells = [_cell_content(cell, results) for cell in sweep.cells]
-    intervals.add(cells, per_image(results))
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
@@ -85,11 +86,29 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
             **({"queries_per_head": g.queries_per_head} if g.queries_per_head > 1 else {}),
         },
         **environment(),
-        "sample_names": shown[: sweep.samples],
-        "definitions": _definitions(cells) | _explained(cells),
-        "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
-        "cells": cells,
+        "sample_names": list(shown[: sweep.samples]),
+        "reference": sweep.full.key,
+        "cells": [_cell_frame(cell) for cell in sweep.cells],
     }
+
+
+def _cell_frame(cell: Cell) -> dict:
+    asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
+    if cell.plan is None:
+        status = "skipped" if cell.budget is None else "infeasible"
+        return asked | {"status": status, "reason": cell.reason}
+    return asked | {"status": "done", "samples": cell.key}
+
+
+def content(found: dict, results: dict[str, dict]) -> dict:
+    """Return the content of sweep.json. found: the sweep's `frame`. results: what is stored of each
+    cell, by its key."""
+    cells = [_cell_content(cell, results) for cell in found["cells"]]
+    intervals.add(cells, per_image(results))
+    reference = results[found["reference"]]["row"] | {"status": "done", "samples": FULL}
+    defined = {"definitions": _definitions(cells) | _explained(cells)}
+    rest = {name: value for name, value in found.items() if name not in ("reference", "cells")}
+    return {**rest, **defined, "reference": reference, "cells": cells}
 
 
 def _definitions(cells: Sequence[dict]) -> dict[str, str]:
@@ -141,20 +160,19 @@ def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
     return {key: arrays for key, arrays in found.items() if arrays}
 
 
-def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
-    asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
-    if cell.plan is None:
-        status = "skipped" if cell.budget is None else "infeasible"
-        return asked | {"status": status, "reason": cell.reason}
-    return results[cell.key]["row"] | asked | {"status": "done", "samples": cell.key}
+def _cell_content(cell: dict, results: dict[str, dict]) -> dict:
+    return results[cell["samples"]]["row"] | cell if "samples" in cell else cell
 
 
-def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
+def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
-    cell, and `CELL/METRIC` float [N]: numbers of all N images, of which n are shown."""
-    cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
-    labels = sweep.condition.numbers[: sweep.samples].astype(np.int64)
-    pictures = {n: results[cell.key]["samples"] for n, cell in cells.items()}
+    cell, and `CELL/METRIC` float [N]: numbers of all N images, of which n are shown. found: the
+    sweep's `frame`."""
+    settings = found["settings"]
+    cells = {cell["samples"]: cell["samples"] for cell in found["cells"] if "samples" in cell}
+    labels = np.array(settings["labels"][: settings["samples"]], np.int64)
+    keys = {FULL: found["reference"], **cells}
+    pictures = {name: results[key]["samples"] for name, key in keys.items()}
     numbers = per_image(results).items()
     every = {f"{key}/{name}": a for key, arrays in numbers for name, a in arrays.items()}
     return {"labels": labels, **pictures, **every}
@@ -264,7 +282,34 @@ def markdown(report: dict) -> str:
 # --- files ---
 
 
+class Cells(Protocol):
+    """Where a sweep is written (`experiments.output.BatchStore`)."""
+
+    out: pathlib.Path
+
+    @property
+    def replaces(self) -> Written | None: ...
+
+    def close(self) -> None: ...
+
+
 def write(
+    store: Cells, found: dict, results: dict[str, dict], calibration: bytes | None = None
+) -> dict:
+    """Write the folder of a finished sweep; return the content of sweep.json.
+
+    found: the sweep's `frame`. results: what is stored of each cell, by its key. calibration: the
+    file that the sweep used, to keep a copy."""
+    report = content(found, results)
+    with new_folder(store.out, replaces=store.replaces) as out:
+        missing = fill(out, report, samples(found, results), calibration)
+    store.close()
+    if missing:
+        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
+    return report
+
+
+def fill(
     out: pathlib.Path,
     report: dict,
     images: dict[str, np.ndarray],

@@ -27,6 +27,7 @@ from pallas_kernels.ragged_attention import api as attend_api
 FUNCTIONS = {
     "attend": ragged_attention.attend,
     "attention_moments": ragged_attention.attention_moments,
+    "store_and_attend": ragged_attention.store_and_attend,
     "write": cache_write.write,
 }
 FINISH = {
@@ -71,6 +72,13 @@ def _write_work(spec: ArgSpec) -> Work:
     return Work(0, spec.rows * spec.heads * written * (2 * _token_bytes(spec) + stored_bytes(spec)))
 
 
+def _both_work(spec: ArgSpec) -> Work:
+    """Storing reads nothing that attention does not read."""
+    attend, written = _attend_work(spec), min(spec.length, slots(spec))
+    stored = spec.rows * spec.heads * written * stored_bytes(spec)
+    return Work(attend.flops, attend.bytes + stored)
+
+
 def _finish_work(spec: ArgSpec) -> Work:
     """Keys and values are read and written."""
     numbers = spec.rows * spec.heads * spec.length * spec.head_dim
@@ -99,9 +107,12 @@ def candidate(operation: str, args: Arguments, name: str, run: Callable | None =
     """Our implementation `name`. run: a function to call in place of the API's."""
     run = run or partial(FUNCTIONS[operation], implementation=name)
     rows, heads, tokens, size = args.projection.shape
+    out = jnp.zeros((rows, tokens, heads, size), args.projection.dtype)
     if operation == "attend":
-        out = jnp.zeros((rows, tokens, heads, size), args.projection.dtype)
         return Candidate(name, partial(_attend_step, run), out, (args,))
+    if operation == "store_and_attend":
+        carry = (out, args.kv_pool, args.kv_scale)
+        return Candidate(name, partial(_both_step, run), carry, (args,))
     if operation == "write":
         return Candidate(name, partial(_write_step, run), (args.kv_pool, args.kv_scale), (args,))
     log_sum = jnp.full((rows, heads, tokens), np.log(tokens), jnp.float32)
@@ -110,6 +121,8 @@ def candidate(operation: str, args: Arguments, name: str, run: Callable | None =
 
 
 def _of_spec(operation: str, spec: ArgSpec, name: str) -> Candidate:
+    if operation == "store_and_attend":
+        spec = replace(spec, apart=True)
     return candidate(operation, spec.arguments(poison=False), name)
 
 
@@ -126,6 +139,12 @@ def _depending_on(args: Arguments, carry) -> Arguments:
 
 def _attend_step(run, out, args):
     return run(*_depending_on(args, out).attend, kv_scale=args.kv_scale)
+
+
+def _both_step(run, carry, args):
+    out, pool, scale = carry
+    args = replace(_depending_on(args, out), kv_pool=pool)
+    return run(*args.attend, args.writes, kv_scale=scale)
 
 
 def _moments(run, carry, args, weights, log_sum):
@@ -242,6 +261,19 @@ def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     return relative(("pool",), (found,), (expected,))
 
 
+def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
+    """Errors of the attention and of the stored numbers, where both lie apart."""
+    args = replace(spec, apart=True).arguments(poison=False)
+    out, *stored = _run("store_and_attend", (*args.attend, args.writes), args, name)
+    exact = _exact(args)
+    found = out[:, : spec.length], _stored(*stored)
+    expected = (
+        _run("attend", exact.attend, exact, "reference")[:, : spec.length],
+        _stored(*_run("write", args.write, args, "reference")),
+    )
+    return relative(("out", "pool"), found, expected)
+
+
 def _finish_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args, run = spec.arguments(), jax.jit(_finish, static_argnums=1)
     given = (args.projection, name), (_exact(args).projection, "reference")
@@ -292,6 +324,12 @@ SCALES = {
     ),
     "write": replace(
         _operation("write", write_api.MODULES, _write_work, _write_errors, of_cache=False),
+        fillings=("random", "shared"),
+    ),
+    "store_and_attend": replace(
+        _operation(
+            "store_and_attend", attend_api.MODULES, _both_work, _both_errors, holds_scores=True
+        ),
         fillings=("random", "shared"),
     ),
     "finish": Operation(FINISH, _finish_work, _finish_candidate, _finish_errors, of_cache=False),

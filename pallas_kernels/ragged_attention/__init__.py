@@ -6,7 +6,15 @@ from pallas_kernels.ragged_attention.api import (
     attend,
     attention_moments,
     attention_scores,
+    store_and_attend,
 )
 from pallas_kernels.tables import BlockTable
 
-__all__ = ["BlockTable", "QuerySums", "attend", "attention_moments", "attention_scores"]
+__all__ = [
+    "BlockTable",
+    "QuerySums",
+    "attend",
+    "attention_moments",
+    "attention_scores",
+    "store_and_attend",
+]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import implementations
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import reference
-from pallas_kernels.tables import BlockTable
+from pallas_kernels.tables import BlockTable, BlockWrites
 
 MODULES = implementations.modules_of(__package__)
 ArrayOrShape = Array | jax.ShapeDtypeStruct  # programs are compiled ahead of time from shapes
@@ -69,6 +69,33 @@ def attend(
     # in the order of the implementations, which take no defaults
     arguments = (projection, new_length, kv_pool, table, kv_scale)
     return implementations.run(implementation, MODULES, "attend", *arguments, return_lse=return_lse)
+
+
+def store_and_attend(
+    projection: Projection,
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
+    table: BlockTable,
+    writes: BlockWrites,
+    *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R T N H"], Array, Array | None]:
+    """`attend` and `cache_write.write` of the same scale, where none of the slots that `table`
+    lists is among those that `writes` fills. So the order does not matter, and a kernel may store
+    keys and values while it finishes them.
+
+    Args:
+      writes: which token goes into which slot. The other arguments are those of `attend`.
+
+    Returns:
+      The attention output, the pool and its scales (None unless int8).
+
+    Raises:
+      NotImplementedError: the implementation named cannot run, with the reason.
+    """
+    arguments = (projection, new_length, kv_pool, table, writes, kv_scale)
+    return implementations.run(implementation, MODULES, "store_and_attend", *arguments)
 
 
 def attention_scores(

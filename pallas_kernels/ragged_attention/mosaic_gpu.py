@@ -38,6 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.cache_write import mosaic_gpu as cache_write
 from pallas_kernels.mosaic_products import (
     LAYOUT,
     PER_COLUMN,
@@ -55,11 +56,13 @@ from pallas_kernels.mosaic_projection import (
     TileMemory,
     Unfinished,
     finished,
+    finished_and_stored,
     turn_scratch,
     turn_widths,
 )
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.mosaic_keys import (
     WARPS,
     Keys,
@@ -72,7 +75,7 @@ from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.mosaic_shares import Shares, shared_memory
 from pallas_kernels.refs import Ref, Scalar
 
-__all__ = ["attend", "attention_moments", "shared_memory"]
+__all__ = ["attend", "attention_moments", "shared_memory", "store_and_attend"]
 
 LOG2_E = math.log2(math.e)
 
@@ -81,6 +84,28 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     """See `api.attend`. config: tiles; None takes those of `config.choose`. A projection of queries
     alone, with the length 0, sees stored slots only; every row then needs at least one."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
+    given = (projection, new_length, kv_pool, table, kv_scale)
+    own = _own_keys(projection, kv_pool, interpret)
+    return _attend(*given, own, return_lse=return_lse, interpret=interpret, config=config)
+
+
+def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *, interpret):
+    """See `api.store_and_attend`. Keys and values are stored by the kernel that finishes them, as
+    far as its copies can: they do not convert numbers, and want a table for all rows."""
+    mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
+    per_row = writes.ids.ndim == 3 and writes.layer is None
+    if kv_pool.dtype != projection.dtype or writes.by_token is None or per_row or not kv_pool.size:
+        given = (projection, new_length, kv_pool, table, writes, kv_scale)
+        return in_turn(attend, cache_write.write)(*given, interpret=interpret)
+    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
+    given = (projection, new_length, kv_pool, table, kv_scale)
+    return _attend(*given, own, return_lse=False, interpret=interpret), kv_pool, kv_scale
+
+
+def _attend(
+    projection, new_length, kv_pool, table, kv_scale, own, *, return_lse, interpret, config=None
+):
+    """`attend` with finished keys and values of the scale."""
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     chip = products().simulated() if interpret else products()
@@ -93,7 +118,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         [
             mosaic.number(new_length),
             Unfinished.of(projection, (Q,), lines),
-            _own_keys(projection, kv_pool, interpret),
+            own,
             stored,
         ],
         [

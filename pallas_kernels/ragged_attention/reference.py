@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.cache_write import reference as cache_write
+from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.tables import BlockTable
 
 # Scores of the rows that `attend` computes at once. Each is read and written several times: 16 rows
@@ -77,6 +79,9 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     else:
         out, lse = jax.lax.map(lambda row: attend_row(*row), operands, batch_size=at_once)
     return (out, lse) if return_lse else out
+
+
+store_and_attend = in_turn(attend, cache_write.write)
 
 
 def rows_at_once(heads: int, queries: int, keys: int) -> int:

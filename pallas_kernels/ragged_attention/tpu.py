@@ -34,8 +34,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
+from pallas_kernels.cache_write import tpu as cache_write
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
+from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, StoredBlocks, dot, split
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
 from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
@@ -76,6 +78,9 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     )
     out = found[0].reshape(rows, tokens, heads.count, head_dim)[:, :, :count]
     return (out, found[1].reshape(rows, -1, tokens)[:, :count]) if return_lse else out
+
+
+store_and_attend = in_turn(attend, cache_write.write)
 
 
 def _results(projection, heads: Heads, block_q: int) -> list[tuple]:

@@ -53,8 +53,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import estimates
+from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
+from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.triton_pool import LOG2_E, StoredSlots, dot
 from pallas_kernels.triton_operands import (
     Tokens,
@@ -96,6 +98,9 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         name="ragged_attention",
     )
     return (found[0], found[1]) if return_lse else found[0]
+
+
+store_and_attend = in_turn(attend, cache_write.write)
 
 
 def _attend_tile(config, own_step: int, tokens: int, given, out_refs):

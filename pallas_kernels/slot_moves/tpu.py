@@ -15,8 +15,9 @@ Time. For 20 heads of 105 slots of 128 bfloat16 numbers the kernel compiled for 
 instructions, one cycle each; its memory takes 2100 cycles to read and write them. How many slots
 move hardly matters.
 
-Traffic, with b bytes per element: 2 R N C W b for the pool, read and written (W padded to 128, C to
-8); per slot that moves 12 bytes for where it goes.
+Traffic, with b bytes per element: R N (C + C') W b for the pool, read and written up to the last
+slot that a token may come to (W padded to 128, C and C' to 8); per slot that moves 12 bytes for
+where it goes.
 """
 
 from dataclasses import replace
@@ -28,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
+from pallas_kernels.token_attention import tpu_token
 from pallas_kernels.token_attention.tpu_row import iota
 from pallas_kernels.tpu_operands import pools, rounded
 
@@ -38,25 +40,31 @@ SOMETHING = 2.0**23  # in a float32 of this size the lowest bit counts 1
 FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and of ones
 
 
-def move(slots, target, *, interpret, most_bytes: int = MOST_BYTES):
-    """See `api.move`. most_bytes: of the pool in a grid step."""
+def move(slots, target, last=None, below=None, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.move`; the kernel has its own copy of the last slots. most_bytes: of the pool in a
+    grid step."""
+    del last
     pool = slots.pool
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
     together, some = tpu_slots.steps(pool, "moves of slots take", most)
     rows, heads, count, width = pool.shape
     begin, places = _places(pool, target)
     # places of all heads: a line per head begins anywhere, a block of lines does not
-    spec = pl.BlockSpec((together, some, count, width), lambda r, n: (r, n, 0, 0))
+    written = _written(pool, below, interpret)
+
+    def spec(slots: int) -> pl.BlockSpec:
+        return pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))
+
     lines = pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0))
     moved = pl.pallas_call(
         partial(_move_rows, begin),
         grid=(rows // together, heads // some),
-        in_specs=[lines, spec],
-        out_specs=spec,
+        in_specs=[lines, spec(count)],
+        out_specs=spec(written),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={1: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimates.move_slots(pool, places),
+        cost_estimate=estimates.move_slots(pool, places, written),
         interpret=interpret,
         name="slot_moves",
     )(places, pools(pool, None, interpret)[0])
@@ -65,6 +73,15 @@ def move(slots, target, *, interpret, most_bytes: int = MOST_BYTES):
     if slots.scale is None:
         return replace(slots, pool=moved)
     return replace(slots, pool=moved, scale=_moved_scales(slots.scale, target))
+
+
+def _written(pool, below: int | None, interpret) -> int:
+    """Slots that are written, the first ones: whole tiles, which the compiler can write."""
+    count = pool.shape[2]
+    # the interpreter pads operands and results to whole blocks, then takes one for the other
+    if below is None or interpret is True:
+        return count
+    return min(count, rounded(below, tpu_token.tile_of(pool, count, interpret)))
 
 
 def _places(pool, target):
@@ -97,15 +114,16 @@ def _move_rows(begin: int, places_ref, pool_ref, out_ref):
     def row(i, _):
         for j in range(some):
             places = places_ref[i, pl.ds(first + j, 1)]
-            out_ref[i, j] = _moved(begin, places, pool_ref.at[i, j])
+            out_ref[i, j] = _moved(begin, places, pool_ref.at[i, j], out_ref.shape[2])
         return 0
 
     jax.lax.fori_loop(0, rows, row, 0)
 
 
-def _moved(begin: int, places, slots_ref):
-    """The slots of one head [C, W] after the moves. places: the head's, [1, 3 lines]."""
-    dtype, (count, lines) = slots_ref.dtype, (slots_ref.shape[0], places.shape[1] // 3)
+def _moved(begin: int, places, slots_ref, count: int):
+    """The first `count` slots of one head [C', W] after the moves. places: the head's, [1, 3
+    lines]."""
+    dtype, lines = slots_ref.dtype, places.shape[1] // 3
     group = iota((1, 3 * lines), 1) // lines
     factors = jnp.where(group == 0, FACTORS[0], jnp.where(group == 1, *FACTORS[1:]))
     comes = jnp.where(iota((count, 3 * lines), 0) == places, factors, 0.0).astype(jnp.bfloat16)
@@ -115,7 +133,7 @@ def _moved(begin: int, places, slots_ref):
     new = found = _product(comes, buffer)
     if dtype.itemsize == 4:
         new = (_product(comes, buffer >> 16) << 16) | (found & 0xFFFF)
-    return _numbers(jnp.where(found != 0, new, _bits(slots_ref[...])), dtype)
+    return _numbers(jnp.where(found != 0, new, _bits(slots_ref[:count])), dtype)
 
 
 def _product(comes, buffer):

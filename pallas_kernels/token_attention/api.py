@@ -64,7 +64,8 @@ def store_and_attend(
         NaN included.
 
     Returns:
-      The output as in `attend`, and the slots with the token and the new masses.
+      The output as in `attend`, and the slots with the token, the new masses and, where
+      `query.probe` asks, its `scores`: those that `scores` gives after the token is stored.
 
     Raises:
       NotImplementedError, ValueError: as in `attend`.
@@ -72,6 +73,14 @@ def store_and_attend(
     _check(query, slots)
     modules = AUTOMATIC if implementation is None else MODULES
     return implementations.run(implementation, modules, "store_and_attend", query, slots, token)
+
+
+def scores_on_the_way(implementation: str | None = None) -> bool:
+    """Whether `store_and_attend` scores a `Probe` without reading the slots once more. Other
+    implementations score it all the same, in a pass of its own."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    name = implementations.first_choice(implementation, modules)
+    return name.removesuffix(implementations.SUFFIX) == "tpu"
 
 
 def _check(query: Query, slots: HeadSlots) -> None:

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.token_attention import storing
+from pallas_kernels.token_attention import reference, storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
@@ -86,7 +86,7 @@ def attend(query, slots, *, interpret, steps: Steps | None = None):
     return out, None if mass is None else jax.freeze(sums).reshape(mass.shape)
 
 
-store_and_attend = storing.in_two_steps(attend)
+store_and_attend = storing.in_two_steps(attend, reference.scores)
 
 
 def check(q, pool, interpret) -> None:

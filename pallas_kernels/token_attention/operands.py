@@ -1,9 +1,9 @@
 """What token attention works on: the slots of a layer's heads, a query, and a token to store.
 
-The cache of a layer, every implementation, tests and benchmark use the same three classes.
+The cache of a layer, every implementation, tests and benchmark use the same classes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class HeadSlots:
       all.
     used: int32 scalar, at least 1: slots from this number on are empty in every row and head. A
       kernel may leave them unread. None: all slots may hold something.
+    scores: float32, where the scores of a `Probe` go; None: nobody asks for them.
     """
 
     pool: Num[Array, "R M C KV"]
@@ -38,6 +39,7 @@ class HeadSlots:
     mass: Float[Array, "R M C"] | None = None
     reach: Int[Array, "R M"] | None = None
     used: Int[Array, ""] | None = None
+    scores: Float[Array, "R M C"] | None = None
 
     def group_size(self, queries: Num[Array, "R GM *rest"]) -> int:
         """How many query heads share a head of keys and values.
@@ -58,6 +60,27 @@ class HeadSlots:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Probe:
+    """A second query of every head, whose scores with the slots are asked for while these are there
+    anyway: scores before the softmax, of all slots, whatever empty ones hold.
+
+    total: float32, finite: a sum of queries. count: static, of how many: the scores are those of
+    their mean. wanted: whether this call is asked; where it is not, the scores may be anything
+    afterwards. every: static, one call in so many is asked (for estimates).
+    """
+
+    total: Float[Array, "R M H"]
+    wanted: Bool[Array, ""] | None
+    count: int = field(default=1, metadata=dict(static=True))
+    every: int = field(default=1, metadata=dict(static=True))
+
+    @property
+    def mean(self) -> Float[Array, "R M H"]:
+        return self.total / self.count
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Query:
     """The queries of one token of every row, and what holds for all of its heads.
 
@@ -68,6 +91,7 @@ class Query:
     first_bias: float32, added to the score of slot 0.
     mass_weight: factor of this query's attention weights in the sums `HeadSlots.mass`.
     protected: static; positions below it are seen whatever `HeadSlots.reach` says.
+    probe: for `store_and_attend` with `HeadSlots.scores` only.
     """
 
     q: Float[Array, "R GM H"]
@@ -75,6 +99,7 @@ class Query:
     first_bias: Float[Array, " R"] | None = None
     mass_weight: Float[Array, ""] | float | None = 1.0
     protected: int = field(default=0, metadata=dict(static=True))
+    probe: Probe | None = None
 
 
 class NewToken(NamedTuple):
@@ -120,9 +145,11 @@ def kernel_operands(
     sums, weight = slots.mass is not None, None
     if sums:
         weight = jnp.asarray(query.mass_weight, jnp.float32)
-    query = Query(query.q, query.newest, query.first_bias, weight, query.protected)
+    probe = query.probe and replace(query.probe, wanted=None)  # a kernel chooses by it beforehand
+    query = Query(query.q, query.newest, query.first_bias, weight, query.protected, probe)
     # a subclass may have more arrays, which would become operands of the kernel
     arrays = slots.pool, slots.position, slots.scale, slots.mass, slots.reach, slots.used
+    arrays = *arrays, slots.scores if probe else None
     # jax rebuilds both classes without checking annotations: scalars are [1] from here on
     return jax.tree.map(_at_least_a_line, (query, HeadSlots(*arrays)))
 

@@ -39,15 +39,15 @@ def attend(query, slots):
     return out.reshape(query.q.shape), None
 
 
-store_and_attend = storing.in_two_steps(attend)
-
-
 def scores(q, slots, first: int):
     """See `api.scores`; q: [R, M, Q, H], the queries of a group among the Q."""
     # float32 queries of a policy meet keys of any type: the product has the wider one
     keys = _computable(slots.pool[:, :, first:, : q.shape[-1]], q.dtype)
     found = jnp.einsum("rnqh,rnch->rnqc", q, keys, preferred_element_type=jnp.float32)
     return found if slots.scale is None else found * slots.scale[:, 0, :, None, first:]
+
+
+store_and_attend = storing.in_two_steps(attend, scores)
 
 
 def _in_groups(q, slots):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write.reference import encode
-from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query
 
 Slots = TypeVar("Slots", bound=HeadSlots)
 
@@ -42,13 +42,25 @@ def store_scales(
     return jax.lax.dynamic_update_slice(stored, scale, (0, 0, 0, slot))
 
 
-def in_two_steps(attend: Callable) -> Callable:
-    """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends."""
+def in_two_steps(attend: Callable, scores: Callable | None = None) -> Callable:
+    """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends. scores:
+    as `api.scores`, for a probe, which takes a pass of its own here; None: no probe comes."""
 
     def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
         # first, so that the token sees itself
         slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
-        out, mass = attend(query, slots, **options)
+        if query.probe is not None:
+            slots = replace(slots, scores=_probed(query.probe, slots, scores))
+        out, mass = attend(replace(query, probe=None), slots, **options)
         return out, replace(slots, mass=mass)
 
     return store_and_attend
+
+
+def _probed(probe: Probe, slots: HeadSlots, scores: Callable) -> Float[Array, "R M C"]:
+    """The scores of a probe; those that are there where it is not asked."""
+
+    def asked(held: HeadSlots):
+        return scores(probe.mean[:, :, None], held, 0)[:, :, 0]
+
+    return jax.lax.cond(probe.wanted, asked, lambda held: held.scores, slots)

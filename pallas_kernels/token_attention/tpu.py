@@ -15,7 +15,8 @@ half is kept.
 
 Slots that are not visible have weight 0, which gives 0 unless they hold NaN or infinity. A row
 whose result is not finite is computed again from finite numbers. The token that is served may be
-stored on the way (`tpu_token`).
+stored on the way (`tpu_token`), and a `Probe` be scored where one is asked for. Where none is, grid
+steps share a block of the scores, so that next to nothing is written.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
 tile of 8, 16 or 32), R N 8 2 H b to store a token (int8: 32), and per slot 4 bytes for positions,
@@ -32,7 +33,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
-from pallas_kernels.token_attention import storing, tpu_call, tpu_row, tpu_token, tpu_used
+from pallas_kernels.token_attention import (
+    storing,
+    tpu_call,
+    tpu_row,
+    tpu_scores,
+    tpu_token,
+    tpu_used,
+)
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import pools
@@ -69,13 +77,15 @@ def store_and_attend(
 
 
 def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
-    """The output, and the slots with the new masses and the token, unless there is none."""
+    """The output, and the slots with the new masses, the scores of a probe and the token, unless
+    there is none."""
     count = slots.pool.shape[2]
     tiles = tpu_slots.steps(slots.pool, "token attention takes", most_bytes)
     numbers, given = _operands(query, slots, token, interpret)
     piece = piece or tpu_used.slots_of_piece(slots.pool, tiles[1])
     # a kernel with sums, or whose positions hide slots, goes through all slots of a head at once
     cut = slots.used is not None and slots.mass is None and query.newest is None and piece < count
+    cut = cut and query.probe is None
     tile = tpu_token.tile_of(slots.pool, piece if cut else count, interpret)
     # the compiler schedules by this estimate: it knows nothing of what a kernel does
     cost = estimates.attend_token(
@@ -86,9 +96,11 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
         slots.mass,
         step=piece if cut else None,
         stored=0 if token is None else tile,
+        probed=0 if query.probe is None else query.probe.every,
     )
     # only the shapes and types of these arrays count
-    results = Results(query.q, slots.mass, None if token is None else slots.pool)
+    stored = None if token is None else slots.pool
+    results = Results(query.q, slots.mass, stored, given.slots.scores)
     options = {"tile": tile, "cost": cost, "interpret": interpret}
     if cut:
         numbers = numbers._replace(used=jnp.asarray(slots.used, jnp.int32).reshape(1))
@@ -96,17 +108,19 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     else:
         found = _attend(numbers, given, results, tiles=tiles, **options)
     pool = slots.pool if token is None else found.pool
-    return found.out, replace(slots, pool=pool, mass=found.mass)
+    scores = slots.scores if query.probe is None else found.scores
+    return found.out, replace(slots, pool=pool, mass=found.mass, scores=scores)
 
 
 def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     """What the kernel takes; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
+    wanted = None if query.probe is None else jnp.asarray(query.probe.wanted, jnp.int32).reshape(1)
     query, held = kernel_operands(query, held, "TPU token attention", groups=True)
     if token is None:
-        return Prefetched(), Operands(query, held, None)
+        return Prefetched(wanted=wanted), Operands(query, held, None)
     slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
-    return Prefetched(slot), Operands(query, held, token._replace(slot=None))
+    return Prefetched(slot, wanted=wanted), Operands(query, held, token._replace(slot=None))
 
 
 def _attend(
@@ -156,6 +170,10 @@ def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
     pool gives its rows and heads, everything else the rows with all heads, or all there is."""
     if name in IN_SCALAR_MEMORY:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
+    if name == "scores":  # replaced, so what is there is not fetched
+        return pl.BlockSpec(memory_space=pl.ANY)
+    if name == "total":
+        return _where_wanted(array, rows)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
     # axes of lines and lanes are whole: blocks of them would have to be multiples of (8, 128)
@@ -168,7 +186,19 @@ def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
 def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.BlockSpec:
     if name == "pool":
         return tpu_token.tile_spec(array, rows, heads, tile)
+    if name == "scores":
+        return _where_wanted(array, rows)
     return _spec(name, array, rows=rows, heads=heads)
+
+
+def _where_wanted(array, rows: int) -> pl.BlockSpec:
+    """Rows of a probe, and of its scores. Where nobody wants these, all grid steps have the first
+    place: it is fetched once, and what is there, anything at all, written once by each core."""
+
+    def place(r, n, numbers):
+        return jnp.where(numbers.wanted[0] != 0, r, 0), 0, 0
+
+    return pl.BlockSpec((rows, *array.shape[1:]), place)
 
 
 def _attend_rows(
@@ -188,6 +218,9 @@ def _attend_rows(
             # into the slots that are here, before anything is computed from them
             tpu_token.put_beside(i, given.token, rows_ref)
             tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
+        if results.scores is not None:
+            probe = partial(_probe_row, i, first, some, given, results)
+            pl.when(numbers.wanted[0] != 0)(probe)
         _attend_row(i, begin + i, first, some, group, given, results)
         return 0
 
@@ -232,6 +265,18 @@ def _attend_row(i, row, first, some: int, group: int, given: Operands, results: 
         # a group's queries read the same slots, so they count in the same sums
         sums = slots.mass[i] + query.mass_weight[0] * lines.gathered(weights)
         put(results.mass, lines if group == 1 else tpu_row.Lines.of(heads, 1), sums)
+
+
+def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:
+    """Score the probe of row i of the grid step: `some` heads from number `first` on."""
+    slots, probe = given.slots, given.query.probe
+    for j in range(some):
+        line = pl.ds(first + j, 1)
+        factor = None if slots.scale is None else slots.scale[i, 0, line]
+        keys = slots.pool[i, j, :, : probe.total.shape[-1]]
+        # divided here: outside, one more array would be written for every token
+        found = tpu_scores.of_head(probe.total[i, line] / probe.count, keys, factor, exact=True)
+        results.scores[i, line] = found
 
 
 def _visible(i, row, lines: tpu_row.Lines, given: Operands):

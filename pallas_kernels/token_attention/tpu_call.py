@@ -19,11 +19,13 @@ Tree = TypeVar("Tree")
 class Prefetched(NamedTuple):
     """int32 [1] each, known before a grid step begins, so that they can choose what it fetches.
 
-    slot: of the token to store. used: slots in use (`HeadSlots.used`).
+    slot: of the token to store. used: slots in use (`HeadSlots.used`). wanted: whether the scores
+    of a probe are, 0 or 1.
     """
 
     slot: Array | None = None
     used: Array | None = None
+    wanted: Array | None = None
 
 
 class Operands(NamedTuple):
@@ -35,11 +37,12 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out: [R, M, H]. mass: new sums. pool: the tile of slots with the token."""
+    """out: [R, M, H]. mass: new sums. pool: the tile of slots with the token. scores: a probe's."""
 
     out: Array
     mass: Array | None = None
     pool: Array | None = None
+    scores: Array | None = None
 
 
 def shapes(results: Results) -> Results:
@@ -53,9 +56,9 @@ def specs(arrays: Tree, spec: Callable[[str, Array], pl.BlockSpec]) -> Tree:
 
 
 def aliases(numbers: Prefetched, given: Operands, results: Results) -> dict[int, int]:
-    """Sums and the pool are changed in place: what is not written keeps what it holds."""
+    """Sums, the pool and scores are changed in place: what is not written keeps what it holds."""
     operands, found = _names((numbers, given)), _names(results)
-    return {operands.index(n): found.index(n) for n in ("mass", "pool") if n in found}
+    return {operands.index(n): found.index(n) for n in ("mass", "pool", "scores") if n in found}
 
 
 def _names(tree) -> list[str]:

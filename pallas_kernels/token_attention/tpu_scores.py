@@ -82,9 +82,8 @@ def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_re
         for j in range(some):
             line = pl.ds(begin + j, 1)
             mine = queries[i, line] if single else queries[i, j]
-            found = _products(mine, pool[i, j, :, :size], exact)
-            if scale is not None:  # after the product: whole numbers are exact in it
-                found *= scale[i, 0, line]
+            factor = None if scale is None else scale[i, 0, line]
+            found = of_head(mine, pool[i, j, :, :size], factor, exact=exact)
             if single:  # a line of the row's matrix; the slots before `first` are cut off here
                 out_ref[i, line] = found[:, first:]
             else:
@@ -94,9 +93,18 @@ def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_re
     jax.lax.fori_loop(0, len(pool), row, 0)
 
 
+def of_head(queries, keys, scale, *, exact: bool):
+    """Scores [Q, C] of queries [Q, H] and the keys [C, H] of one head, in a kernel.
+
+    scale: factors [1, C] of an int8 pool's keys, or None.
+    exact: whether the queries have more digits than bfloat16 numbers.
+    """
+    found = _products(queries, keys, exact)
+    # after the product: whole numbers are exact in it
+    return found if scale is None else found * scale
+
+
 def _products(queries, keys, exact: bool):
-    """Scores [Q, C] of queries [Q, H] and keys [C, H]. exact: the queries have more digits than
-    bfloat16 numbers."""
     if keys.dtype == jnp.float32:
         return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
     keys = keys.astype(jnp.bfloat16)  # exact for int8

@@ -59,6 +59,41 @@ def test_static_reads_find_exactly_the_visible_tokens(seed, block_size):
                         memory[slot] = (layer, head, token)
 
 
+def written_slots(plan, scale, layer) -> set[int]:
+    schedule = plan.geometry.schedule
+    mine = plan.write_slots[layer, :, schedule.starts[scale] : schedule.ends[scale]]
+    return set(mine[mine >= 0].tolist())
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed, block_size):
+    allocation = random_static(seed)
+    plan = build_plan(GEOMETRY, allocation, block_size=block_size, budget=1.0, accounting="tokens")
+    found = []
+    for s in range(GEOMETRY.schedule.num_scales - 1):
+        heads = np.ndindex(GEOMETRY.num_layers, GEOMETRY.num_heads)
+        clash = any(set(read_slots(plan, s, *n)) & written_slots(plan, s, n[0]) for n in heads)
+        assert plan.overwrites(s) == clash
+        found.append(clash)
+    assert not found[0] and any(found)  # nothing is read at first
+
+
+def test_a_full_cache_overwrites_nothing():
+    g = GEOMETRY
+    kept = np.full((g.num_layers, g.num_heads, g.schedule.total_tokens), g.schedule.num_scales - 1)
+    allocation = StaticAllocation(kept.astype(np.int16))
+    plan = build_plan(g, allocation, block_size=4, budget=1.0, accounting="tokens")
+    assert not any(map(plan.overwrites, range(g.schedule.num_scales)))
+
+
+def test_where_the_device_decides_it_may_overwrite_anything():
+    plan = build_plan(
+        GEOMETRY, random_regions(0), block_size=4, budget=1.0, accounting="tokens", policy=None
+    )
+    assert plan.overwrites(0)
+
+
 @pytest.mark.parametrize("make", [random_static, random_regions])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(3))

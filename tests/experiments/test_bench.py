@@ -35,6 +35,7 @@ def test_timings(call, tmp_path):
         ("attend", "dense xla"),
         ("attention_moments", "reference"),
         ("write", "reference"),
+        ("store_and_attend", "reference"),
         ("finish", "reference"),
         ("sample", "reference"),
     ]
@@ -46,10 +47,10 @@ def test_timings(call, tmp_path):
 
 
 def test_check(call):
-    flags = ("--check", "--shape=var-d30-t1", "--op=attend,write")
+    flags = ("--check", "--shape=var-d30-t1", "--op=attend,write,store_and_attend")
     status, out, err = call("bench", *flags, "--implementation=triton-interpret")
     assert status == 0, err
-    assert out.splitlines()[-1] == "triton-interpret on cpu: 7 of 7 right"
+    assert out.splitlines()[-1] == "triton-interpret on cpu: 9 of 9 right"
 
 
 def test_heads_of_a_single_slot_are_timed(call):

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -52,6 +54,27 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
         for name in a.files:
             np.testing.assert_array_equal(a[name], b[name])
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_sigterm_ends_after_the_batch_and_can_be_resumed(call, checkpoint, tmp_path, monkeypatch):
+    """Schedulers send it before they take a machine away."""
+    flags = (checkpoint, "--num_images=4", "--batch_size=2", "--segments=1")
+    run_batch, drawn, before = Generator.run_batch, [], signal.getsignal(signal.SIGTERM)
+
+    def terminated(self, condition, index, **options):
+        drawn.append(list(index))
+        if len(drawn) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_batch(self, condition, index, **options)
+
+    monkeypatch.setattr(Generator, "run_batch", terminated)
+    status, text, err = call("run", *flags, f"--out={tmp_path / 'out'}")
+    assert status == 0 and "2 of 4 images are stored: resume by the same command" in err
+    assert not text and not (tmp_path / "out").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+    # neither devices nor batches decide what is drawn
+    again = call("run", *flags, "--batch_size=1", f"--out={tmp_path / 'out'}")
+    assert again[0] == 0 and drawn == [[0, 1], [2], [3]]
 
 
 def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):

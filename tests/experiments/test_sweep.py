@@ -233,7 +233,7 @@ def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
     report = {"settings": run, "device": "cpu", "definitions": {}, "cells": []}
     report |= {"reference": full | {"time": {"steady_s_per_image": 1.0}}}
     report |= {"versions": {"varjax": "0", "jax": "0"}}
-    missing = tables.write(tmp_path, report, {"labels": np.zeros(1)})
+    missing = tables.fill(tmp_path, report, {"labels": np.zeros(1)})
     assert "pip install" in missing
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES[1:]
 
@@ -262,7 +262,7 @@ def test_any_label_can_be_written_and_drawn(tmp_path):
     report["versions"]["jax"] = "0"
     done = next(cell for cell in report["cells"] if cell["status"] == "done")
     report["cells"] = [done | {"label": label} for label in LABELS]
-    assert tables.write(tmp_path, report, {"labels": np.zeros(1)}, b"{}") is None
+    assert tables.fill(tmp_path, report, {"labels": np.zeros(1)}, b"{}") is None
     assert (tmp_path / "fidelity.png").stat().st_size > 10**4
     assert "\\udcff\\ud800" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
     with open(tmp_path / "sweep.json", encoding="utf-8") as file:

@@ -118,6 +118,8 @@ def programs(spec, sharding=None):
         found["write"] = (jax.jit(store, donate_argnums=0), args.write)
         layer = partial(_layer)  # traced anew for every chip, as `_text` is
         found["layer"] = (jax.jit(layer, donate_argnums=0), (args.kv_pool, args))
+        apart = partial(_layer_apart)
+        found["apart"] = (jax.jit(apart, donate_argnums=0), (args.kv_pool, args))
         found["text"] = (jax.jit(partial(_text)), _text_arguments(args, sharding))
     return found
 
@@ -139,6 +141,12 @@ def _layer(pool, args):
     args = replace(args, kv_pool=pool)
     out = mosaic_gpu.attend(*args.attend, None, return_lse=False, interpret=False)
     return out, mosaic_write.write(*args.write, None, interpret=False)[0]
+
+
+def _layer_apart(pool, args):
+    """Keys and values are stored by the kernel that finishes them, before attention."""
+    given = (*replace(args, kv_pool=pool).attend, args.writes, None)
+    return mosaic_gpu.store_and_attend(*given, interpret=False)[:2]
 
 
 def finished_bytes(spec) -> int:

@@ -185,13 +185,18 @@ def test_every_kernel_has_an_estimate(kernel, name):
     write = partial(cache_write.write, implementation=kernel)
     found = kernels(attend, *a.attend)
     found |= kernels(moments, *a.moments(weights, lse)) | kernels(write, *a.write)
-    own = {"finish"} if kernel == "mosaic" else set()
+    both = partial(ragged_attention.store_and_attend, implementation=kernel)
+    found |= kernels(both, *a.attend, a.writes)
+    own = {"finish", "finish_and_store"} if kernel == "mosaic" else set()
     assert found.keys() == {"ragged_attention", "attention_moments", "cache_write"} | own
     assert all(work.known and work.bytes > 0 for work in found.values()), found
     expected = estimates.attend(a.projection, a.kv_pool, a.table, lse=False)
     assert found["ragged_attention"].flops == expected.flops
     assert found["ragged_attention"].bytes >= expected.bytes_accessed
     assert found["attention_moments"].flops == expected.flops / 2
+    if own:  # what is stored is written once more, and read no second time
+        stored = found["finish_and_store"].bytes - found["finish"].bytes
+        assert 0 < stored == found["cache_write"].bytes / 2
 
 
 def calls_of_pallas() -> list:

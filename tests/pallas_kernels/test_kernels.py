@@ -166,6 +166,18 @@ def check_write(kernel, args):
     assert_stored(found, expected, args.projection)
 
 
+@pytest.mark.parametrize("kernel", ["reference", *KERNELS])
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_store_and_attend_is_both(kernel, kv_dtype):
+    """Bit for bit what attention and storing do, one after the other."""
+    args = replace(PLAIN, apart=True, kv_dtype=kv_dtype).arguments()
+    options = dict(kv_scale=args.kv_scale, implementation=kernel)
+    both = jax.jit(ragged_attention.store_and_attend, static_argnames=["implementation"])
+    found = both(*args.attend, args.writes, **options)
+    expected = (attend(*args.attend, **options)[0], *write(*args.write, **options))
+    chex.assert_trees_all_equal(found, expected)
+
+
 PLAIN = SPECS["var-d30-t256"].reduced(tokens=40, length=33, normalised=False)
 
 

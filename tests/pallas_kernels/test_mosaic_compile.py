@@ -16,7 +16,7 @@ from pallas_kernels.sample import mosaic_gpu as sample_kernel
 from tests.pallas_kernels import compile_mosaic, sass
 
 # finished keys and values are one; moments take finished queries, too
-KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "text": 1}
+KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "apart": 2, "text": 1}
 # bytes that later compilers spill: stores and loads of one number each
 MOST_SPILLED = {("b200", "ragged_attention"): 68} if jax.__version_info__ >= (0, 11) else {}
 FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
@@ -40,7 +40,7 @@ def compiled(target, shapes) -> list[dict]:
 @pytest.mark.parametrize(("target", "shapes"), TARGETS)
 def test_kernels_compile(target, shapes):
     found = compiled(target, shapes)
-    assert len(found) == sum(2 if "int8" in name else 5 for name in shapes)
+    assert len(found) == sum(2 if "int8" in name else 6 for name in shapes)
     memory = chips.get_chip(target).gpu.shared_memory[1]
     earlier = {"layer"}  # whose kernels others have as well; a text has no blocks that differ
     for program in found:
@@ -61,7 +61,7 @@ def test_kernels_compile(target, shapes):
             assert 3 * 128 * attention["registers"] <= 65536, program
             together = chips.get_chip(target).gpu.shared_memory[0]
             assert 3 * (attention["shared_memory"] + 1024) <= together, program
-        if operation in ("write", "layer"):  # no second pool
+        if operation in ("write", "layer", "apart"):  # no second pool
             assert program["temporaries"] <= program["finished"] * 1.1 + 2**20, program
 
 

@@ -8,9 +8,10 @@ from functools import partial
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, mosaic_products, ragged_attention
+from pallas_kernels import cache_write, mosaic_products, mosaic_stores, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_keys, mosaic_shares
@@ -142,6 +143,64 @@ def test_write(spec, capsys):
         assert_stored(found, expected, args.projection)
 
 
+APART = {
+    "small": replace(SMALL, apart=True),
+    "one-query": replace(ONE_QUERY, apart=True),
+    "plain-rows": replace(SMALL, apart=True, tokens=20, length=17),
+    "few-tokens": replace(SMALL, apart=True, tokens=4, length=4),
+    "block8": replace(SMALL, apart=True, block_size=8),
+    "as-it-is": replace(AS_IT_IS, apart=True),
+    "wide": SPECS["infinity-2b-t64"].reduced(heads=2, apart=True),
+    "int8": replace(SMALL, apart=True, kv_dtype="int8"),
+}
+FIRST = ("small", "one-query")
+
+
+def store_and_attend(args):
+    run = simulated(mosaic_gpu.store_and_attend)
+    return jax.block_until_ready(run(*args.attend, args.writes, args.kv_scale))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(s, id=n, marks=[pytest.mark.slow][n in FIRST :]) for n, s in APART.items()],
+)
+def test_store_and_attend(spec, capsys):
+    """What is read and what is written lie apart. Slots that are neither hold NaN before and
+    after."""
+    for case in written(spec):
+        args = case.arguments()
+        out, *found = store_and_attend(args)
+        assert no_races(capsys), "race"
+        options = dict(kv_scale=args.kv_scale, implementation="reference")
+        expected = ragged_attention.attend(*in_float32(args).attend, **options)
+        real = slice(0, spec.length)
+        assert error(out[:, real], expected[:, real]) < TOLERANCE[spec.dtype]
+        wanted = cache_write.write(*args.write, **options)
+        nan = [jax.tree.map(lambda a: np.isnan(np.float32(a)), b) for b in (tuple(found), wanted)]
+        chex.assert_trees_all_equal(*nan)
+        assert spec.kv_dtype or nan[0][0].any()
+        clean = [jax.tree.map(lambda a: jnp.nan_to_num(a), b) for b in (tuple(found), wanted)]
+        assert_stored(*clean, args.projection)
+
+
+def test_nothing_is_stored_by_a_kernel_of_its_own(chip):
+    """One kernel less than attention and storing have. What cannot be stored so is stored after
+    attention: int8, tables by rows."""
+
+    def names(spec):
+        a = spec.abstract()
+        run = partial(mosaic_gpu.store_and_attend, interpret=False)
+        text = str(jax.make_jaxpr(run)(*a.attend, a.writes, a.kv_scale))
+        kernels = ("finish_and_store", "finish", "cache_write", "ragged_attention")
+        return {k for k in kernels if f"name={k}\n" in text or f"name={k} " in text}
+
+    assert names(APART["small"]) == {"finish_and_store", "ragged_attention"}
+    assert names(replace(APART["small"], kv_dtype="int8")) == {"finish", "ragged_attention"}
+    by_row = names(replace(APART["small"], per_row=True))
+    assert by_row == {"finish", "cache_write", "ragged_attention"}
+
+
 # (images, tokens, vocabulary): held by a program, in one part and in two, which overlap; not held;
 # rows that begin at no multiple of 16 bytes
 VOCABULARIES = [(1, 2, 512), (2, 2, 1000)]
@@ -203,6 +262,18 @@ def test_a_place_that_is_filled_before_its_step_is_seen(monkeypatch, capsys):
     spec = SEVERAL["one-warpgroup"]
     with pytest.raises(Exception, match=f"no threads observed phase|{RACE}"):
         check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
+
+
+def test_a_run_that_several_warps_store_is_seen(monkeypatch, capsys):
+    every = mosaic_stores.Stores._put_run
+
+    def same_run(stores, results, row, head, first, run):
+        every(stores, results, row, head, first, 0 * run)
+
+    monkeypatch.setattr(mosaic_stores.Stores, "_put_run", same_run)
+    with pytest.raises(Exception, match=RACE):
+        store_and_attend(APART["as-it-is"].arguments())
+        assert no_races(capsys), "race"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.projection import Projection, length, quarter_turn, quarter_turn_by_product
-from pallas_kernels.tables import BlockTable, BlockWrites
+from pallas_kernels.tables import (
+    CONSECUTIVE,
+    EMPTY,
+    KIND_BITS,
+    PARTIAL,
+    BlockTable,
+    BlockWrites,
+    block_writes,
+)
 
 ROWS, TOKENS, HEADS, SIZE = 2, 5, 3, 8
 SCALE = 0.3
@@ -197,3 +205,19 @@ def test_tables_without_layers_are_as_they_are():
     arrays, table = layers_of_tables(BlockTable)  # the first axis as rows
     assert table.sliced() is table
     chex.assert_trees_all_equal(table.with_rows(), arrays)
+
+
+def test_slots_by_token_say_what_writes_say():
+    """Runs of 8 tokens, token by token; a last tile that is not full."""
+    slots = np.full((2, 70), -1)
+    slots[0, :70] = np.arange(100, 170)
+    slots[1, 3:40] = np.arange(37)[::-1]
+    found = block_writes(slots, 4).by_token
+    words, each = found[:, :16], found[:, 16:]
+    assert found.dtype == np.int32 and each.shape == (2, 128)
+    np.testing.assert_array_equal(each[:, :70], slots)
+    assert (each[:, 70:] == -1).all()
+    kinds = words & (1 << KIND_BITS) - 1
+    assert kinds[0].tolist() == [CONSECUTIVE] * 8 + [PARTIAL] + [EMPTY] * 7
+    assert (words[0, :8] >> KIND_BITS).tolist() == list(range(100, 164, 8))
+    assert kinds[1].tolist() == [PARTIAL] * 5 + [EMPTY] * 11

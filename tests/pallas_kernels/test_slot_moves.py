@@ -164,6 +164,38 @@ def test_simulated(name, cores):
     assert not has_races()
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "int8"])
+def test_slots_that_nothing_comes_to_need_not_be_written(name):
+    """Up to a whole tile behind the last place that a slot may come to."""
+    dtype, _, _, slots, width, last = CASES[name]
+    pool = jax.ShapeDtypeStruct((2, 2, slots, width), dtype)
+    written = tpu._written(pool, slots - last, None)
+    assert slots - last <= written < slots or dtype == "int8"
+    assert tpu._written(pool, None, None) == tpu._written(pool, slots - last, True) == slots
+    check(CASES[name], simulated(tpu.move, below=slots - last), "every")
+    assert not has_races()
+
+
+def test_last_slots_of_several_layers():
+    """Copied at once for the reference; nothing for one layer, or where a kernel moves."""
+    pools = [problem("float32", 2, 3, 20, 128, 4, seed=s)[0] for s in (0, 1, 2)]
+    slots = [HeadSlots(jnp.asarray(pool)) for pool in pools]
+    _, target, _ = problem("float32", 2, 3, 20, 128, 4)
+
+    def run(layers):
+        found = slot_moves.last_slots(layers, 4)
+        places = jnp.asarray(target)
+        return [slot_moves.move(a, places, last=b) for a, b in zip(layers, found, strict=True)]
+
+    for pool, found in zip(pools, jax.jit(run)(slots), strict=True):
+        expected, _ = by_hand(pool, target, None)
+        np.testing.assert_array_equal(bits(found.pool), bits(expected))
+    assert slot_moves.last_slots(slots[:1], 4) == [None]
+    assert slot_moves.last_slots(slots, 4, implementation="tpu-interpret") == [None] * 3
+    lowered = jax.jit(run).lower(slots).as_text()
+    assert lowered.count("optimization_barrier") == 1  # for all three
+
+
 # --- dispatch -------------------------------------------------------------------------------------
 
 
@@ -216,5 +248,8 @@ def test_estimate():
     found = estimates.move_slots(pool, places)
     assert found.flops == 2 * 2 * 3 * 10 * 8 * 128
     assert found.bytes_accessed == 2 * 3 * (2 * 10 * 128 * 2 + 8 * 4)
+    less = estimates.move_slots(pool, places, 8)
+    assert less.flops == 2 * 2 * 3 * 8 * 8 * 128
+    assert less.bytes_accessed == 2 * 3 * (18 * 128 * 2 + 8 * 4)
     wide = estimates.move_slots(jax.ShapeDtypeStruct(pool.shape, jnp.float32), places)
     assert wide.flops == 2 * found.flops

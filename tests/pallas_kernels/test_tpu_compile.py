@@ -90,6 +90,8 @@ def test_one_chip():
             "token-bfloat16-h64-s577-used-stored",
             "token-bfloat16-h128-s600-g8-stored",
             "token-int8-h128-s577-g8-used-stored",
+            "token-bfloat16-h64-s96-stored-probed",
+            "token-int8-h128-s105-g2-stored-probed",
             "stage-bfloat16-h64-s105-q1",
             "stage-int8-h100-s600-q8",
         ],
@@ -132,6 +134,8 @@ def test_storing_a_token_compiles_for_every_chip(chip):
     """Slots in whole tiles, which int8 has larger ones of then, and with one that is cut off."""
     sizes = product(TYPES, (64, 100, 128), ("96", "104", "105", "600", "576-used", "577-used"))
     check(chip, [f"token-{dtype}-h{size}-s{slots}-stored" for dtype, size, slots in sizes])
+    sizes = product(TYPES, (64, 100, 128), ("96", "105"))
+    check(chip, [f"token-{dtype}-h{size}-s{slots}-stored-probed" for dtype, size, slots in sizes])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ Runs in a process of its own, because some errors of the compiler end the proces
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
 with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used
 behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token;
--gG: G query heads share each of 8 heads of keys and values.
+-gG: G query heads share each of 8 heads of keys and values; -probed: a second query is scored.
 stage-POOLTYPE-hHEADDIM-sSLOTS-qQUERIES, with the same results, "temp" without the scores: what
 happens to a cache after stages of 8 tokens; the mean of a window asks (float32), or several queries
 do.
@@ -43,14 +43,14 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
-from pallas_kernels.token_attention import HeadSlots, NewToken, Query, storing  # noqa: E402
+from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, storing  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import abstract_token_arguments, only  # noqa: E402
 from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 
 SCALES, LAYERS = 2, 3
-CHANGED = ("pool", "scale", "mass")  # arrays of slots that a token changes
+CHANGED = ("pool", "scale", "mass", "scores")  # arrays of slots that a token changes
 MOVED_ROWS = re.compile(r"= f32\[\d+,\d+,\d+\S* (copy|transpose|fusion)\(")  # logits or noise
 
 
@@ -148,9 +148,19 @@ def token_arguments(case: str) -> tuple[Query, HeadSlots]:
     _, kv_dtype, head_dim, slots, *options = case.split("-")
     (group,) = [int(o[1:]) for o in options if o[0] == "g"] or [1]
     spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n{20 if group == 1 else 8}")
+    probed = "probed" in options
     options = {"used": 1, "sums": False, "shared": True} if "used" in options else {}
     spec = replace(spec, rows=64)
-    return abstract_token_arguments(spec, int(slots[1:]), group=group, **options)
+    query, held = abstract_token_arguments(spec, int(slots[1:]), group=group, **options)
+    return with_probe(query, held) if probed else (query, held)
+
+
+def with_probe(query: Query, held: HeadSlots) -> tuple[Query, HeadSlots]:
+    rows, heads, slots, width = held.pool.shape
+    total = jax.ShapeDtypeStruct((rows, heads, width // 2), jnp.float32)
+    probe = Probe(total, jax.ShapeDtypeStruct((), jnp.bool_), count=8, every=8)
+    scores = jax.ShapeDtypeStruct((rows, heads, slots), jnp.float32)
+    return replace(query, probe=probe), replace(held, scores=scores)
 
 
 def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, steps):
@@ -158,7 +168,8 @@ def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, s
     of the slots that tokens change. shared: the others."""
 
     def token(held, slot):
-        slots = replace(shared, pool=held.pool, mass=held.mass, scale=held.scale)
+        changed = {name: getattr(held, name) for name in CHANGED}
+        slots = replace(shared, **changed)
         one_of_group = query.q[:, : held.pool.shape[1]]
         new = NewToken(one_of_group, one_of_group, slot)
         out, slots = store_and_attend(query, slots, new, interpret=False)
@@ -185,7 +196,8 @@ def decisions(held: HeadSlots, queries, stages):
         seen = token_attention.scores(queries, held, first=1, implementation="tpu").mean(2)
         order = jnp.argsort(seen[..., :-8], axis=-1)[..., :8]
         target = jnp.where(order < number, held.pool.shape[2] + order, 1 + order)
-        return slot_moves.move(held, target, implementation="tpu"), seen
+        below = held.pool.shape[2] - 8
+        return slot_moves.move(held, target, below=below, implementation="tpu"), seen
 
     return jax.lax.scan(stage, held, stages)
 
@@ -213,7 +225,7 @@ def program(case: str):
     if operation == "token":
         (query, held), steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
         store = token_kernel.store_and_attend
-        if not case.endswith("-stored"):
+        if "stored" not in case:
             store = storing.in_two_steps(token_kernel.attend)
         shared = only(held, "position", "reach", "used")
         return partial(tokens, store), (only(held, *CHANGED), query, shared, steps), 0

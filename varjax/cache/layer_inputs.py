@@ -4,7 +4,7 @@ indexes them by layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -23,19 +23,23 @@ class StaticInputs:
 
     read: the slots that the scale may read.
     write: where the scale's tokens are stored.
+    apart: static, whether no layer writes a slot that it reads at the same scale. What it stores
+      may then come before its attention.
     """
 
     read: BlockTable
     write: BlockWrites
+    apart: bool = field(default=False, metadata=dict(static=True))
 
     def packed(self, block_size: int) -> "StaticInputs":
         """Return the inputs with tables as kernels read them. Call it once, before the loop over
         layers: packing within it would run for every layer."""
-        return StaticInputs(self.read.with_packed(block_size), self.write.with_packed())
+        read, write = self.read.with_packed(block_size), self.write.with_packed()
+        return replace(self, read=read, write=write)
 
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
         """Return the inputs of one layer from those of all layers of a scale."""
-        return StaticInputs(self.read.of_layer(layer), self.write.of_layer(layer))
+        return replace(self, read=self.read.of_layer(layer), write=self.write.of_layer(layer))
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +82,8 @@ def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
     number = np.arange(scales.start, scales.stop)
     read = _read_table(plan, number)
     if plan.static_content:
-        return StaticInputs(read, write_table(plan, scales, length))
+        apart = not any(map(plan.overwrites, scales))
+        return StaticInputs(read, write_table(plan, scales, length), apart)
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(number + 1, last_scale)
     # No scale follows the last one: it gets its own table once more, and may keep nothing.
@@ -103,6 +108,9 @@ def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
     axis. Slot numbers stay those of each group's own pool, because a device indexes its own."""
     if len(groups) == 1:
         return groups[0]
+    if isinstance(groups[0], StaticInputs):  # one program serves them all
+        apart = all(group.apart for group in groups)
+        groups = [replace(group, apart=apart) for group in groups]
 
     def join(*arrays: np.ndarray) -> np.ndarray:
         # Groups differ in how many entries their fullest head has. (0, 0, 0) is an empty entry of a

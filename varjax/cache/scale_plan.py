@@ -116,6 +116,21 @@ class ScalePlan(CachePlan):
         first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
         return bool((self.write_slots[:, :, first:last] >= 0).any())
 
+    def overwrites(self, scale: int) -> bool:
+        """Whether some layer stores tokens of scale `scale` in slots that it reads at that scale,
+        as far as that is known here."""
+        if self.write_slots is None:
+            return True
+        starts, ends = self.geometry.schedule.starts, self.geometry.schedule.ends
+        # only what the scale frees is taken by its own tokens: all else that it reads stays
+        freed = self.allocation.last_use[..., : starts[scale]] == scale
+        if not freed.any() or not self.stores(scale):
+            return False
+        read = np.where(freed, self.write_slots[..., : starts[scale]], -1)
+        written = self.write_slots[..., starts[scale] : ends[scale]]
+        pairs = zip(read, written, strict=True)  # layer by layer
+        return any(np.intersect1d(a[a >= 0], b[b >= 0]).size for a, b in pairs)
+
     @property
     def chooses(self) -> bool:
         return any(map(self.selects, range(self.geometry.schedule.num_scales)))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
-from pallas_kernels.ragged_attention import BlockTable, attend
+from pallas_kernels.ragged_attention import BlockTable, attend, store_and_attend
 from varjax.cache.layer_inputs import LayerInputs, RegionInputs, StaticInputs
 from varjax.cache.observation import Observation, Rule
 from varjax.cache.observe import AttentionView, observe
@@ -84,14 +84,12 @@ class StaticStep:
     attention: str | None
 
     def attend_and_store(self, projection, *, step, layer, state, inputs: StaticInputs):
-        out = attend(
-            projection,
-            step.length,
-            state.kv_pool,
-            inputs.read,
-            kv_scale=state.kv_scale,
-            implementation=self.attention,
-        )
+        options = dict(kv_scale=state.kv_scale, implementation=self.attention)
+        given = (projection, step.length, state.kv_pool, inputs.read)
+        if self.stores and inputs.apart:
+            out, pool, scale = store_and_attend(*given, inputs.write, **options)
+            return out, replace(state, kv_pool=pool, kv_scale=scale)
+        out = attend(*given, **options)
         if self.stores:
             # A slot that this scale frees is taken by one of its own tokens. `after` makes the
             # write wait for the read: without it XLA copies the pool in every layer (CPU, GPU).

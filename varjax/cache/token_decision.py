@@ -21,7 +21,7 @@ from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
 # meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
-TOGETHER = {"cpu": 0, "gpu": 16 * 2**20, "tpu": 16 * 2**20}
+TOGETHER = {"cpu": 0, "gpu": 40 * 2**20, "tpu": 16 * 2**20}
 
 
 class Look(NamedTuple):
@@ -99,6 +99,9 @@ class StageDecision:
             reach = jax.lax.cond(
                 groups_now, self._reaches, lambda *_: before, caches, position, bias
             )
+            # XLA for GPUs cuts what it has just computed into layers by one kernel, but what a
+            # branch returned by a kernel for each of them.
+            reach = jnp.minimum(reach, EVERYTHING)
             parts = zip(caches, _apart(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
@@ -162,7 +165,9 @@ class StageDecision:
             first=self.condition,
             implementation=self.attention,
         )
-        if needs.window_logits:
+        if needs.window_logits and cache.scores is not None:
+            window_logits = cache.scores[:, :, self.condition :]
+        elif needs.window_logits:
             # the mean of scores is the score of the mean query: one product in place of W
             mean = cache.query_sum / needs.window
             window_logits = scores(mean[:, :, None])[:, :, 0]
@@ -233,9 +238,10 @@ class StageDecision:
         elif mass is not None:
             mass = jnp.zeros_like(mass)  # the next stage has sums of its own
         layers = (_apart(array, len(caches)) for array in (target, position, mass))
-        stored = []
-        for cache, target, position, mass in zip(caches, *layers, strict=True):
-            cache = slot_moves.move(cache, target, implementation=self.attention)
+        stored, how = [], {"implementation": self.attention}
+        buffers = slot_moves.last_slots(caches, self.period, **how)
+        for cache, last, target, position, mass in zip(caches, buffers, *layers, strict=True):
+            cache = slot_moves.move(cache, target, last=last, below=self.buffer, **how)
             stored.append(replace(cache, position=position, mass=mass))
         return tuple(stored)
 

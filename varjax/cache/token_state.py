@@ -29,6 +29,8 @@ class LayerCache(HeadSlots):
     mass: with groups, the sum over all G query heads of a group.
     reach: `EVERYTHING` for heads that see all.
     used: None between tokens; a step of known contents says it to the kernel.
+    scores: while tokens are drawn, of the window's mean query, as the stage's last token left them;
+      None where a decision computes them itself (`token_attention.scores_on_the_way`).
     query_sum: float32, sum of the queries of the window in this stage; with groups, of the means
       over each group.
     queries: the newest W queries of every query head.

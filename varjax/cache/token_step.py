@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_attention
-from pallas_kernels.token_attention import NewToken, Query
+from pallas_kernels.token_attention import NewToken, Probe, Query
 from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
 
@@ -172,12 +172,15 @@ class StageStep(StageDecision):
 
     def attend(self, cache, heads, current):
         place, q = current.place, _computed_once(heads.q)
+        if place is not None:
+            cache = self._observe_query(cache, q, place)
         query = Query(
             q,
             newest=current.newest,
             first_bias=heads.bias,
             mass_weight=self._mass_weight(place),
             protected=self.condition,  # local heads see the condition, too
+            probe=self._probe(cache, place),
         )
         # after the last decision nobody asks for sums any more
         slots = cache if place is not None else replace(cache, mass=None)
@@ -185,9 +188,15 @@ class StageStep(StageDecision):
         out, found = token_attention.store_and_attend(
             query, slots, token, implementation=self.attention
         )
-        if place is None:
-            return out, replace(found, mass=cache.mass)
-        return out, self._observe_query(found, q, place)
+        return out, replace(found, mass=cache.mass) if place is None else found
+
+    def _probe(self, cache: LayerCache, place) -> Probe | None:
+        """What the stage's last token asks attention for: scores of the window's mean query, for
+        the decision that follows. By then all that the decision is about is stored."""
+        if cache.scores is None or place is None:
+            return None
+        wanted = place == self.period - 1
+        return Probe(cache.query_sum, wanted, count=self.needs.window, every=self.period)
 
     def _mass_weight(self, place) -> Float[Array, ""] | float:
         """The factor of this query's weights in the sums: 0 if only a window's queries count and
@@ -217,12 +226,16 @@ class StageStep(StageDecision):
         first = (0, 0, self.buffer)
         coming = jnp.broadcast_to(self.coming(0), (*cache.position.shape[:2], self.period))
         position = jax.lax.dynamic_update_slice(cache.position, coming, first)
-        return replace(cache, position=position)
+        scores = None
+        if self.needs.window_logits and token_attention.scores_on_the_way(self.attention):
+            scores = jnp.zeros(cache.pool.shape[:3], jnp.float32)
+        return replace(cache, position=position, scores=scores)
 
     def closed(self, cache, token):
         # positions in the buffer that no token has come to
         drawn = cache.position <= self.condition + token
-        return replace(cache, position=jnp.where(drawn, cache.position, -1))
+        position = jnp.where(drawn, cache.position, -1)
+        return replace(cache, position=position, scores=None)
 
 
 def _computed_once(q: Float[Array, "R GN H"]) -> Float[Array, "R GN H"]:

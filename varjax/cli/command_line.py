@@ -10,11 +10,12 @@ may import several commands. It ends with the call:
         command_line.run(main)
 
 where `main(argv)` returns None or an exit status. Every command has --help and --version.
-Statuses: 0 done, 1 a bug (traceback), 2 wrong input or a file that cannot be read or written (one
-message, no traceback), 130 interrupted.
+Statuses: 0 done, 1 a bug (traceback) or a lost process (one message), 2 wrong input or a file that
+cannot be read or written (one message, no traceback), 130 interrupted.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
@@ -33,6 +34,8 @@ from varjax.cli.flags import (
 )
 from varjax.errors import UserError
 from varjax.garbage import rarely_collected
+from varjax.parallel import processes
+from varjax.parallel.processes import LostProcess
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
@@ -54,8 +57,14 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     try:
         with rarely_collected():
             status = _guarded(main, argv, own, values)
+    except Exception:
+        if processes.count() == 1:
+            raise
+        traceback.print_exc()
+        status = 1
     finally:
         flagsaver.restore_flag_values(saved, values)
+    processes.leave(status)
     sys.exit(status)
 
 
@@ -67,6 +76,7 @@ def _guarded(
         if is_asked_for(VERSION, argv):
             print(version.text())
             return 0
+        argv = own.named(argv) if own is not None else argv
         help_wanted = is_asked_for(HELP, argv)
         if not help_wanted:
             check_arguments(argv, values)
@@ -83,6 +93,8 @@ def _guarded(
         return status or 0
     except UserError as error:
         return _complain(str(error), 2)
+    except LostProcess as error:
+        return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away, as in `... | head`

@@ -50,6 +50,20 @@ class CommandFlags:
         self.texts = partial(flags.DEFINE_multi_string, flag_values=self.values)  # repeated
         self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
         self._first: dict[str, Callable[[str], object]] = {}
+        self.argument_name: str | None = None
+
+    def argument(self, name: str, help: str) -> flags.FlagHolder[str]:
+        """Define a required text that is given without the name of its flag, or with it."""
+        self.argument_name = name
+        return self.string(name, None, help, required=True)
+
+    def named(self, argv: Sequence[str]) -> list[str]:
+        """Return the arguments (program name first), with the name of the one without."""
+        name = self.argument_name
+        bare = [i for i, text in enumerate(argv) if i and not text.startswith("-")]
+        if name is None or len(bare) != 1 or argv[bare[0] - 1] == f"--{name}":
+            return list(argv)
+        return [f"--{name}={text}" if i == bare[0] else text for i, text in enumerate(argv)]
 
     def heading(self, title: str) -> None:
         """Put the flags that follow below a heading of the help."""

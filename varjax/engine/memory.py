@@ -180,7 +180,7 @@ def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
 
 def available_bytes() -> int | None:
     """Return how much memory the default device can still give, or None if it does not say."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats()  # None on a CPU
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))

@@ -167,7 +167,7 @@ def _row_by_row(leaf: jax.ShapeDtypeStruct) -> Format:
 
 def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the shape, type and device of an array, and leave its layout open."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     sharding_ = getattr(leaf, "sharding", None) or here
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
 

@@ -307,9 +307,10 @@ class _TokenSteps:
             step, inputs = steps[first], self.inputs[first]
             # inputs differ from layer to layer, so such layers decide one by one
             most = 1 if inputs is not None else step.at_once(state[first])
-            alike = itertools.takewhile(lambda s, step=step: s == step, steps[first:])
-            chunk = state[first : first + len(list(alike)[:most])]
-            decided += self._decide[step](chunk, stage, bias, inputs)
+            alike = len(list(itertools.takewhile(lambda s, step=step: s == step, steps[first:])))
+            # in parts of about equal size, each of which starts as many kernels as a larger one
+            size = -(-alike // -(-alike // most))
+            decided += self._decide[step](state[first : first + size], stage, bias, inputs)
         return tuple(decided)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:

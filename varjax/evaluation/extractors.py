@@ -215,7 +215,7 @@ class Program:
         mesh = mesh or MeshSpec()
         each = min(batch_size // mesh.data, network.largest_batch(*size))
         self.batch_size = each * mesh.data
-        self._mesh = make_mesh(mesh, jax.devices())
+        self._mesh = make_mesh(mesh, jax.local_devices())  # every process has networks of its own
         self._weights = jax.device_put(network.module, NamedSharding(self._mesh, P()))
         self._place = NamedSharding(self._mesh, P(DATA))
 

@@ -24,6 +24,7 @@ from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import Quantized
 from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf, Turned
+from varjax.parallel import processes
 from varjax.parallel.split import AXES, MeshSpec
 
 DATA, MODEL = AXES
@@ -238,4 +239,23 @@ def place_weights(
     places = jax.tree.leaves(shardings)
     arrays = jax.tree.leaves(map_weights(arranged, networks))
     assert len(leaves) == len(places) == len(arrays)
-    return tree.unflatten([jax.device_put(a, p) for a, p in zip(arrays, places, strict=True)])
+    return tree.unflatten([_placed(a, p) for a, p in zip(arrays, places, strict=True)])
+
+
+def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:
+    """Put arrays on a mesh. With several processes each of them has all of every array, and hands
+    over its own devices' parts."""
+    if processes.count() == 1:
+        return jax.device_put(arrays, shardings)
+    places = jax.tree.broadcast(shardings, arrays)
+    return jax.tree.map(_placed, arrays, places)
+
+
+def _placed(array: Leaf, where: NamedSharding) -> Leaf:
+    if processes.count() == 1:
+        return jax.device_put(array, where)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):  # which are not NumPy's
+        kind = jax.random.key_impl(array)
+        return jax.random.wrap_key_data(_placed(jax.random.key_data(array), where), impl=kind)
+    held = np.asarray(array)
+    return jax.make_array_from_callback(held.shape, where, lambda part: held[part])

@@ -5,14 +5,40 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varjax.arguments import integer
 from varjax.errors import UserError, nearest
 from varjax.key_values import parse_pairs
 
-AXES = ("data", "model")
+DIVIDES = {"data": "images", "model": "heads and weights"}  # by axis
+AXES = tuple(DIVIDES)
 LARGEST_MESH = 10**7  # devices along an axis
+REST = "-1"  # as many as are left over
+
+
+def axis_sizes(text: str | None, axes: Mapping[str, str], available: int | None) -> dict[str, int]:
+    """Read "data=4,model=2" as {axis: devices}. axes: {axis: what it divides}. Raises the errors of
+    `MeshSpec.parse`."""
+    sizes: dict[str, int] = {}
+    for axis, size in parse_pairs(text or "").items():
+        if axis not in axes:
+            known = " or ".join(f"{name} ({what})" for name, what in axes.items())
+            example = ",".join(f"{name}={size}" for name, size in zip(axes, (4, 2), strict=True))
+            raise UserError(
+                f"unknown axis {axis!r} of a mesh: choose {known}, for example "
+                f"{example}{nearest(axis, list(axes))}"
+            )
+        if size == REST and available and int(REST) not in sizes.values():
+            sizes[axis] = int(REST)
+        # isdecimal alone also accepts digits of other scripts, and int() very long texts
+        elif size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1:
+            sizes[axis] = int(size)
+        else:
+            raise UserError(f"{axis}={size:.60} is no number of devices, 1 or more")
+    left = (available or 1) // math.prod(size for size in sizes.values() if size > 0)
+    return {axis: size if size > 0 else max(1, left) for axis, size in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -27,24 +53,15 @@ class MeshSpec:
             object.__setattr__(self, axis, integer(axis, getattr(self, axis), 1, LARGEST_MESH))
 
     @classmethod
-    def parse(cls, text: str | None) -> "MeshSpec":
+    def parse(cls, text: str | None, available: int | None = None) -> "MeshSpec":
         """Read "data=4,model=2". Axes that are left out have one device; without a text all have.
+
+        available: devices that there are; one axis may then be -1, which takes what is left over.
 
         Raises:
           UserError: an unknown axis, an axis that is given twice, or no whole number from 1 on.
         """
-        sizes = {}
-        for axis, size in parse_pairs(text or "").items():
-            if axis not in AXES:
-                raise UserError(
-                    f"unknown axis {axis!r} of a mesh: choose data (images) or model (heads and "
-                    f"weights), for example data=4,model=2{nearest(axis, AXES)}"
-                )
-            # isdecimal alone also accepts digits of other scripts, and int() very long texts
-            if not (size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1):
-                raise UserError(f"{axis}={size:.60} is no number of devices, 1 or more")
-            sizes[axis] = int(size)
-        return cls(**sizes)
+        return cls(**axis_sizes(text, DIVIDES, available))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from jaxtyping import UInt8
 
 from varjax.evaluation import networks
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
+from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
@@ -41,7 +42,7 @@ class ClassifierStage(TrainingStage):
         images = self.data.train[chosen]
         images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
         images = shifted(images, np.random.default_rng((self.settings.seed, n, 2)))
-        return self._train(state, images, self.data.train_labels[chosen])
+        return self._train(state, *self.spread(images, self.data.train_labels[chosen]))
 
     def validate(self, state: dict) -> dict:
         """Measure the cross entropy in nats, and the share of pictures whose class is found."""
@@ -60,7 +61,7 @@ class ClassifierStage(TrainingStage):
     def _train(self, state: dict, images, labels):
         loss_of = functools.partial(self._loss, images=images, labels=labels)
         state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
-        return state, {"loss": loss, "accuracy": right, "gradient_norm": norm}
+        return self.kept(state), {"loss": loss, "accuracy": right, "gradient_norm": norm}
 
     @functools.partial(jax.jit, static_argnums=0)
     def _evaluate(self, params: dict, images, labels):
@@ -92,14 +93,16 @@ def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierCo
     )
 
 
-def train(settings: TrainingSettings, out: Path, model: Path, quiet: bool) -> None:
+def train(
+    settings: TrainingSettings, out: Path, model: Path, quiet: bool, mesh: TrainingMesh
+) -> None:
     """Train the classifier in the folder `out`, which this process holds, and write `model`."""
     check_new_folder(model, replaces=checkpoint.written, flag="out")
     pictures = data.load(
         settings.data, settings.image_size, settings.val_fraction, settings.max_images
     )
     settings.check_pictures(len(pictures.train), (ClassifierStage.name,))
-    stage = ClassifierStage(settings, configuration(settings, pictures), pictures)
+    stage = ClassifierStage(settings, configuration(settings, pictures), pictures, mesh=mesh)
     parts = {ClassifierStage.name: stage.model(loop.run(stage, out, quiet)["ema"])}
     part = networks.CATALOGUE.parts[ClassifierStage.name]
     checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)

@@ -109,8 +109,10 @@ class StageFolder:
     def __exit__(self, *error) -> None:
         self._manager.close()
 
-    def restore(self, state: dict) -> tuple[dict, int]:
+    def restore(self, state: dict, places: dict | None = None) -> tuple[dict, int]:
         """Return the newest sound checkpoint, with the structure of `state`, and its steps.
+
+        places: where its arrays go (`TrainingStage.places`); None: to the default device.
 
         Without checkpoints the result is `state` and 0. Damaged checkpoints that are newer are
         removed and reported.
@@ -121,7 +123,7 @@ class StageFolder:
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                found = self._restored(step, _on_default_device(state))
+                found = self._restored(step, _shapes(state, places))
             except UserError as error:
                 damaged[step] = error
                 continue
@@ -184,15 +186,15 @@ class StageFolder:
             file.write(text.encode())
 
 
-def _on_default_device(state: dict) -> dict:
-    """Return the state's shapes with places on the default device.
-
-    The run may have begun on a device of another kind.
-    """
-    place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+def _shapes(state: dict, places: dict | None) -> dict:
+    """Return the state's shapes with places: the run may have begun on other devices."""
+    if places is None:
+        place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+        places = jax.tree.map(lambda _: place, state)
     return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
         jax.eval_shape(lambda: state),
+        places,
     )
 
 
@@ -205,11 +207,9 @@ def run(stage: TrainingStage, out: str | os.PathLike, quiet: bool = False) -> di
       UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
-        # The state of every later step is committed to a device. If the first were not, the second
-        # step would compile again.
-        device = jnp.zeros(()).devices().pop()  # the default one
-        initial = jax.device_put(stage.initial_state(), device)
-        state, start = folder.restore(initial)
+        initial = stage.initial_state()
+        places = stage.places(initial)
+        state, start = folder.restore(jax.device_put(initial, places), places)
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         folder.keep_history(start)

@@ -12,6 +12,7 @@ from varjax.errors import UserError, choose
 from varjax.models import registry
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
+from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import classifier_trainer, data, loop
@@ -32,9 +33,15 @@ SAMPLING = {  # {family: recommended sampling}
 
 
 def train(
-    settings: TrainingSettings, stage: str, out: str | os.PathLike, quiet: bool = False
+    settings: TrainingSettings,
+    stage: str,
+    out: str | os.PathLike,
+    quiet: bool = False,
+    mesh: TrainingMesh | None = None,
 ) -> Path | None:
     """Run one of `STAGES` in the folder `out`, and resume what is there.
+
+    mesh: devices to train on; a run may go on with others. None: one.
 
     Returns the folder of the finished checkpoint, or None after stage "vqvae".
 
@@ -43,6 +50,9 @@ def train(
     """
     choose("stage", stage, STAGES)
     needed = NEEDED.get(stage, ("vqvae", "var"))
+    mesh = TrainingMesh() if mesh is None else mesh
+    for name in needed:
+        mesh.check_batch(f"{name}_batch_size", getattr(settings, f"{name}_batch_size"))
     stored = {name: settings.deciding(name) for name in needed}
     loop.check_folder(out, stored)
     if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone is no model
@@ -50,9 +60,9 @@ def train(
     with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
         loop.check_folder(out, stored)  # again: another process may have ended just now
         if stage == "classifier":
-            classifier_trainer.train(settings, Path(out), Path(out) / MODEL, quiet)
+            classifier_trainer.train(settings, Path(out), Path(out) / MODEL, quiet, mesh)
             return Path(out) / MODEL
-        return _train(settings, stage, needed, out, quiet)
+        return _train(settings, stage, needed, out, quiet, mesh)
 
 
 def _is_complete(settings: TrainingSettings, out: Path) -> bool:
@@ -68,6 +78,7 @@ def _train(
     needed: tuple[str, ...],
     out: str | os.PathLike,
     quiet: bool,
+    mesh: TrainingMesh,
 ) -> Path | None:
     """Train codec and transformer (`train`) in a folder that this process holds.
 
@@ -83,7 +94,7 @@ def _train(
     settings.check_pictures(len(pictures.train), needed if stage == "both" else (stage,))
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    codec_stage = VQVAEStage(settings, settings.codec, pictures)
+    codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh)
     if stage == "var":
         state = _finished_state(codec_stage, out)
     else:
@@ -97,7 +108,8 @@ def _train(
         write_tokens(path, codec, pictures, settings)
     tokens = read_tokens(path, pictures, config)
     quantizer = getattr(codec, "quantizer", None)
-    transformer_stage = TRANSFORMERS[settings.family](settings, config, tokens, quantizer)
+    made = TRANSFORMERS[settings.family]
+    transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh)
     state = loop.run(transformer_stage, out, quiet)
     transformer = transformer_stage.model(state["ema"])
     return _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
@@ -107,7 +119,8 @@ def _finished_state(stage: VQVAEStage, out: str | os.PathLike) -> dict:
     """Return the state after the last step of the codec's training."""
     stored = stage.settings.deciding(stage.name)
     with loop.StageFolder(out, stage.name, stored) as folder:
-        state, done = folder.restore(stage.initial_state())
+        state = stage.initial_state()
+        state, done = folder.restore(state, stage.places(state))
     if done < stage.steps:
         raise UserError(
             f"the codec in {folder.path} has {done} of {stage.steps} steps: finish it with"

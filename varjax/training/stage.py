@@ -17,6 +17,7 @@ from flax import nnx
 
 from varjax.models import registry
 from varjax.nn import parameters
+from varjax.parallel.training import TrainingMesh
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 
@@ -41,6 +42,7 @@ class TrainingStage:
     settings: TrainingSettings
     config: object
     data: Dataset = field(compare=False, repr=False)
+    mesh: TrainingMesh = field(default=TrainingMesh(), kw_only=True)
 
     name: ClassVar[str]
     part: ClassVar[str]  # which part of the model is trained: "codec" or "transformer"
@@ -66,6 +68,26 @@ class TrainingStage:
     def initial_state(self) -> dict:
         model = self.network(self.config, rngs=nnx.Rngs(self.settings.seed))
         return initial_state(parameters.named(model), self.optimizer())
+
+    def places(self, state: dict) -> dict:
+        """Return where each array of a state lies, in place of the array."""
+        if self.mesh.size == 1:
+            # the default device, and committed: every later state is, and would compile again
+            place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+            return jax.tree.map(lambda _: place, state)
+        return self.mesh.state(state)
+
+    def spread(self, *arrays: np.ndarray | jax.Array) -> list:
+        """Return arrays of the pictures of a step as they are divided over the mesh."""
+        if self.mesh.size == 1:
+            return list(arrays)
+        return [jax.device_put(array, self.mesh.batch()) for array in arrays]
+
+    def kept(self, state: dict) -> dict:
+        """Return a new state of a compiled step, which lies as the old one did."""
+        if self.mesh.size == 1:
+            return state
+        return jax.lax.with_sharding_constraint(state, self.mesh.state(state))
 
     def model(self, params: Mapping) -> nnx.Module:
         """Return the network with these parameters, for example `state["ema"]`."""

@@ -53,6 +53,7 @@ class TransformerStage(TrainingStage):
         chosen, mirrored = self.pictures(n)
         tokens = self.train_items(mirrored.astype(int), chosen)
         labels = self.data.train_labels[chosen]
+        tokens, labels = self.spread(tokens, labels)
         return self._train(state, self.quantizer, tokens, labels, self.key(n))
 
     def validate(self, state: dict) -> dict:
@@ -82,7 +83,7 @@ class TransformerStage(TrainingStage):
             return loss.mean(), right.mean()
 
         state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
-        return state, {"loss": loss, "accuracy": right, "gradient_norm": norm}
+        return self.kept(state), {"loss": loss, "accuracy": right, "gradient_norm": norm}
 
     @functools.partial(jax.jit, static_argnums=0)
     def _evaluate(self, params: dict, quantizer: Quantizer, tokens, labels):

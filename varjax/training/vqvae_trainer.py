@@ -83,7 +83,7 @@ class VQVAEStage(TrainingStage):
     def _images(self, n: int) -> jax.Array:
         """Return the pictures of step n, [B, S, S, 3] in [-1, 1], half of them mirrored."""
         chosen, mirrored = self.pictures(n)
-        return _pixels(self.train_items(chosen), mirrored)
+        return _pixels(*self.spread(self.train_items(chosen), mirrored))
 
     def _place_codes(self, state: dict, n: int) -> dict:
         """Put the first codes into the state: k-means of the vectors of some batches."""
@@ -93,7 +93,8 @@ class VQVAEStage(TrainingStage):
         for i in range(1, -(-wanted // len(vectors[0]))):
             vectors.append(self._first_vectors(state, self._images(n + i)))
         codes = k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
-        return _with_codes(state, codes, moved=jnp.ones(count, bool))
+        state = _with_codes(state, codes, moved=jnp.ones(count, bool))
+        return jax.device_put(state, self.places(state))
 
     # --- compiled ---
 
@@ -101,7 +102,8 @@ class VQVAEStage(TrainingStage):
     def _train(self, state: dict, images, quantise: bool):
         loss_of = functools.partial(self._loss, images=images, quantise=quantise)
         new, (_, (metrics, used)), norm = descend(state, loss_of, self.optimizer(), self.ema)
-        return {**new, "usage": state["usage"] + used}, {**metrics, "gradient_norm": norm}
+        new = self.kept({**new, "usage": state["usage"] + used})
+        return new, {**metrics, "gradient_norm": norm}
 
     def _loss(self, params: dict, images, quantise: bool):
         codec, dtype = self.model(params), jnp.dtype(self.settings.dtype)
@@ -133,7 +135,7 @@ class VQVAEStage(TrainingStage):
         codec = self.model(state["params"])
         vectors, codes = codec.vectors(codec.encode(images)), state["params"][_codes_name(state)]
         codes, moved = reseed(key, codes, state["usage"], vectors.reshape(-1, vectors.shape[-1]))
-        return _with_codes(state, codes, moved)
+        return self.kept(_with_codes(state, codes, moved))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _reconstruction_error(self, codec: ImageCodec, images):

@@ -1,0 +1,57 @@
+"""--distributed: many processes that work as one (`varjax.parallel.processes`)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from experiments.generation import Generation, environment
+from experiments.output import FolderFlags
+from varjax.cli.flags import CommandFlags, about
+from varjax.errors import UserError
+from varjax.parallel import processes
+
+Job = TypeVar("Job", bound=Generation)
+CHECKPOINT = ("model", "model_sources", "model_files", "schedule")
+
+
+class DistributedFlag:
+    """--distributed of a command that has --out."""
+
+    def __init__(self, flags: CommandFlags):
+        self._flag = flags.string(
+            "distributed",
+            None,
+            "Many processes that work as one, on all their devices: COORDINATOR:PORT,PROCESSES,"
+            "INDEX, the address of process 0, how many there are, and which this is (from 0 on); "
+            "or auto: what a TPU pod, GKE, SLURM or Open MPI says.",
+        )
+
+    def start(self) -> None:
+        """Join the other processes, if the flag is given. `UserError` if they cannot be joined."""
+        if self._flag.value is not None:
+            with about(self._flag):
+                processes.start(self._flag.value)
+
+    def resolve(self, resolve: Callable[[], Job], out: FolderFlags) -> Job:
+        """Return what is to be done, the same in all processes.
+
+        Raises:
+          UserError: in all processes alike, if one of them cannot do it or was asked for something
+            else.
+        """
+        if self._flag.value is None:
+            return resolve()
+        with processes.together():
+            if out.path is None:
+                raise UserError("--distributed: name one folder for all processes with --out")
+            job = resolve()
+        if isinstance(job, Generation):  # memory decides the batch, and differs
+            smallest = int(processes.say_all(np.array(job.batch_size)).min())
+            job = dataclasses.replace(job, batch_size=smallest)
+        said, versions = job.describe(), environment()["versions"]
+        checkpoint = {name: said.pop(name, None) for name in CHECKPOINT}
+        same = {"checkpoint": checkpoint, "versions": versions, **said}
+        processes.agree(same | {"--out": out.path.name, "--overwrite": out.overwrite})
+        return job

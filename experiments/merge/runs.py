@@ -1,0 +1,108 @@
+"""Joining the parts of a run."""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from experiments import parts
+from experiments.batch_files import Series
+from experiments.output import BatchStore
+from experiments.parts import Part
+from experiments.run import files, results
+from experiments.run.files import Shown
+from experiments.run.part import FIDELITY
+from experiments.shards import PartStore
+from varjax import metrics
+from varjax.errors import UserError
+from varjax.storage.atomic import Written
+
+
+class JoinedStore:
+    """The batches of all parts, as `experiments.run.files` takes them."""
+
+    def __init__(self, out: pathlib.Path, found: Sequence[Part]):
+        self.out, self.work = out, found[0].work
+        self._stores = [_store(out, part) for part in found]
+        made = self._stores[0].series
+        self.series = {n: Series(s.count, s.batch_size, s.arrays) for n, s in made.items()}
+
+    @property
+    def replaces(self) -> Written:
+        return parts.files_of_parts
+
+    def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        for store in self._stores:
+            yield from store.batches(series)
+
+    collect = BatchStore.collect
+
+    def close(self) -> None:
+        """The parts went when the results took their place."""
+
+
+def _store(out: pathlib.Path, part: Part) -> PartStore:
+    """Return the batches of a part; `UserError` unless all its images are there."""
+    said = part.content
+    made = part.shard.images(said["count"], said["batch_size"])
+    series = {
+        name: Series(
+            said["count"],
+            said["batch_size"],
+            {n: (np.dtype(kind), tuple(shape)) for n, (kind, shape) in arrays.items()},
+            made,
+        )
+        for name, arrays in said["arrays"].items()
+    }
+    store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
+    store.scan()
+    for name in series:
+        if gaps := store.missing(name):
+            raise UserError(
+                f"{part.work.path} lacks image {gaps[0][0]}, or its file is damaged or doubled: "
+                f"{parts.again(part.work.path)}"
+            )
+    return store
+
+
+def join(out: pathlib.Path, found: list[Part]) -> str:
+    """Write the results of a run in place of its parts; return the lines to print."""
+    store = JoinedStore(out, found)
+    report = _report(found)
+    drawn = [part for part in found if part.content["report"]]
+    arrays = [_fidelity(part) for part in drawn]
+    if arrays[0]:
+        report["fidelity"] = results.fidelity(metrics.joined(arrays), drawn[0].content["judges"])
+    files.write(store, Shown.from_json(found[0].content["shown"]), report)
+    return results.summary(report, out)
+
+
+def _fidelity(part: Part) -> dict[str, np.ndarray]:
+    named = ((n, a) for n, a in part.arrays.items() if n.startswith(FIDELITY))
+    return {name.removeprefix(FIDELITY): array for name, array in named}
+
+
+def _report(found: Sequence[Part]) -> dict:
+    """Return the report of all parts: that of the first one, but for times and devices."""
+    reports = [part.content["report"] for part in found if part.content["report"]]
+    base = reports[0]
+    return {
+        **base,
+        "resumed": any(report["resumed"] for report in reports),
+        "device": parts.device_of(found),
+        "time": _times([report["time"] for report in reports], base["batch_size"]),
+    }
+
+
+def _times(each: Sequence[dict], batch_size: int) -> dict:
+    """Return the times of all parts: programs are compiled and first run in each."""
+    runs = [seconds for times in each for seconds in times["runs"]]
+    warm = [seconds for times in each for seconds in times["runs"][1:]] or runs
+    first = [times["first_run_s"] for times in each if times["runs"]]
+    steady = float(np.median(warm)) / batch_size if warm else None
+    return {
+        **each[0],
+        "first_run_s": first[0] if first else None,
+        "steady_s_per_image": steady,
+        "runs": runs,
+    }

@@ -1,0 +1,170 @@
+"""What a finished part of a run says, in `part.npz` of its folder, and the parts of a folder,
+checked together.
+
+A part's batches or cells lie beside it. They and `part.npz` hold the digest of the settings and a
+seal each (`experiments.batch_files`), so that parts of different runs, and files that were changed,
+are found.
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments import batch_files
+from experiments.batch_files import Damaged
+from experiments.shards import PartStore, Shard, check_parts_folder, parts_in
+from experiments.work_folder import OURS, PART, SETTINGS, WorkFolder
+from varjax.errors import UserError, some
+from varjax.io.json_text import json_safe
+from varjax.storage import lock
+from varjax.storage.atomic import DESKTOP
+from varjax.storage.manifest import parse_json
+
+CONTENT = "content"  # the array that holds JSON in UTF-8
+
+
+def write(store: PartStore, content: Mapping, arrays: Mapping[str, np.ndarray]) -> None:
+    """Say that a part is finished. content: JSON data."""
+    text = json.dumps(json_safe(content)).encode("utf-8", "surrogatepass")
+    held = {**arrays, CONTENT: np.frombuffer(text, np.uint8)}
+    batch_files.write(store.work.path / PART, store.work.digest, held)
+
+
+def is_written(store: PartStore) -> bool:
+    """Return whether a part says that it is finished."""
+    with contextlib.suppress(Damaged, OSError):
+        batch_files.read(store.work.path / PART, ())
+        return batch_files.settings_of(store.work.path / PART) == store.work.digest
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A finished part. content: JSON data that it says, and arrays."""
+
+    shard: Shard
+    work: WorkFolder
+    content: dict
+    arrays: Mapping[str, np.ndarray]
+
+
+def read(out: pathlib.Path) -> list[Part]:
+    """Return all parts of a folder, in order.
+
+    Raises:
+      UserError: a part is missing, damaged, not finished, or of other settings or versions than
+        the first one.
+    """
+    if not out.exists():
+        raise UserError(f"there is no folder {out}: name the --out of the parts")
+    check_parts_folder(out, None)
+    found = parts_in(out)
+    if not found:
+        raise UserError(f"{out} holds no parts: name the --out of runs with --shard=I/N")
+    count = _count_of(out, found)
+    first = _settings(found[0][1])
+    parts = [_read(folder, Shard(index, count), first) for index, folder in found]
+    _check_versions(parts)
+    return parts
+
+
+def _count_of(out: pathlib.Path, found: list[tuple[int, pathlib.Path]]) -> int:
+    """Return how many parts there are, if each is there once."""
+    counts = sorted({int(folder.name.rpartition("-")[2]) for _, folder in found})
+    if len(counts) > 1:
+        raise UserError(
+            f"{out} holds parts of {some(map(str, counts), between=' and of ')}, so images are "
+            "doubled: keep the parts of one division and move the others away"
+        )
+    missing = sorted(set(range(counts[0])) - {index for index, _ in found})
+    if missing:
+        named = [f"{index}/{counts[0]}" for index in missing]
+        raise UserError(
+            f"{out} lacks {len(missing)} of {counts[0]} parts: start the same command with "
+            f"--shard={some(named, 5)}"
+        )
+    if found[-1][0] >= counts[0]:
+        raise UserError(
+            f"{found[-1][1]}: parts of {counts[0]} end at {counts[0] - 1}: move it away"
+        )
+    return counts[0]
+
+
+def _settings(folder: pathlib.Path) -> dict:
+    """Return the settings of a part, as its own file says them."""
+    with contextlib.suppress(OSError, ValueError):
+        content = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+    raise UserError(f"{folder}: {SETTINGS} is missing or damaged: put it back, or {again(folder)}")
+
+
+def again(folder: pathlib.Path) -> str:
+    """Return what to do with a damaged part."""
+    _, index, _, count = folder.name.split("-")
+    return f"start its command again (--shard={index}/{count}), which makes what is missing"
+
+
+def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
+    work = WorkFolder(folder, settings)
+    if work.is_held():
+        raise UserError(f"{shard} is still at work in {folder}: wait until it has ended")
+    work.check(overwrite=True)  # nothing else than files of runs
+    if (differs := work.differs()) is not None:
+        raise UserError(
+            f"{shard} in {folder} was made with other settings than the first one{differs}, or was "
+            "edited: remove it and make it again with the flags of the others"
+        )
+    try:
+        _, arrays = batch_files.read(folder / PART)
+        content = parse_json(bytes(arrays.pop(CONTENT)).decode("utf-8", "surrogatepass"))
+    except FileNotFoundError:
+        raise UserError(f"{shard} in {folder} is not finished: {again(folder)}") from None
+    except (Damaged, KeyError, ValueError) as error:
+        raise UserError(
+            f"{folder / PART} is damaged ({error!s:.200}): remove it and {again(folder)}"
+        ) from None
+    return Part(shard, work, content, arrays)
+
+
+def _check_versions(parts: list[Part]) -> None:
+    """`UserError` unless all parts were made by one version of everything."""
+    first = parts[0]
+    for part in parts[1:]:
+        ours, theirs = (p.content["environment"]["versions"] for p in (first, part))
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                raise UserError(
+                    f"{first.shard} was made with {name} {ours.get(name)}, {part.shard} with "
+                    f"{theirs.get(name)}: make both with one version"
+                )
+        if first.content["command"] != part.content["command"]:
+            raise UserError(f"{first.shard} and {part.shard} are of different commands")
+
+
+def device_of(parts: list[Part]) -> str:
+    """Return the devices that made the parts, each kind once."""
+    return "; ".join(dict.fromkeys(part.content["environment"]["device"] for part in parts))
+
+
+@contextlib.contextmanager
+def held(parts: list[Part]) -> Iterator[None]:
+    """Keep other processes out of all parts."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part.work.held())
+        yield
+
+
+def files_of_parts(out: pathlib.Path) -> set[str]:
+    """Return the files below a folder that belong to parts (`varjax.storage.atomic.Written`)."""
+    found = set()
+    for _, folder in parts_in(out):
+        for path in folder.iterdir():
+            if OURS.fullmatch(path.name) or path.name in DESKTOP or path.name == lock.NAME:
+                found.add(f"{folder.name}/{path.name}")
+    return found

@@ -1,0 +1,164 @@
+"""Files of a finished run, written from its batches: pictures, arrays and report.json appear all at
+once. What they hold besides the batches is a `Shown`, which parts of a run carry
+(`experiments.parts`), so that joining them needs neither model nor flags.
+
+Batches are read one after the other, so that large sets of pictures need little memory.
+"""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from experiments.batch_files import Series
+from experiments.prompts.layouts import write_images
+from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.work_folder import PIXELS, WorkFolder
+from varjax.conditions import Condition
+from varjax.errors import MissingExtra
+from varjax.io import images
+from varjax.io.json_text import json_text
+from varjax.storage.atomic import Written, new_folder, write_text
+
+SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
+GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Shown:
+    """What the files of a run say besides its batches.
+
+    numbers: int32 [N], labels or numbers of prompts. captions: of images in grid.png.
+    prompts: that the images are of, `each` images of each; None: they are of classes.
+    arrays: names of those in arrays.npz; None: the file is not wanted.
+    """
+
+    numbers: np.ndarray
+    captions: Sequence[str] | None
+    prompts: PromptSet | None
+    each: int
+    seed: int
+    arrays: Sequence[str] | None
+
+    @classmethod
+    def of(
+        cls, condition: Condition, size: tuple[int, int], seed: int, arrays: Sequence[str] | None
+    ) -> "Shown":
+        """size: height and width of the images that are written."""
+        captions = condition.captions
+        return cls(
+            numbers=condition.numbers,
+            captions=captions and list(captions[: _in_grid(*size)]),
+            prompts=getattr(condition, "prompts", None),
+            each=getattr(condition, "each", 1),
+            seed=seed,
+            arrays=arrays,
+        )
+
+    def to_json(self) -> dict:
+        """Return JSON data that `from_json` takes."""
+        found = {**vars(self), "numbers": self.numbers.tolist()}
+        if self.prompts is not None:
+            texts = [vars(prompt) for prompt in self.prompts.prompts]
+            found["prompts"] = {**vars(self.prompts), "prompts": texts}
+        return found
+
+    @classmethod
+    def from_json(cls, content: dict) -> "Shown":
+        found = {**content, "numbers": np.array(content["numbers"], np.int32)}
+        if prompts := content["prompts"]:
+            texts = tuple(Prompt(**prompt) for prompt in prompts["prompts"])
+            kind = Kind(prompts["kind"])
+            found["prompts"] = PromptSet(texts, kind, prompts["images_per_prompt"])
+        return cls(**found)
+
+
+def _in_grid(height: int, width: int) -> int:
+    return max(1, GRID_PIXELS // (height * width))
+
+
+class Batches(Protocol):
+    """Finished batches, of one process (`experiments.output.BatchStore`) or of several parts.
+
+    out: the folder to write. work: a folder for large files in between."""
+
+    out: pathlib.Path
+    work: WorkFolder
+    series: Mapping[str, Series]
+
+    @property
+    def replaces(self) -> Written | None: ...
+
+    def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]: ...
+
+    def collect(self, series: str) -> dict[str, np.ndarray]: ...
+
+    def close(self) -> None: ...
+
+
+def write(store: Batches, shown: Shown, report: dict) -> None:
+    """Write all results into the final folder, and name them in the report."""
+    with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
+        write_pictures(out, shown, pixels)
+        if shown.arrays is not None:
+            held = store.collect("main")
+            np.savez(out / "arrays.npz", **_as_documented(shown.arrays, held))
+        made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
+        report["files"] = sorted({*made, "report.json"})
+        write_text(out / "report.json", json_text(report))
+    store.close()
+
+
+def _as_documented(names: Sequence[str], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of arrays.npz, pictures and code maps with channels first."""
+    first = ("code_map", "images")
+    return {name: np.moveaxis(held[name], -1, 1) if name in first else held[name] for name in names}
+
+
+@contextlib.contextmanager
+def _pixels(store: Batches) -> Iterator[np.ndarray]:
+    """Give all images as uint8 [N, H, W, 3] that stays on disk, since large sets do not fit into
+    memory. They are written in order, and not through a memory map: with a map, a full disk would
+    kill the process."""
+    path, count = store.work.path / PIXELS, store.series["main"].count
+    try:
+        with open(path, "wb") as file:
+            for index, results in store.batches("main"):
+                some = results["images"]
+                some = some if some.dtype == np.uint8 else images.to_uint8(some)
+                if not index[0]:
+                    shape = (count, *some.shape[1:])
+                    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(np.ascontiguousarray(some).data)
+        yield np.load(path, mmap_mode="r")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
+    """Write samples.npz, grid.png and, of prompts, images/ with its manifest. pixels: uint8
+    [N, H, W, 3]."""
+    order = _order(len(pixels)) if shown.prompts is None else None
+    images.save_samples_npz(out / "samples.npz", pixels, shown.numbers, order)
+    some = _in_grid(*pixels.shape[1:3])
+    try:
+        images.save_grid(out / "grid.png", pixels[:some], labels=shown.captions)
+        if shown.prompts is not None:
+            write_images(out, shown.prompts, pixels, shown.each, seed=shown.seed)
+    except MissingExtra as error:
+        print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
+
+
+def _order(count: int) -> np.ndarray | None:
+    """Return the order of a class-conditional model's pictures in samples.npz; None: as drawn.
+
+    Large sets are shuffled: ADM's Inception score takes consecutive blocks, and is too low if a
+    block has few classes."""
+    if count < SHUFFLED_FROM:
+        return None
+    return np.random.RandomState(SHUFFLE_SEED).permutation(count)

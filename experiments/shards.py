@@ -1,0 +1,174 @@
+"""`--shard=I/N`: one of N jobs that share the images of a run, or the cells of a sweep, without any
+communication.
+
+Job I works in OUT/part-I-of-N, where its finished files stay; `experiments.merge` checks that all
+parts are there and joins them. Each job has images that follow one another: whole batches, so that
+every program call is one that a single process would have made, or parts of one batch where there
+are fewer batches than jobs.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.batch_files import Series
+from experiments.output import BatchStore, FolderFlags, written
+from experiments.shared_store import open_store
+from experiments.work_folder import WorkFolder
+from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError
+from varjax.parallel import processes
+from varjax.storage.atomic import DESKTOP, check_place
+
+MOST = 10**5  # jobs of a run
+NAME = re.compile(r"part-(0|[1-9]\d{0,5})-of-([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count`, counted from 0."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Read "2/8". `UserError` unless it names one of its parts."""
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+        index, count = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= count <= MOST:
+            raise UserError(
+                f"--shard={text:.60} is no part: write I/N, part I (from 0 on) of N, N at most "
+                f"{MOST}, for example 0/8"
+            )
+        if index >= count:
+            raise UserError(
+                f"--shard={text}: there is no part {index} of {count}: parts are counted from 0 to "
+                f"{count - 1}"
+            )
+        return cls(index, count)
+
+    def __str__(self) -> str:
+        return f"part {self.index} of {self.count}"
+
+    def folder(self, out: pathlib.Path) -> pathlib.Path:
+        """Where this part is kept."""
+        return out / f"part-{self.index}-of-{self.count}"
+
+    def images(self, count: int, batch_size: int) -> range:
+        """Return the images of this part, of `count` images."""
+        batches = -(-count // batch_size)
+        unit, units = (batch_size, batches) if batches >= self.count else (1, count)
+        first, last = (i * units // self.count * unit for i in (self.index, self.index + 1))
+        return range(first, min(last, count))
+
+    def of(self, items: Sequence) -> list:
+        """Return every N-th item, which are this part's."""
+        return list(items[self.index :: self.count])
+
+
+class ShardFlag:
+    """--shard of a command that has --out."""
+
+    def __init__(self, flags: CommandFlags, what: str):
+        self._flag = flags.string(
+            "shard",
+            None,
+            f"I/N: only part I (from 0 on) of N of the {what}, into OUT/part-I-of-N; "
+            "experiments.merge joins the parts.",
+        )
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part that is asked for; None: everything. `UserError` if there is no such part."""
+        return None if self._flag.value is None else Shard.parse(self._flag.value)
+
+    def open(
+        self,
+        folder: FolderFlags,
+        stem: str,
+        description: dict,
+        series: Mapping[str, Series] | None = None,
+    ) -> BatchStore:
+        """Return the store of the part or, without --shard, of the whole (`FolderFlags.open`)."""
+        if (shard := self.shard) is None:
+            return open_store(folder, stem, description, series)
+        if processes.count() > 1:
+            raise UserError(
+                f"--shard={self._flag.value} and --distributed: parts know nothing of each other, "
+                "processes do: leave out one of them"
+            )
+        if folder.path is None:
+            raise UserError(f"--shard={self._flag.value}: name the folder of all parts with --out")
+        store = PartStore(
+            folder.path, shard, description, overwrite=folder.overwrite, series=series
+        )
+        store.check_siblings()
+        return store
+
+
+class PartStore(BatchStore):
+    """One part of a run in OUT/part-I-of-N. Its files stay there until they are joined."""
+
+    def __init__(
+        self,
+        out: pathlib.Path,
+        shard: Shard,
+        description: dict,
+        *,
+        overwrite: bool,
+        series: Mapping[str, Series] | None = None,
+    ):
+        self.shard = shard
+        super().__init__(out, description, overwrite=overwrite, series=series)
+
+    def _place(self) -> pathlib.Path:
+        return self.shard.folder(self.out)
+
+    def _check_out(self) -> None:
+        check_place(self.out, flag="--out")
+        if os.path.lexists(self.out):
+            check_parts_folder(self.out, self.shard.count)
+
+    def check_siblings(self) -> None:
+        """Raise `UserError` if other parts were made with other settings."""
+        for index, folder in () if self.overwrite else parts_in(self.out):
+            if index != self.shard.index:
+                work = WorkFolder(folder, self.work.description)
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # its job is at work: files come and go
+                    work.check(overwrite=False)
+
+
+def parts_in(out: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
+    """Return (number, folder) of the parts in a folder, in order."""
+    found = [(NAME.fullmatch(path.name), path) for path in out.iterdir()] if out.is_dir() else []
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def check_parts_folder(out: pathlib.Path, count: int | None) -> None:
+    """Raise `UserError` unless a folder holds parts and nothing else.
+
+    count: of how many they have to be; None: of any number."""
+    if out.is_symlink() or not out.is_dir():
+        raise UserError(f"{out} is a link or no folder: name a folder for the parts with --out")
+    if written(out) is not None:
+        raise UserError(
+            f"{out} holds finished results already: choose another folder, or move it away"
+        )
+    for path in sorted(out.iterdir()):
+        match = NAME.fullmatch(path.name)
+        if not match and path.name not in DESKTOP:
+            raise UserError(
+                f"{out} holds {path.name!a:.80}, which is no part of a run: choose another folder, "
+                "or move that away"
+            )
+        if match and count and int(match[2]) != count:
+            raise UserError(
+                f"{out} holds {path.name}, a part of another division than of {count}: finish or "
+                "remove its parts, or choose another folder"
+            )

@@ -1,0 +1,136 @@
+"""Several processes on the loopback address: one result, nothing lost or repeated, and errors that
+all of them say."""
+
+import collections
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(folder, verb, each, *flags, out="out"):
+    """Run a command in processes, whose own things are in `each`: [{"when": signal, "flags": ...}].
+    Returns [(exit status, standard output, standard error)]."""
+    port, started = free_port(), []
+    for i, own in enumerate(each):
+        notes = folder / f"notes-{len(list(folder.glob('notes-*')))}"
+        notes.touch()
+        where = f"--distributed=127.0.0.1:{port},{len(each)},{i}"
+        into = f"--out={folder / own.get('out', out)}"
+        command = [
+            sys.executable,
+            "-m",
+            "tests.experiments.many",
+            notes,
+            own.get("when", "0"),
+            verb,
+        ]
+        command += [*flags, where, into, *own.get("flags", ())]
+        command += [f"--compilation_cache={folder / 'programs'}"]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": own.get("xla", "")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
+    try:
+        texts = [process.communicate(timeout=400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *text) for p, text in zip(started, texts, strict=True)]
+
+
+def stored(folder) -> dict[str, int]:
+    """How often each image was stored by all processes so far."""
+    lines = [line for path in folder.glob("notes-*") for line in path.read_text().splitlines()]
+    return collections.Counter(lines)
+
+
+def loaded(path):
+    with np.load(path) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def test_killed_then_resumed_with_another_number_is_one_run(call, checkpoint, tmp_path):
+    """Two processes, one of which dies; three, which are asked to end; then one without them."""
+    flags = (checkpoint, *RUN, "--save_arrays")
+    two = start(
+        tmp_path, "run", [{}, {"when": "SIGKILL:1"}], *flags, "--batch_size=2", "--mesh=data=-1"
+    )
+    assert two[1][0] == -9 and two[0][0] != 0, two
+    assert "another process is gone" in two[0][2] or "died" in two[0][2], two[0][2]
+    before = stored(tmp_path)
+    assert before and not (tmp_path / "out").exists()
+    three = start(
+        tmp_path, "run", [{"when": "SIGTERM:1"}, {}, {}], *flags, "--batch_size=3", "--mesh=data=3"
+    )
+    assert [status for status, *_ in three] == [0, 0, 0], three
+    assert "resume by the same command" in three[0][2] and not (tmp_path / "out").exists()
+    four = start(tmp_path, "run", [{}, {}], *flags, "--batch_size=2")
+    assert [status for status, *_ in four] == [0, 0], four
+    assert "images/s" in four[0][2] and "image 8/8" in four[0][2] and not four[1][1]
+    assert stored(tmp_path) == {f"main {i}": 1 for i in range(8)}  # nothing lost or repeated
+    whole = tmp_path / "whole"
+    assert call("run", *flags, "--batch_size=1", f"--out={whole}")[0] == 0  # as on each device
+    for name in ("samples.npz", "arrays.npz"):
+        ours, theirs = loaded(tmp_path / "out" / name), loaded(whole / name)
+        assert ours.keys() == theirs.keys()
+        for key, array in ours.items():
+            np.testing.assert_array_equal(array, theirs[key], err_msg=key)
+    grids = [(folder / "grid.png").read_bytes() for folder in (tmp_path / "out", whole)]
+    assert grids[0] == grids[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"flags": ["--seed=1"]}, "process 1 was started with another seed than process 0"),
+        pytest.param(
+            {"flags": ["--budget=0.6"]},
+            "process 1 was started with another",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"flags": ["--budget=7"]}, "budget", marks=pytest.mark.slow),
+        ({"out": "elsewhere/out"}, "not the same folder as that of process 0"),
+    ],
+)
+def test_what_one_process_is_asked_for_all_must_be(checkpoint, tmp_path, own, message):
+    (tmp_path / "elsewhere").mkdir()
+    found = start(tmp_path, "run", [{}, own], checkpoint, *RUN)
+    for status, _, err in found:
+        assert status == 2 and message in err and err.count("error:") == 1, found
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("notes")}
+    assert left <= {"elsewhere", "programs"} and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_folder(checkpoint, tmp_path):
+    from varjax.storage import lock
+
+    with lock.held(tmp_path / "out.partial", "busy"):
+        found = start(tmp_path, "run", [{}, {}], checkpoint, *RUN)
+    for status, _, err in found:
+        assert status == 2 and "another run is writing" in err, found
+
+
+@pytest.mark.slow
+def test_model_over_processes(call, checkpoint, tmp_path):
+    flags = (checkpoint, "--num_images=4", "--batch_size=4", "--segments=1")
+    found = start(tmp_path, "run", [{}] * 4, *flags, "--mesh=data=-1,model=2")
+    assert [status for status, *_ in found] == [0] * 4, found
+    whole = tmp_path / "whole"
+    assert call("run", *flags, f"--out={whole}")[0] == 0
+    ours, theirs = (loaded(f / "samples.npz") for f in (tmp_path / "out", whole))
+    np.testing.assert_allclose(ours["arr_0"].astype(int), theirs["arr_0"], atol=1)
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["mesh"] == "data=2,model=2"

@@ -1,0 +1,132 @@
+"""Scores of a second query on the way of token attention: bit by bit those that the kernel for
+scores finds in slots that hold the token, for every type, with groups and with heads of a row in
+several grid steps. Attention is what it is without them."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import estimates, token_attention
+from pallas_kernels.token_attention import (
+    NewToken,
+    Probe,
+    reference,
+    storing,
+    tpu,
+    tpu_scores,
+)
+from pallas_kernels.token_specs import awaiting_token, token_arguments
+from tests.pallas_kernels.test_token_storing import FLOAT, SMALL, in_bits, token_of
+from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
+
+CASES = {
+    "bfloat16": (replace(SMALL, rows=4), {"slots": 104}, {}),
+    "float32": (FLOAT, {"slots": 41, "sums": False}, {}),
+    "int8": (replace(SMALL, kv_dtype="int8"), {"slots": 41}, {}),
+    "h100": (replace(SMALL, head_dim=100), {"slots": 105}, {}),
+    "h128": (replace(SMALL, rows=3, head_dim=128), {"slots": 37}, {}),
+    "groups": (SMALL, {"slots": 37, "group": 2}, {}),
+    "heads-apart": (replace(SMALL, heads=4), {"slots": 104}, {"most_bytes": 2 * 112 * 256}),
+}
+SLOT = 5
+
+
+def problem(spec, options):
+    """Operands with a probe, whose scores go where NaN are, and the token."""
+    query, held = awaiting_token(*token_arguments(spec, **options), SLOT)
+    rows, heads, slots, width = held.pool.shape
+    asked = jax.random.normal(jax.random.key(2), (rows, heads, width // 2), jnp.float32)
+    query = replace(query, probe=Probe(asked, jnp.bool_(True), count=12, every=8))
+    held = replace(held, scores=jnp.full((rows, heads, slots), jnp.nan, jnp.float32))
+    k, v, slot = token_of(query, SLOT)  # one for every query head
+    return query, held, NewToken(k[:, :heads], v[:, :heads], slot)
+
+
+def without(query):
+    return replace(query, probe=None)
+
+
+def check(spec, options, store_and_attend, scores) -> None:
+    query, held, token = problem(spec, options)
+    out, found = jax.block_until_ready(jax.jit(store_and_attend)(query, held, token))
+    plain, stored = jax.jit(store_and_attend)(without(query), replace(held, scores=None), token)
+    for ours, right in ((out, plain), (found.pool, stored.pool), (found.mass, stored.mass)):
+        if right is not None:
+            np.testing.assert_array_equal(in_bits(ours), in_bits(right))
+    expected = scores(query.probe.mean[:, :, None], stored, 0)[:, :, 0]
+    np.testing.assert_array_equal(in_bits(found.scores), in_bits(expected))
+    assert found.scores.dtype == jnp.float32 and stored.scores is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_their_own_kernel(case):
+    spec, options, more = CASES[case]
+    run = partial(tpu.store_and_attend, interpret=True, **more)
+    check(spec, options, run, partial(tpu_scores.scores, interpret=True))
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "int8"])
+def test_reference(case):
+    spec, options, _ = CASES[case]
+    check(spec, options, reference.store_and_attend, jax.jit(reference.scores, static_argnums=2))
+
+
+STEPS = {"most_bytes": 3 * 112 * 256}  # a row each
+
+
+@pytest.mark.parametrize("cores", CORES)
+def test_simulated(cores):
+    """With late copies, and steps on two cores."""
+    spec, options, _ = CASES["bfloat16"]
+    run = simulated(tpu.store_and_attend, cores, **STEPS)
+    check(spec, options, run, partial(tpu_scores.scores, interpret=True))
+    assert not has_races()
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_simulated_where_nobody_asks(cores):
+    """Attention and pool are right. Two cores race for one place of scores that nobody reads."""
+    query, held, token = problem(*CASES["bfloat16"][:2])
+    query = replace(query, probe=replace(query.probe, wanted=jnp.bool_(False)))
+    run = simulated(tpu.store_and_attend, cores, stops=False, **STEPS)
+    out, found = jax.block_until_ready(jax.jit(run)(query, held, token))
+    assert cores == 2 or not has_races()
+    expected, stored = reference.store_and_attend(without(query), held, token)
+    np.testing.assert_allclose(*(np.float32(a) for a in (out, expected)), atol=1e-2)
+    np.testing.assert_array_equal(in_bits(found.pool), in_bits(stored.pool))
+
+
+def test_nothing_is_scored_where_nobody_asks():
+    """The reference leaves what is there, and attention does not read it."""
+    spec, options, _ = CASES["float32"]
+    query, held, token = problem(spec, options)
+    query = replace(query, probe=replace(query.probe, wanted=jnp.bool_(False)))
+    _, found = reference.store_and_attend(query, held, token)
+    assert np.isnan(found.scores).all()
+
+
+def test_who_scores_on_the_way():
+    assert token_attention.scores_on_the_way("tpu")
+    assert token_attention.scores_on_the_way("tpu-interpret")
+    for name in ("reference", "mosaic", "triton", None):  # None: on this machine, a CPU
+        assert not token_attention.scores_on_the_way(name)
+
+
+def test_estimate():
+    """One call in eight reads the probe and writes its scores."""
+    query, held, _ = problem(*CASES["bfloat16"][:2])
+    of = partial(estimates.attend_token, query.q, held.pool, held.position, None, None)
+    plain, probed = of(stored=8), of(stored=8, probed=8)
+    rows, heads, slots, _ = held.pool.shape
+    assert probed.bytes_accessed - plain.bytes_accessed == 4 * rows * heads * (slots + 64) / 8
+    assert probed.flops - plain.flops == 2 * rows * heads * slots * 64 / 8
+
+
+def test_a_module_without_scores_takes_no_probe():
+    query, held, token = problem(*CASES["float32"][:2])
+    after = storing.in_two_steps(lambda query, held: (query.probe, None))
+    assert after(without(query), held, token)[0] is None

@@ -1,0 +1,265 @@
+"""Many processes that work as one: `jax.distributed`, and what they tell each other.
+
+All processes run the same command. `together` makes an error of one an error of all, `agree`
+compares what they were asked for, and `say_all` exchanges numbers after every batch. Without
+`start` there is one process, and all of this does nothing.
+
+A process that dies is noticed by the next exchange, when its connection closes, or by the
+heartbeats of `jax.distributed`, which then end the process.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from varjax.errors import UserError, some
+
+AUTO = "auto"
+Item = TypeVar("Item")
+EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
+START_S, HEARTBEAT_S, STOP_S = 120.0, 30, 30  # seconds until somebody counts as lost
+MOST = 10**5  # processes
+MESSAGE = 2000  # bytes of an error that other processes are told
+LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
+
+
+_agreed: list[str] = []  # errors that all processes have raised
+
+
+class AgreedError(UserError):
+    """An error that all processes raise together."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        _agreed.append(message)
+
+
+class LostProcess(Exception):
+    """Another process does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is. coordinator: address and port of process 0."""
+
+    coordinator: str
+    count: int
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Read "10.0.0.1:1234,4,0". `UserError` unless it is one of its processes."""
+        match = re.fullmatch(r"(\S+:(\d{1,5})),(\d{1,6}),(\d{1,6})", text, re.ASCII)
+        if not match or not 0 < int(match[2]) < 2**16:
+            raise UserError(f"give {EXAMPLE}")
+        count, index = int(match[3]), int(match[4])
+        if not 1 <= count <= MOST or index >= count:
+            raise UserError(
+                f"there is no process {index} of {count}: processes are counted from 0 on; "
+                f"give {EXAMPLE}"
+            )
+        return cls(match[1], count, index)
+
+
+def start(text: str) -> None:
+    """Join the other processes; it waits for all of them. Call it before JAX is used.
+
+    text: "auto" (TPU pods, GKE, SLURM, Open MPI), or "COORDINATOR:PORT,PROCESSES,INDEX".
+
+    Raises:
+      UserError: it says something else, nothing is detected, or the others do not come.
+    """
+    place = None if text == AUTO else Place.parse(text)
+    given = {}
+    if place:
+        given = dict(
+            coordinator_address=place.coordinator,
+            num_processes=place.count,
+            process_id=place.index,
+            cluster_detection_method="deactivate",
+        )
+        if place.coordinator.startswith(("127.0.0.1:", "localhost:")):
+            given["coordinator_bind_address"] = place.coordinator  # nobody else has to reach it
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX ends the process by a signal if the others do not come: this says it first
+    alone = threading.Timer(START_S, _give_up, [text])
+    alone.daemon = True
+    alone.start()
+    try:
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=int(2 * START_S) + 10,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=STOP_S,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"the processes do not find each other ({reason:.200}): start all of them with one "
+            f"coordinator that they can reach; give {EXAMPLE}"
+        ) from None
+    finally:
+        alone.cancel()
+
+
+def _give_up(text: str) -> None:
+    line = (
+        f"error: --distributed={text}: not all processes have come within {START_S:g} s: start "
+        "all of them at the same time, with one coordinator that they can reach"
+    )
+    print(line, file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def count() -> int:
+    """How many processes there are."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def index() -> int:
+    """The number of this process."""
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
+def where() -> str:
+    """Whose devices `jax.devices()` are, for messages."""
+    return "this machine" if count() == 1 else f"the whole of {count()} processes"
+
+
+def is_first() -> bool:
+    """Whether this process writes results and progress."""
+    return index() == 0
+
+
+def mine(items: Sequence[Item]) -> list[Item]:
+    """Every N-th item, of N processes: those that this one does."""
+    return list(items[index() :: count()])
+
+
+def wait() -> None:
+    """Wait for all processes. `LostProcess` if one does not answer."""
+    say_all(np.zeros(1))
+
+
+def say_all(values: np.ndarray) -> np.ndarray:
+    """Exchange arrays of one shape; return those of all processes, [processes, ...]. It waits for
+    all. `LostProcess` if one does not answer."""
+    values = np.asarray(values)
+    if count() == 1:
+        return values[None]
+    from jax.experimental import multihost_utils  # it registers what few commands need
+
+    try:
+        return np.asarray(multihost_utils.process_allgather(values))
+    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise LostProcess(LOST.format(f"{reason:.150}")) from None
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What fails inside in one process fails in all of them. It ends when all have come here.
+
+    Raises:
+      AgreedError: a `UserError` or `OSError` was raised here or in another process.
+      LostProcess: another process does not answer.
+    """
+    if count() == 1:
+        yield
+        return
+    mine = ""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        mine = str(error) or type(error).__name__
+    said = np.zeros(MESSAGE, np.uint8)
+    data = np.frombuffer(mine.encode(errors="replace")[:MESSAGE], np.uint8)
+    said[: len(data)] = data
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+    if mine:
+        raise AgreedError(mine)
+    failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]
+    if failed:
+        raise AgreedError(failed[0])
+
+
+def agree(asked: Mapping[str, object]) -> None:
+    """Check that all processes were asked for the same.
+
+    asked: JSON data by name, in one order.
+
+    Raises:
+      AgreedError: what differs, and in which processes; the same in all of them.
+    """
+    digests = np.stack([_digest(value) for value in (list(asked), *asked.values())])
+    names = ["settings", *asked]
+    padded = np.zeros((256, digests.shape[1]), np.uint8)
+    padded[: len(digests)] = digests
+    every = say_all(padded)
+    other = (every != every[:1]).any(-1)  # [processes, names]
+    if not other.any():
+        return
+    who = some([str(i) for i in np.flatnonzero(other.any(1))], 8)
+    what = some([name for name, differs in zip(names, other.any(0), strict=False) if differs], 8)
+    raise AgreedError(
+        f"process {who} was started with another {what} than process 0: give all processes the "
+        "same flags, files and versions"
+    )
+
+
+def _digest(value: object) -> np.ndarray:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+
+
+def leave(status: int) -> None:
+    """End this process at once if it fails alone. Its connections close, so that the others notice;
+    otherwise JAX would first wait for them."""
+    if status and count() > 1 and not _agreed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def rows_here(array: jax.Array) -> dict[int, np.ndarray]:
+    """{first row: rows} of an array that is divided along its first axis. What several devices
+    hold is given by one of them, so that every row is given by one process."""
+    found = {}
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            where = shard.index[0] if shard.index else slice(None)
+            found[where.start or 0] = np.asarray(shard.data)
+    return found
+
+
+class Stop:
+    """Whether the system has asked to end, by SIGTERM. As a context manager it listens.
+
+    JAX has a service for this, too, which handles the signal in C++; files that appear whole
+    (`varjax.storage.atomic`) handle it in Python. One handler serves both, for one process and for
+    many, which tell each other after every batch (`say_all`)."""
+
+    asked = False
+
+    def __enter__(self) -> "Stop":
+        with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *error) -> None:
+        with contextlib.suppress(ValueError, AttributeError):
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
