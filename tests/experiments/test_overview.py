@@ -17,8 +17,8 @@ COMMANDS = overview.commands()
 def test_all_commands_are_listed(capsys):
     assert overview.main(["experiments"]) == 0
     listed = capsys.readouterr().out
-    names = ["aot", "bench", "calibrate", "encode_text", "evaluate", "plan", "report", "run"]
-    names += ["sweep", "train"]
+    names = ["aot", "bench", "calibrate", "encode_text", "evaluate", "merge", "plan", "report"]
+    names += ["run", "sweep", "train"]
     assert list(COMMANDS) == [*(f"experiments.{name}" for name in names), "ported_weights"]
     for command, manual in COMMANDS.items():
         assert f"python -m {command} " in listed and len(manual) > 20 and manual in listed
