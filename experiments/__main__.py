@@ -1,13 +1,15 @@
-"""Commands of varjax. `python -m experiments.NAME --help` is the manual of each; all take
---version."""
+"""Commands of varjax. `python -m experiments.NAME --help` is the manual of each, and
+`varjax NAME --help` the same where the package is installed; all take --version."""
 
 import ast
 import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SHORT = {"ported_weights": "port"}
 
 
 def commands() -> dict[str, str]:
@@ -30,6 +32,40 @@ def overview() -> str:
     width = max(map(len, found))
     lines = (f"  python -m {name.ljust(width)}  {text}" for name, text in found.items())
     return "\n".join([" ".join((__doc__ or "").split()), "", *lines])
+
+
+def short_names() -> dict[str, str]:
+    """Return {sub-command of `varjax`: module}. ported_weights is `port`."""
+    return {SHORT.get(name, name.rpartition(".")[2]): name for name in commands()}
+
+
+def console() -> int:
+    """Run a sub-command of the console script `varjax`."""
+    name, known = (sys.argv[1:2] or ["--help"])[0], short_names()
+    if name in known:
+        module = importlib.import_module(known[name])
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"{known[name]}.__main__")
+        from varjax.cli import command_line  # importing it imports JAX
+
+        sys.argv = [f"varjax {name}", *sys.argv[2:]]
+        command_line.run(module.main)
+    if name in ("-h", "--help"):
+        width = max(map(len, known))
+        said = commands()
+        lines = (f"  varjax {short.ljust(width)}  {said[m]}" for short, m in known.items())
+        print(
+            "\n".join(
+                ["Commands of varjax; `varjax NAME --help` is the manual of each.", "", *lines]
+            )
+        )
+        return 0
+    if name == "--version":
+        return main(["varjax", name])
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean `varjax {close[0]}`? " if close else ""
+    print(f"error: unknown command {name!r}: {advice}`varjax --help` lists them", file=sys.stderr)
+    return 2
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.model import default_dtype
 from varjax.progress import Progress
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags("--num_samples=2 --save=CAL.json", "save num_samples stability checkpoint")
 FLAGS.compilation_cache()
 MODEL = ModelFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS, samples=10)

@@ -72,7 +72,7 @@ PROBABILITY = FLAGS.floating(
     "By text: how likely a mixed bit stays the picture's, 0 to 1. Its paper publishes no number.",
 )
 MODEL = ModelFlags(FLAGS)
-POLICY = PolicyFlags(FLAGS)
+POLICY = PolicyFlags(FLAGS, sizes=False)
 CONDITION = ConditionFlags(FLAGS, literal=True)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)

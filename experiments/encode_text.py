@@ -26,7 +26,10 @@ from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
 from varjax.text.features import MAX_LENGTH, TextFeatures
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--checkpoint=infinity-2b --prompt='a red apple' --save=FEATURES.npz",
+    "checkpoint prompt prompts save",
+)
 FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
 PROMPTS, NEGATIVE = PromptFlags(FLAGS), NegativeFlags(FLAGS)

@@ -31,24 +31,33 @@ the scales and 2**25 heads times tokens: then any plan takes seconds and about a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.budgets import Sizing
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
 from experiments.published import memory_lines
+from pallas_kernels import chips
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
+from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
+from varjax.model import Model
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--model=var-d30 --policy=streaming --budget=0.1 --batch_size=8",
+    "model policy budget kv_bytes batch_size target save",
+)
 MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
     "geometry",
@@ -60,6 +69,9 @@ POLICY = PolicyFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
 DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values in a full cache")
 KV_DTYPE = kv_dtype_flag(FLAGS)
+TARGET = FLAGS.string(
+    "target", None, f"With --budget=fit: a chip, {', '.join(chips.CHIPS)}; default: this device."
+)
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
@@ -114,6 +126,31 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
         )
 
 
+def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str) -> Sizing:
+    """Return what bytes of a cache mean on --target, or on this device."""
+    sizing = Sizing(batch_size=batch_size, kv_dtype=kv_dtype)
+    if not isinstance(model, Model):
+        return sizing  # a geometry has no weights, so that nothing can be predicted
+    if TARGET.value:
+        try:
+            chip = chips.get_chip(TARGET.value)
+        except ValueError as error:
+            raise UserError(f"--target={TARGET.value}: {error}") from None
+        sizing = replace(sizing, available=chip.memory, device=chip.name)
+    else:
+        sizing = replace(sizing, available=memory.available_bytes())
+    kernels = True if TARGET.value else None
+    predict = partial(
+        memory.predict,
+        model,
+        batch_size=batch_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+    )
+    return replace(sizing, predict=lambda plan: predict(plan=plan).total)
+
+
 def main(argv: list[str]) -> None:
     target = SAVE.check()
     MODEL.check_alone(GEOMETRY)
@@ -126,9 +163,11 @@ def main(argv: list[str]) -> None:
     batch_size, dtype = BATCH_SIZE.value, DTYPE.value
     kv_dtype = KV_DTYPE.value or dtype
     check_countable(geometry, batch_size, dtype)
-    plan, calibration = POLICY.plan(POLICY.resolve(), model)
+    sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
+    policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
+    plan, calibration = POLICY.plan(policy, model)
     steady = plan.rule.steady_tokens(geometry, calibration)
-    remarks = plan_remarks(plan, calibration)
+    remarks = of_budget + plan_remarks(plan, calibration)
     remarks += memory_lines(plan, batch_size, kv_dtype, steady)
     print(summary(name, plan, batch_size, dtype, kv_dtype, remarks))
     if target:

@@ -26,7 +26,7 @@ from varjax.parallel.training import TrainingMesh
 from varjax.training import session
 from varjax.training.settings import FAMILIES, TrainingSettings
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags("--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage")
 FLAGS.compilation_cache()
 
 

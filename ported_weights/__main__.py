@@ -1,5 +1,14 @@
 """Convert a published PyTorch checkpoint into a varjax checkpoint.
 
+    python -m ported_weights --model=var-d16 --source=hub
+    python -m experiments.run --checkpoint=var-d16 --policy=headkv --budget=0.25
+
+--source=hub gets the files of a model by its name from the Hugging Face hub: transformer, image
+tokenizer and text encoder, as ported_weights/hub.json lists them, each checked; what is given by
+another flag is not fetched. Without --out the checkpoint goes to varjax/checkpoints/NAME in the
+user's cache folder, where --checkpoint=NAME of all commands and `varjax.load(NAME)` find it. From
+files:
+
     python -m ported_weights --model=var-d16 --source=var_d16.pth \\
         --tokenizer_source=vae_ch160v4096z32.pth --out=checkpoints/var-d16
 
@@ -34,16 +43,20 @@ JSON files that use the argument names of the published constructors.
 
 import dataclasses
 import shlex
+from pathlib import Path
 
-from ported_weights import convert
+from ported_weights import convert, hub
 from ported_weights.configurations import PublishedModel
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.sampling import RECOMMENDABLE
+from varjax.storage import places
 
 ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--model=var-d16 --source=hub", "model source tokenizer_source out dtype overwrite"
+)
 
 GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert`
     FLAGS.enum(
@@ -53,13 +66,19 @@ GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert
         "Which published model, *-custom, a text encoder alone, or a network of evaluation.",
     ),
     FLAGS.string(
-        "source", None, "Transformer weights: a file, or a folder of shards; flan-t5: its folder."
+        "source",
+        None,
+        "Transformer weights: a file, or a folder of shards; flan-t5: its folder; or hub.",
     ),
     FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
     FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
     FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments."),
     FLAGS.string("tokenizer_config", None, "*-custom models: the same for the tokenizer."),
-    FLAGS.string("out", None, "Folder to create."),
+    FLAGS.string(
+        "out",
+        None,
+        "Folder to create; default, with --source=hub: where --checkpoint=NAME looks.",
+    ),
     FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source."),
     FLAGS.string("class_names", None, "JSON list of class names, index = label."),
     FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
@@ -78,7 +97,7 @@ GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert
     FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth."),
     FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
 ]
-for _name in ("model", "source", "out"):
+for _name in ("model", "source"):
     FLAGS.require(_name)
 
 
@@ -86,6 +105,10 @@ def main(argv) -> None:
     """Convert what the flags say."""
     del argv
     given = {flag.name: flag.value for flag in GIVEN}
+    if given["source"] == hub.HUB:
+        given |= _fetched(given)
+    if not given["out"]:
+        raise UserError("--out is required (Folder to create), unless --source=hub is given")
     model, source, out = given["model"], given["source"], given["out"]
     dtype, overwrite = given["dtype"], given["overwrite"]
     if model == ENCODER_ALONE:
@@ -104,6 +127,18 @@ def main(argv) -> None:
         _refuse_others(given, *names, "out", "dtype", "overwrite")
         files = {name: given[name] for name in names}
         convert.convert(PublishedModel(**files), out, dtype=dtype, overwrite=overwrite)
+        name = model if Path(out) == places.converted(model) else shlex.quote(out)
+        print(f"next: python -m experiments.run --checkpoint={name} --policy=headkv")
+
+
+def _fetched(given: dict) -> dict:
+    """Return --out and the files of --source=hub. --out is checked before anything is loaded."""
+    model = given["model"]
+    out = Path(given["out"] or places.converted(model))
+    if not given["out"] and model in hub.names():
+        out.parent.mkdir(parents=True, exist_ok=True)
+    convert.check_output(str(out), given["dtype"], given["overwrite"])
+    return {"out": str(out), **hub.fetch(model, given)}
 
 
 def _refuse_others(given: dict, *names: str) -> None:

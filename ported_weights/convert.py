@@ -57,7 +57,7 @@ def convert(
       UserError: wrong input of any kind. Nothing is written then.
     """
     choose("model", published.model, MODELS)
-    _check_output(out, dtype, overwrite)
+    check_output(out, dtype, overwrite)
     published.check_files()
     family = published.family
     configs, recommended = published.configurations(say)
@@ -100,7 +100,7 @@ def convert_text_encoder(
 
     Other arguments and errors: as in `convert`.
     """
-    _check_output(out, dtype, overwrite)
+    check_output(out, dtype, overwrite)
     modules, described = _read_parts({ENCODER: _open_text_encoder(source)}, dtype, say)
     files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
     checkpoint.save(out, TEXT_ENCODER, modules, metadata=metadata, files=files, overwrite=overwrite)
@@ -123,14 +123,15 @@ def convert_network(
     heads_source: weights of LPIPS's five heads, which are published apart from its backbone.
     """
     part_name = NETWORKS[choose("model", model, NETWORKS)]
-    _check_output(out, None, overwrite)
+    check_output(out, None, overwrite)
     part = networks.CATALOGUE.parts[part_name]
     opened = _open_network(part, model, source, heads_source)
     modules, described = _read_parts({part_name: opened}, None, say)
     checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)
 
 
-def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
+def check_output(out: str, dtype: str | None, overwrite: bool) -> None:
+    """Raise `UserError` unless a checkpoint of this type may be written there now."""
     if dtype is not None:
         choose("dtype", dtype, DTYPES)
     check_new_folder(out, replaces=checkpoint.written if overwrite else None, flag="--out")

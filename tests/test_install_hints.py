@@ -45,5 +45,6 @@ def test_the_hint():
         require("no_such_package.part", extra="eval", purpose="drawing")
     assert str(error.value) == (
         "drawing needs the package no_such_package, which is not installed: run "
-        "`pip install -e '.[eval]'` in the folder of varjax"
+        "`pip install -e '.[eval]'` in the folder of varjax, or "
+        "`pip install 'FILE.whl[eval]'` with its wheel"
     )

@@ -74,7 +74,8 @@ def generate(
 ) -> np.ndarray:
     """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
-    Every call compiles a program; to call often, make a `Generator` once.
+    Every call traces a program, and compiles it unless it was compiled before on this machine
+    (`varjax.engine.compilation_cache`); to call often, make a `Generator` once.
 
     Args:
       model: from `load`.

@@ -86,5 +86,6 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise  # the package is there, but something that it needs is not
         raise MissingExtra(
             f"{purpose} needs the package {module.split('.')[0]}, which is not installed: "
-            f"run `pip install -e '.[{extra}]'` in the folder of varjax"
+            f"run `pip install -e '.[{extra}]'` in the folder of varjax, or "
+            f"`pip install 'FILE.whl[{extra}]'` with its wheel"
         ) from None

@@ -22,13 +22,14 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import cost, device_errors, pixels, program
+from varjax.engine import compilation_cache, cost, device_errors, pixels, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.segments import Segment
 from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
+from varjax.garbage import rarely_collected
 from varjax.model import Model, check_model
 from varjax.nn import stacked
 from varjax.parallel import plans, processes, sharding
@@ -187,7 +188,7 @@ class Generator:
         start = time.perf_counter()
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:
-            with self._explained("compiling"):
+            with self._explained("compiling"), compilation_cache.kept(), rarely_collected():
                 self._arrange()
                 state, arguments = self._traced_arguments(condition, given)
                 codes = program.trace_codes(
@@ -257,7 +258,7 @@ class Generator:
     def _shared_inputs(self) -> tuple:
         """Inputs that no batch changes: put on the device once, for all batches."""
         shared = self.drawing.shared_inputs(self._networks["transformer"])
-        return jax.tree.map(jnp.asarray, shared)
+        return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
 
     def _arguments(
         self,
@@ -274,7 +275,7 @@ class Generator:
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
-        condition, inputs = (jax.tree.map(jnp.asarray, tree) for tree in (condition, inputs))
+        condition, inputs = jax.device_put((condition, inputs))
         return condition, keys, inputs, given
 
     # --- what was compiled ------------------------------------------------------------------------
@@ -435,6 +436,6 @@ class Generator:
         types = self.kv_dtype, self.model.dtype
         make = partial(self.plan.empty_state, self.batch_size, *types, groups=self.mesh.model)
         where = self._cache_formats or (self._sharded and self._sharded.shardings[1])
-        if where and self._make_empty is None:
-            self._make_empty = jax.jit(make, out_shardings=where)
-        return self._make_empty() if where else make()
+        if self._make_empty is None:  # one program: operations alone are compiled one by one
+            self._make_empty = jax.jit(make, **({"out_shardings": where} if where else {}))
+        return self._make_empty()

@@ -8,15 +8,19 @@ Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Imag
 [0, 1].
 """
 
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from varjax.errors import UserError, require
+from varjax import own_modules
+from varjax.errors import UserError, require, show
 
 AnyArray = Array | np.ndarray
 Images = Float[AnyArray, "N H W C"]
@@ -272,6 +276,38 @@ _METRICS = (
     ),
 )
 METRICS = {metric.key: metric for metric in _METRICS}
+BUILT_IN = frozenset(METRICS)
+_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
+
+
+def register(metric: Metric) -> None:
+    """Make a metric of your own known: tables and reports of runs and sweeps show it from now on.
+
+    Raises:
+      UserError: it is no metric that compares pictures, or its key is taken or none that files can
+        have.
+    """
+    if not isinstance(metric, Metric) or not callable(metric.compare) or not metric.per_image:
+        raise UserError(f"{show(metric)} is no Metric with a function `compare` for each image")
+    if not re.fullmatch("[a-z][a-z0-9]{0,39}", metric.key):
+        raise UserError(f"metric {show(metric.key)}: give a key of 1 to 40 letters a-z and digits")
+    if metric.key in METRICS:
+        raise UserError(f"metric {metric.key!r} is known already: rename yours")
+    if metric.needs not in ("images", "tokens"):
+        raise UserError(f"metric {metric.key!r} needs {show(metric.needs)}: images or tokens")
+    METRICS[metric.key] = metric
+
+
+def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
+    """Import a module that registers metrics of your own, once, and return their keys. `UserError`:
+    it is not there, fails while it is imported, or registers nothing or a taken key."""
+    return own_modules.load("metric", path_or_name, (METRICS,), _metrics_of, _LOADED)
+
+
+def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:
+    if found := tuple(key for key in METRICS if key not in before):
+        return found
+    raise UserError("it registers no metric: call varjax.metrics.register(Metric(...))")
 
 
 def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from flax import nnx
 from varjax import arguments
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
+from varjax.model_names import convert_command, found
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
@@ -51,7 +52,7 @@ class Model:
         condition = f"{self.num_classes} labels" if self.num_classes else self.condition
         eight = f", matrices in {self.weights_dtype}" if self.weights_dtype in SCHEMES else ""
         weights = f"{'only shapes of ' if self.is_abstract else ''}{self.dtype}{eight}"
-        where = f"folder {self.directory}" if self.directory else "published, no weights here"
+        where = f"folder {self.directory}" if self.directory else "no checkpoint"
         return (
             f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
             f" {height}x{width} pixels from {condition}, drawn by {self.geometry.schedule.kind}"
@@ -217,6 +218,12 @@ class Model:
     # --- weights ----------------------------------------------------------------------------------
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to load: a checkpoint's, or those of a model of one's own."""
+        preset = registry.PRESETS.get(self.name)
+        return self.directory is not None or (preset is not None and preset.weights is not None)
+
+    @property
     def is_abstract(self) -> bool:
         return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
 
@@ -252,10 +259,14 @@ class Model:
 
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
+        if self.directory is None and self.has_weights:
+            dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
+            own = registry.own_parts(self.name, self.parts, {"transformer": dtype})
+            return replace(self, parts=own).with_config(self.config)
         if self.directory is None:
             raise UserError(
-                f"{self.name} is the name of a published model, whose weights are not part of "
-                f"varjax: convert them with `python -m ported_weights` and give the folder"
+                f"{self.name} is the name of a published model, whose weights are not here: "
+                f"`{convert_command(self.name)}` converts them; then give the name, or the folder"
             )
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
@@ -298,6 +309,8 @@ def describe(
         family = registry.family(preset.family)
         parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+        if preset.class_names:
+            metadata["class_names"] = list(preset.class_names)
     else:
         name, directory = _place(name_or_directory)
         parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)
@@ -330,7 +343,8 @@ def load(
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
     Args:
-      path: folder written by `python -m ported_weights` or `experiments.train`, or the name of an
+      path: folder written by `python -m ported_weights` or `experiments.train`; or the name of a
+        published model that `python -m ported_weights --source=hub` has converted; or of an
         embedded checkpoint: "demo", or "demo-llamagen", the same fruit drawn token by token.
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
@@ -353,7 +367,7 @@ def load(
         other; or this device does not multiply such numbers.
     """
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
-    model, dtype = describe(path, **shape), computed_in(dtype, weights_dtype)
+    model, dtype = describe(found(path), **shape), computed_in(dtype, weights_dtype)
     if weights_dtype in SCHEMES:
         if why := schemes.why_not_here(SCHEMES[weights_dtype]):
             raise UserError(f"weights_dtype={why}")

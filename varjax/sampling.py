@@ -253,7 +253,12 @@ def smooth_codes(
 def image_keys(seed: int | Int[AnyArray, " B"], image_index: Int[Array, " B"]) -> Array:
     """One typed key per image: the image's index folded into the seed. seed: one for all images, or
     one for each."""
-    seeds = jnp.broadcast_to(jnp.asarray(seed, jnp.int32), image_index.shape)
+    return _image_keys(jnp.asarray(seed, jnp.int32), image_index)
+
+
+@jax.jit  # one small program, where calling the functions would compile one for each
+def _image_keys(seed, image_index):
+    seeds = jnp.broadcast_to(seed, image_index.shape)
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s), i))(seeds, image_index)
 
 

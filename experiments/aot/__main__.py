@@ -24,9 +24,10 @@ import jax
 
 from experiments.aot import efficiencies, report, worker
 from experiments.aot.program import Workload
+from experiments.budgets import Sizing
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
-from experiments.flags.program import ProgramFlags
+from experiments.flags.program import ProgramFlags, ProgramOptions
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts.condition import check_text_tokens
@@ -36,9 +37,13 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
+from varjax.model import Model
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--model=var-d30 --policy=streaming --budget=0.1 --target=a100",
+    "model policy budget kv_bytes target batch_size largest_batch",
+)
 MODEL = ModelFlags(FLAGS, published="Published name")
 TARGET = FLAGS.string(
     "target",
@@ -101,6 +106,8 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
         PROGRAM.check_chip(chip)
     sampling = SAMPLING.sampling(model)
+    sizing = partial(_sizing, wanted, model, program)
+    policy, of_budget = POLICY.sized(policy, model, sampling, sizing)
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
     plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
@@ -113,7 +120,22 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     )
     workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
     # a worker says which kernels cannot take the plan's blocks
-    return workloads, plan_remarks(plan, calibration)
+    return workloads, of_budget + plan_remarks(plan, calibration)
+
+
+def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Sizing:
+    """Return what bytes of a cache mean on the one chip of --target."""
+    if LARGEST_BATCH.value or len(wanted) > 1:
+        raise UserError("--budget=fit and --kv_bytes are for one --target and one --batch_size")
+    batch, each = PROGRAM.asked_batch_size, PROGRAM.asked_batch_size // program.mesh.data
+    text = check_text_tokens(TEXT_TOKENS.value, model)
+    return Sizing(
+        batch_size=batch,
+        kv_dtype=program.kv_dtype,
+        predict=lambda plan: program.predict(model, plan, each, text, True).total,
+        available=wanted[0].memory,
+        device=wanted[0].name,
+    )
 
 
 def title(workload: Workload) -> str:

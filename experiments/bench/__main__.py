@@ -42,7 +42,7 @@ from varjax.errors import UserError, choose
 from varjax.progress import Progress
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags("--model=var-d30 --op=attend --budget=0.1", "machine quick model op budget")
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
 MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")

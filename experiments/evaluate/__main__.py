@@ -56,7 +56,12 @@ from varjax.storage.atomic import check_new_file
 PAIRED = ("psnr", "ssim", "lpips")
 DEMO = "demo"  # value of --features
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "python -m experiments.run --num_images=8 --out=full\n"
+    "python -m experiments.run --num_images=8 --policy=headkv --out=headkv\n"
+    "--samples=headkv --full=full",
+    "samples reference full metrics inception lpips out",
+)
 RECIPE = RecipeFlag(FLAGS, "evaluate")
 SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
@@ -97,6 +102,7 @@ STATISTICS = FLAGS.string(
     "save_statistics", None, "npz file for the samples' statistics, a reference for later."
 )
 FLAGS.compilation_cache()
+FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
@@ -171,6 +177,7 @@ def resolve() -> Evaluation:
             "there is nothing to compare with: give --reference=DIR_OR_NPZ (FID and others) or"
             " --full=DIR (PSNR and others)"
         )
+    _check_used(asked)
     if STATISTICS.value:
         check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
     samples = inputs.open_set("--samples", SAMPLES.value)
@@ -274,6 +281,21 @@ def _check_features() -> None:
                 f"--{holder.name} belongs to --features={other}, --features={FEATURES.value} is"
                 " asked for: leave out one of them"
             )
+
+
+def _check_used(asked: tuple[str, ...]) -> None:
+    """Refuse flags that nothing which is asked for uses."""
+    if not REFERENCE.value:
+        for holder in (INCEPTION, CLASSIFIER, STATISTICS):
+            if holder.value:
+                raise UserError(
+                    f"--{holder.name} serves comparisons with a reference set: give"
+                    f" --reference=DIR_OR_NPZ, or leave out --{holder.name}"
+                )
+    if LPIPS.value and not FULL.value:
+        raise UserError("--lpips compares pictures one by one: give --full=DIR, or leave it out")
+    if LPIPS.value and asked and "lpips" not in asked:
+        raise UserError(f"--lpips is given, but none of --metrics={','.join(asked)} uses it")
 
 
 def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:

@@ -42,6 +42,7 @@ class ConditionFlags:
     """
 
     def __init__(self, flags: CommandFlags, *, samples: int | None = None, literal: bool = False):
+        flags.heading("What pictures are made of")
         self._samples = None
         if samples is not None:
             self._samples = flags.integer(

@@ -8,6 +8,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model, describe
+from varjax.model_names import convert_command, found
 from varjax.models import registry
 from varjax.models.infinity.schedules import SIZES, TEMPLATES
 
@@ -20,11 +21,19 @@ class ModelFlags:
     """
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
+        flags.heading("Model")
+        if published is not None:
+            flags.first(
+                "model_module",
+                "Python file, or import name, that registers a model of your own for --model.",
+                registry.load_module,
+            )
         self._checkpoint = flags.string(
             "checkpoint",
             None,
-            "Checkpoint folder, or demo-llamagen, an embedded model that draws token by token; "
-            "default: the embedded demo.",
+            "Checkpoint folder; or the name of a published model that `python -m ported_weights "
+            "--source=hub` has converted; or demo-llamagen, an embedded model that draws token by "
+            "token; default: the embedded demo.",
         )
         self._model = None
         if published is not None:
@@ -72,7 +81,7 @@ class ModelFlags:
         """Return the model that is named, in the shape that it has by itself."""
         self.check_alone()
         holders = (holder for holder in (self._model, self._checkpoint) if holder is not None)
-        return describe(next((holder.value for holder in holders if holder.value), None))
+        return describe(found(next((holder.value for holder in holders if holder.value), None)))
 
     def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
         """Return the model without its weights; the embedded demo if none is named.
@@ -84,17 +93,16 @@ class ModelFlags:
         if name:
             choose("model", name, registry.PRESETS)
         model = describe(
-            name or self._checkpoint.value,
+            name or found(self._checkpoint.value),
             aspect=self._aspect.value,
             size=self._size.value,
             grid=self._grid.value,
             prompt_tokens=self._prompt_tokens.value,
         )
-        if weights and model.directory is None:
+        if weights and not model.has_weights:
             raise UserError(
-                f"{model.name} is a published model without weights here: {otherwise}convert its "
-                f"weights with `python -m ported_weights --model={model.name} ...` and give the "
-                f"folder"
+                f"{model.name} is a published model without weights here: {otherwise}get them "
+                f"with `{convert_command(model.name)}`; --checkpoint={model.name} finds them then"
             )
         return model
 

@@ -1,15 +1,19 @@
 """The flags that choose a KV-cache policy: --policy, --budget, --policy_args, --calibration and
 --policy_module."""
 
-import numpy as np
-from absl.flags import FlagHolder
+from collections.abc import Callable
 
+import numpy as np
+from absl.flags import ArgumentParser, FlagHolder
+
+from experiments import budgets
+from experiments.budgets import Sizing
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.key_values import parse_pairs
 from varjax.model import Model
@@ -45,16 +49,43 @@ def calibration_flag(flags: CommandFlags) -> FlagHolder[str]:
     )
 
 
-class PolicyFlags:
-    """The flags of a command that plans with one policy."""
+class BudgetParser(ArgumentParser):
+    """A number, or `fit`."""
 
-    def __init__(self, flags: CommandFlags):
+    syntactic_help = "a number, or fit"
+
+    def parse(self, argument: str | float) -> float | str:
+        """Return it; `ValueError` if it is neither."""
+        return argument if argument == budgets.FIT else float(argument)
+
+    def flag_type(self) -> str:
+        """Return what the help shows."""
+        return "float"
+
+
+class PolicyFlags:
+    """The flags of a command that plans with one policy.
+
+    sizes: whether the budget may be bytes or what fits; the command then calls `sized`.
+    """
+
+    def __init__(self, flags: CommandFlags, *, sizes: bool = True):
+        flags.heading("Policy")
         self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
-        self._budget = flags.floating(
-            "budget",
-            None,
-            "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
-        )
+        fraction, own = "Fraction of the full cache's bytes that may be kept", "the policy's own"
+        self._kv_bytes = None
+        if sizes:
+            fits = "or fit: the largest with which --batch_size fits the device"
+            self._budget = flags.define(
+                BudgetParser(), "budget", None, f"{fraction}, {fits}; default: {own}."
+            )
+            self._kv_bytes = flags.string(
+                "kv_bytes",
+                None,
+                "The same as bytes of a batch's cache: 2GiB, in place of --budget.",
+            )
+        else:
+            self._budget = flags.floating("budget", None, f"{fraction}; default: {own}.")
         self._arguments = flags.string(
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
@@ -64,7 +95,51 @@ class PolicyFlags:
     def resolve(self) -> Policy:
         """Return the policy, checked."""
         arguments = parse_pairs(self._arguments.value)
-        return get_policy(self._policy.value, self._budget.value, arguments)
+        fraction = self._budget.value
+        if self._wanted and fraction is not None:
+            raise UserError("--budget and --kv_bytes exclude each other: both say how much is kept")
+        return get_policy(
+            self._policy.value, None if fraction == budgets.FIT else fraction, arguments
+        )
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the budget is asked for in bytes, or as what fits."""
+        return bool(self._wanted) or self._budget.value == budgets.FIT
+
+    @property
+    def _wanted(self) -> str | None:
+        """The bytes that are asked for."""
+        return self._kv_bytes.value if self._kv_bytes else None
+
+    def sized(
+        self,
+        policy: Policy,
+        model: Model | Geometry,
+        sampling: Sampling | None,
+        sizing: Callable[[], Sizing],
+    ) -> tuple[Policy, list[str]]:
+        """Return (the policy with the budget that --kv_bytes or --budget=fit means, remarks); the
+        policy as it is if neither is given.
+
+        Raises:
+          UserError: no budget means that, or the policy takes none.
+        """
+        if not self.is_sized:
+            return policy, []
+        sizes, asked = sizing(), self._kv_bytes if self._wanted else self._budget
+
+        def plan_of(sized: Policy) -> CachePlan:
+            return self.plan(sized, model, sampling)[0]
+
+        with about(asked):
+            if self._wanted:
+                wanted = budgets.parse_bytes(self._wanted)
+                sized = budgets.of_bytes(policy, wanted, plan_of, sizes)
+            else:
+                sized = budgets.fitting(policy, plan_of, sizes)
+        name = model.name if isinstance(model, Model) else ""
+        return sized, budgets.remarks(sized, plan_of(sized), sizes, name)
 
     def plan(
         self, policy: Policy, model: Model | Geometry, sampling: Sampling | None = None

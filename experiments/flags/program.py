@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 from absl.flags import FlagHolder
 
+from experiments.budgets import Sizing
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
@@ -129,6 +130,7 @@ class ProgramFlags:
         elsewhere: bool = False,
         batches: bool = True,
     ):
+        flags.heading("How programs are compiled, and their types")
         self._elsewhere, self._mesh = elsewhere, None
         if mesh:
             self._mesh = flags.string(
@@ -286,6 +288,19 @@ class ProgramFlags:
         if mesh.num_devices > 1:
             with about(self._mesh):
                 plans.check_plan(plan, mesh)
+
+    def sizing(self, options: ProgramOptions, model: Model, condition: Condition) -> Sizing:
+        """Return what bytes of a cache mean on this machine, for --batch_size or, if it is not
+        given, the usual batch."""
+        shards = options.mesh.data
+        each = self._batch_size.value or min(len(condition), USUAL_BATCH)
+        each = -(-each // shards)
+        return Sizing(
+            batch_size=each * shards,
+            kv_dtype=options.kv_dtype,
+            predict=lambda plan: options.predict_here(model, plan, each, condition).total,
+            available=memory.available_bytes(),
+        )
 
     @property
     def asked_batch_size(self) -> int:

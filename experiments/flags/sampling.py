@@ -16,6 +16,7 @@ class SamplingFlags:
     """
 
     def __init__(self, flags: CommandFlags, *, seed: bool = True):
+        flags.heading("How tokens are drawn")
         self._cfg = flags.string(
             "cfg",
             None,

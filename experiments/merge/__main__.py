@@ -16,7 +16,11 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.storage.atomic import check_place
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "python -m experiments.run --num_images=4 --shard=0/2 --out=OUT\n"
+    "python -m experiments.run --num_images=4 --shard=1/2 --out=OUT\n"
+    "--out=OUT"
+)
 OUT = FLAGS.argument("out", "Folder of the parts, their --out.")
 JOINS = {"run": runs.join, "sweep": sweeps.join}
 

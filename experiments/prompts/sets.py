@@ -14,6 +14,7 @@ it, any other file `lines`.
 """
 
 import enum
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -148,7 +149,17 @@ def _geneval(path: Path) -> Iterator[Prompt]:
                     f"{prompt.where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
                     f" GenEval's evaluation_metadata.jsonl; {name!r} is missing or malformed"
                 )
+        _check_strict(entry, prompt.where)
         yield replace(prompt, text=_filled(entry["prompt"], prompt.where), metadata=entry)
+
+
+def _check_strict(entry: dict, where: str) -> None:
+    """Refuse numbers that JSON lacks: metadata.jsonl repeats the line, and its readers may be
+    strict."""
+    try:
+        json.dumps(entry, allow_nan=False)
+    except ValueError:
+        raise UserError(f"{where} holds NaN or an infinite number, which JSON lacks") from None
 
 
 def _dpg(path: Path) -> Iterator[Prompt]:

@@ -3,6 +3,7 @@
     python -m experiments.sweep --policies=all --budgets=0.1,0.25 --out=SWEEP
     python -m experiments.report --sweep=SWEEP --out=report.html
     python -m experiments.report --sweep=SWEEP --calibration=CAL.json --out=report.html
+    python -m experiments.report --leaderboard='results/*' --out=leaderboard.html
 
 The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
 policies with a slider that wipes between each and the full cache, bytes in use at every layer of
@@ -23,13 +24,18 @@ from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
-from varjax.errors import require
+from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags(
+    "python -m experiments.sweep --policies=headkv,streaming --num_images=4 --out=SWEEP\n"
+    "--sweep=SWEEP --out=report.html",
+    "sweep leaderboard out",
+)
 SWEEP = FLAGS.string("sweep", None, "Folder that `python -m experiments.sweep` has written.")
 CALIBRATION = FLAGS.string(
     "calibration", None, "Calibration file to show; default: the copy in the sweep's folder."
@@ -41,7 +47,12 @@ IMAGES = FLAGS.integer(
     lower_bound=1,
 )
 OUT = FileFlags(FLAGS, "out", "The file to write.", default="report.html")
-FLAGS.require("sweep")
+LEADERBOARD = FLAGS.list(
+    "leaderboard",
+    None,
+    "Folders of sweeps, or patterns such as 'results/*', of any models and machines: one page that "
+    "compares them, in place of --sweep.",
+)
 
 
 def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
@@ -63,16 +74,28 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 
 
 def main(argv: list[str]) -> None:
+    if bool(SWEEP.value) == bool(LEADERBOARD.value):
+        raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
+    target = OUT.check()
+    if LEADERBOARD.value:
+        require("jinja2", extra="eval", purpose="the leaderboard")
+        from experiments.report import leaderboard  # which imports it
+
+        _write(target, leaderboard.build(LEADERBOARD.value))
+        return
     for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
     from experiments.report import page  # which imports them
 
     folder = pathlib.Path(SWEEP.value)
-    target = OUT.check()
     report, samples, geometry = sweep_files.read(folder)
     calibration = read_calibration(folder, geometry)
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
     text = page.build(report, samples, geometry, calibration, number_of_images(samples))
+    _write(target, text)
+
+
+def _write(target: pathlib.Path, text: str) -> None:
     with new_file(target) as file:
         file.write(text.encode("utf-8"))
     print(f"written to {target} ({show_bytes(len(text.encode('utf-8')))})")

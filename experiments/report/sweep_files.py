@@ -63,7 +63,6 @@ COMPARED = {
     "samples_fidelity": dict.fromkeys(SHOWN_PER_IMAGE, ["a number or infinite"]),
 }
 ENDS = ("", "_low", "_high", "_difference", "_difference_low", "_difference_high")
-FIDELITY = {f"{key}{end}": "a number or infinite" for key in tables.METRICS for end in ENDS}
 
 
 def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
@@ -199,7 +198,8 @@ def check_fidelity(row: dict, place: str) -> None:
     """Raise `Damaged` unless means and intervals are numbers; older sweeps may lack some."""
     found, place = row.get("fidelity", {}), f"{place}.fidelity"
     check(found, "an object", place)
-    check(found, {key: kind for key, kind in FIDELITY.items() if key in found}, place)
+    names = (f"{key}{end}" for key in tables.METRICS for end in ENDS)
+    check(found, {name: "a number or infinite" for name in names if name in found}, place)
 
 
 def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:

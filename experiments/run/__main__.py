@@ -16,6 +16,7 @@ SIGTERM ends it after the batch that is drawn, with status 0.
 
 import sys
 import time
+from functools import partial
 
 import numpy as np
 
@@ -33,11 +34,11 @@ from experiments.recipes.recipe import RecipeFlag
 from experiments.run import part
 from experiments.run import results as run_results
 from experiments.shards import PartStore, ShardFlag
-from varjax import api
+from varjax import api, metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
-from varjax.errors import UserError, some
+from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
@@ -47,17 +48,29 @@ from varjax.storage import npz
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
 
-FLAGS = CommandFlags()
-MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
+FLAGS = CommandFlags(
+    "--policy=headkv --budget=0.25 --labels=3,7,22 --compare",
+    "policy budget kv_bytes labels prompt prompts num_images checkpoint batch_size seed out compare"
+    " dry_run",
+)
+MODEL = ModelFlags(
+    FLAGS, published="A model of --model_module; or, with --dry_run, a published name"
+)
 RECIPE = RecipeFlag(FLAGS, "run")
 POLICY = PolicyFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
+FLAGS.heading("What is compared and written")
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 LPIPS = FLAGS.string(
     "lpips", None, "With --compare: folder of a converted LPIPS network (docs/howto/evaluate.md)."
+)
+FLAGS.first(
+    "metric_module",
+    "Python file, or import name, that registers metrics of your own.",
+    metrics.load_module,
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
@@ -71,6 +84,7 @@ RESIZE = FLAGS.integer(
     upper_bound=LARGEST_SIDE,
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+FLAGS.heading("Tokens that are given")
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
 GIVEN = {  # {name that a model gives its tokens: flag}
     name: FLAGS.string(f"given_{name}", None, f"npz file with `{name}` {s} that replace the draw.")
@@ -82,6 +96,7 @@ GIVEN_SCALES = FLAGS.integer(
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
 )
+FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 SHARD = ShardFlag(FLAGS, "images")
 OUT = FolderFlags(FLAGS)
@@ -98,8 +113,10 @@ def resolve() -> Run:
     policy.check_images(len(condition))
     with RECIPE.about():
         sampling = SAMPLING.sampling(model)
-    plan, calibration = POLICY.plan(policy, model, sampling)
     program = PROGRAM.resolve(model)
+    sizing = partial(PROGRAM.sizing, program, model, condition)
+    policy, of_budget = POLICY.sized(policy, model, sampling, sizing)
+    plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
     jobs = SHARD.shard.count if SHARD.shard else 1
@@ -118,8 +135,12 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=(*plan_remarks(plan, calibration), *_recipe_remarks(model, condition)),
-        judges=_judges(model, batch_size) if not dry_run else Judges(),
+        remarks=(
+            *of_budget,
+            *plan_remarks(plan, calibration),
+            *_recipe_remarks(model, condition),
+        ),
+        judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
     )
@@ -139,6 +160,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
 def _judges(model: Model, batch_size: int) -> Judges:
     """Return the networks that compare pictures; none without --compare."""
     if COMPARE.value:
+        require("dm_pix", extra="eval", purpose="--compare")
         return judges.of_model(model, LPIPS, batch_size, RESIZE.value)
     if LPIPS.value:
         with about(LPIPS):
@@ -200,6 +222,8 @@ def generate_series(
     )
     if done:
         say(f"{name}: {done} of {total} images are there already, continuing")
+    if missing:
+        say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
     before, began = done, time.monotonic()
     for index in missing:
@@ -236,15 +260,15 @@ def draw(run: Run, model: Model, store: BatchStore) -> Generator:
 def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
     shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve, OUT)
-    if DRY_RUN.value:
-        print(run_results.dry_run_text(run))
-        return
-    say("\n".join([run_results.plan_line(run), *run.remarks]))
     made = shard and shard.images(len(run.condition), run.batch_size)
     stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
     # parts are divided by batches; without parts neither they nor the mesh decide any image
     said = run.describe() if shard else run.deciding()
     store = SHARD.open(OUT, stem, said, series)
+    if DRY_RUN.value:  # it refuses what the run would, the folder included
+        print(run_results.dry_run_text(run))
+        return
+    say("\n".join([run_results.plan_line(run), *run.remarks]))
     try:
         make_part(run, store) if shard else make(run, store)
     except Stopped as stopped:
@@ -255,12 +279,14 @@ def make(run: Run, store: BatchStore) -> None:
     """Draw all images, alone or with other processes, and write the results."""
     with processes.together():
         run = run.encoded()
+        say(f"{run.model.name}: reading the weights")
         model = run.load_model()
     with store.working():
         generator = draw(run, model, store)
         store.gather()
         with processes.together():
             if processes.is_first():
+                say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")
                 report = run_results.finish(run, store, generator)
                 print(run_results.summary(report, store.out))
 

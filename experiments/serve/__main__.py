@@ -10,13 +10,13 @@ that it accepted is drawn. Anyone who reaches the address may use it: it is this
 unless --host says otherwise; give --api_key then.
 """
 
-import re
 import signal
 import socket
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experiments.budgets import parse_bytes
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
@@ -35,7 +35,6 @@ from varjax.model import Model
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
 
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 MOST_BATCH, MOST_QUEUE = 1024, 10**6
 LONGEST_KEY = 4096  # bytes
 BACKLOG = 2048  # connections that wait to be accepted
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS)
-POLICY = PolicyFlags(FLAGS)
+POLICY = PolicyFlags(FLAGS, sizes=False)
 SAMPLING = SamplingFlags(FLAGS, seed=False)
 PROGRAM = ProgramFlags(FLAGS, batches=False)
 FLAGS.compilation_cache()
@@ -74,14 +73,6 @@ DRAIN = FLAGS.integer(
     "drain_seconds", 60, "Seconds for what was accepted, after SIGTERM.", lower_bound=1
 )
 PAGE = FLAGS.boolean("page", True, "Also serve the page at /.")
-
-
-def parse_bytes(text: str) -> int:
-    """Read a number of bytes, as 2GiB or 1.5MiB."""
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]iB|B)?", text.strip())
-    if not match:
-        raise UserError("write a number of bytes, as 512MiB or 2GiB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
 
 
 def read_key() -> str | None:

@@ -44,7 +44,7 @@ from experiments.shards import PartStore, Shard, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
-from varjax import api
+from varjax import api, metrics
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli import command_line
@@ -55,24 +55,37 @@ from varjax.parallel import processes
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",
+    "policies budgets checkpoint labels prompts num_images out",
+)
 POLICIES = FLAGS.string(
     "policies",
     "all",
     "All of them, or names separated by commas: headkv,streaming:sinks=3+block_size=8.",
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
-MODEL = ModelFlags(FLAGS)
+KV_BYTES = FLAGS.string(
+    "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
+)
+MODEL = ModelFlags(FLAGS, published="A model of --model_module, or a published name")
 CALIBRATION = calibration_flag(FLAGS)
 policy_module_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
+FLAGS.first(
+    "metric_module",
+    "Python file, or import name, that registers metrics of your own.",
+    metrics.load_module,
+)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
+FLAGS.heading("What is compared and kept")
 LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
+FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 SHARD = ShardFlag(FLAGS, "cells")
 OUT = FolderFlags(FLAGS)
@@ -82,18 +95,24 @@ def resolve() -> Sweep:
     """Check every flag and plan every cell. Compile, allocate and write nothing."""
     entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
+    if KV_BYTES.value and BUDGETS.present:
+        raise UserError("--budgets and --kv_bytes exclude each other: give one of them")
     model = MODEL.resolve()
     require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path, calibration = _calibration(model, sampling)
+    full, program = api.plan(geometry), PROGRAM.resolve(model)
+    batch_size = PROGRAM.batch_size(program, model, full, condition)
+    if KV_BYTES.value:
+        budgets = plan.budgets_of_bytes(
+            KV_BYTES.value, full.dense_bytes(batch_size, program.kv_dtype)
+        )
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
     used = any(cell.plan.policy.uses_calibration for cell in cells if cell.plan)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
-    full, program = api.plan(geometry), PROGRAM.resolve(model)
-    batch_size = PROGRAM.batch_size(program, model, full, condition)
     return Sweep(
         model=model,
         condition=condition,

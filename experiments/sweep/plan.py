@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from experiments.budgets import parse_bytes
 from experiments.generation import Generation, policy_arguments
 from experiments.judges import Judges
 from varjax.cache.allocation import Geometry
@@ -15,7 +16,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.engine import memory
-from varjax.errors import UserError, choose
+from varjax.errors import UserError, about, choose
 from varjax.generator import Generator
 from varjax.key_values import parse_pairs
 from varjax.model import Model
@@ -157,6 +158,23 @@ def parse_budgets(text: str) -> list[float]:
     if len(set(budgets)) < len(budgets):
         raise UserError(f"--budgets={text!r} names a budget twice: keep one of them")
     return budgets
+
+
+def budgets_of_bytes(text: str, full: int) -> list[float]:
+    """Read `"1GiB,2GiB"` as fractions of the full cache's bytes, `full`."""
+    found = []
+    for part in text.split(","):
+        with about(f"--kv_bytes={text}"):
+            wanted = parse_bytes(part)
+            if wanted > full:
+                raise UserError(
+                    f"{part.strip()} is more than the full cache, {memory.show_bytes(full)}: "
+                    "choose less"
+                )
+        found.append(wanted / full)
+    if len(set(found)) < len(found):
+        raise UserError(f"--kv_bytes={text} names a budget twice: keep one of them")
+    return found
 
 
 # --- planning ---

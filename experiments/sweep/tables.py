@@ -17,7 +17,7 @@ from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
-from varjax.metrics import METRICS, Metric
+from varjax.metrics import BUILT_IN, METRICS, Metric
 from varjax.storage.atomic import Written, new_folder, write_text
 
 FORMAT_VERSION = 1
@@ -34,25 +34,38 @@ DEFINITIONS = {
     "returns its logits",
 }
 ASKED = ("label", "policy", "budget", "status")  # entries of every cell in sweep.json
-_MEANS = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]]
-_INTERVALS = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
-_DIFFERENCES = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
-PARTS = {  # {part of a cell in sweep.json: its entries that the table takes}
-    "kv": (
-        "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction read_fraction"
-    ).split(),
-    "fidelity": [*_MEANS, "identical_images", *_INTERVALS, *_DIFFERENCES],
-    "time": ["steady_s_per_image", "compile_s"],
-}
-NEW = [
-    name
-    for name in PARTS["fidelity"]
-    if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in JUDGED
-] + ["read_fraction"]
-_OLD = [name for name in PARTS["fidelity"] if name not in NEW]
-# New columns are at the end, so that the others keep their places in all versions.
-_OLD_KV = [name for name in PARTS["kv"] if name not in NEW]
-CSV_FIELDS = [*ASKED, *_OLD_KV, *_OLD, *PARTS["time"], "note", *NEW]
+_KV = "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split()
+_TIME = ["steady_s_per_image", "compile_s"]
+
+
+def parts() -> dict[str, list[str]]:
+    """Return {part of a cell in sweep.json: its entries that the table takes}."""
+    means = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]]
+    intervals = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
+    differences = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
+    fidelity = [*means, "identical_images", *intervals, *differences]
+    return {"kv": [*_KV, "read_fraction"], "fidelity": fidelity, "time": _TIME}
+
+
+def csv_fields() -> list[str]:
+    """Return the columns of sweep.csv. New ones are at the end, so that the others keep their
+    places in all versions; those of metrics of the user's own come last."""
+    fidelity = parts()["fidelity"]
+    later = {*JUDGED, *(key for key in METRICS if key not in BUILT_IN)}
+    new = [
+        name
+        for name in fidelity
+        if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in later
+    ]
+    old = [name for name in fidelity if name not in new]
+    mine = [n for n in new if n.split("_difference")[0] not in BUILT_IN and _own(n)]
+    new = [name for name in new if name not in mine]
+    return [*ASKED, *_KV, *old, *_TIME, "note", *new, "read_fraction", *mine]
+
+
+def _own(name: str) -> bool:
+    """Whether a column belongs to a metric of the user's own."""
+    return any(name == key or name.startswith(f"{key}_") for key in METRICS if key not in BUILT_IN)
 
 
 # --- content ---
@@ -174,7 +187,7 @@ def rows(report: dict) -> list[dict]:
     found = []
     for cell in (report["reference"], *report["cells"]):
         row = {name: cell[name] for name in ASKED}
-        for part, names in PARTS.items() if cell["status"] == "done" else ():
+        for part, names in parts().items() if cell["status"] == "done" else ():
             row |= {name: cell[part][name] for name in names if name in cell.get(part, {})}
         found.append(row | {"note": cell.get("reason", "")})
     return found
@@ -183,7 +196,9 @@ def rows(report: dict) -> list[dict]:
 def csv_text(report: dict) -> str:
     """Return the text of sweep.csv."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(
+        out, csv_fields(), restval="", extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows(report))
     return out.getvalue()

@@ -14,7 +14,11 @@ from varjax.errors import UserError
 @pytest.fixture(autouse=True)
 def settings_of_the_session():
     """What the tests themselves use comes back afterwards."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_enable_compilation_cache",
+    ]
     saved = {name: getattr(jax.config, name) for name in names}
     yield
     for name, value in saved.items():
@@ -44,6 +48,23 @@ def test_programs_too_quick_to_keep_are_cold_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache, "SHORTEST_S", 1000.0)
     compilation_cache.use(str(tmp_path))
     assert start(101) == "cold" and start(101) == "cold"
+
+
+def test_generators_keep_their_programs(tmp_path, monkeypatch):
+    """Where nobody has chosen a folder, and nothing else of the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compilation_cache, "SHORTEST_S", 0.0)
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax_cache.reset_cache()
+    for expected in ("cold", "warm"):
+        with compilation_cache.kept():
+            assert start(102) == expected
+        assert start(103) == "off"
+    kept = list((tmp_path / "varjax" / "programs").iterdir())
+    compilation_cache.use(compilation_cache.OFF)
+    with compilation_cache.kept():
+        assert start(104) == "off"
+    assert kept and kept == list((tmp_path / "varjax" / "programs").iterdir())
 
 
 def test_places(tmp_path, monkeypatch):

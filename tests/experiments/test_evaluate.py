@@ -281,7 +281,7 @@ def refused(call, tmp_path, problem, *given):
 def test_wrong_flags(call, flags, networks, pictures, tmp_path):
     samples = f"--samples={pictures / 'samples.npz'}"
     lpips = f"--lpips={networks / 'lpips-alex'}"
-    demo = ("--features=demo", flags[0])
+    full, demo = f"--full={pictures / 'samples.npz'}", ("--features=demo", flags[0])
     for problem, *given in (
         ("--samples is required", *flags),
         ("there is nothing to compare with", samples),
@@ -312,6 +312,10 @@ def test_wrong_flags(call, flags, networks, pictures, tmp_path):
         ("pictures of 32x32 pixels: the classifier was trained on", *demo, samples),
         ("use data alone", samples, *flags, "--mesh=model=2"),
         ("a mesh of data=64,model=1 takes 64 devices", samples, *flags, "--mesh=data=64"),
+        ("--inception serves comparisons", samples, full, flags[1]),
+        ("--save_statistics serves comparisons", samples, full, "--save_statistics=x.npz"),
+        ("--lpips compares pictures one by one", samples, *flags, "--lpips=nowhere"),
+        ("--lpips is given, but none", samples, full, "--lpips=nowhere", "--metrics=psnr"),
         ("has 40 pictures, ", samples, f"--full={pictures / 'reference.npz'}", lpips),
         ("--protocol=tf1 is not valid", samples, *flags, "--protocol=tf1"),
     ):

@@ -1,12 +1,15 @@
 """`python -m experiments`: what there is, and what is wrong with a space for the dot."""
 
 import importlib
+import shlex
+import sys
 
 import pytest
+from absl.testing import flagsaver
 
 from experiments import __main__ as overview
 from varjax.cli import command_line
-from varjax.cli.flags import WIDTH, CommandFlags, bare
+from varjax.cli.flags import WIDTH, CommandFlags, bare, parse_flags
 
 COMMANDS = overview.commands()
 
@@ -37,6 +40,12 @@ def test_help_and_version_of_each(command, capsys):
 
     assert said("--version").startswith("varjax ")
     text = said("--help")
+    assert text.startswith("Try:\n    python -m ")
+    assert set(module.FLAGS.essential) <= set(module.FLAGS.values)
+    arguments = shlex.split(module.FLAGS.example.splitlines()[-1])
+    saved = flagsaver.save_flag_values(module.FLAGS.values)
+    parse_flags([command, *arguments], module.FLAGS.values)  # they exist, with such values
+    flagsaver.restore_flag_values(saved, module.FLAGS.values)
     assert max(map(len, text.splitlines())) <= WIDTH
     for name in module.FLAGS.values:
         words = bare(module.FLAGS.values[name])
@@ -58,3 +67,30 @@ def test_a_name_that_is_no_command(name, message, capsys):
     assert overview.main(["experiments", name, "--seed=1"]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
+
+
+def console(monkeypatch, capsys, *arguments):
+    """(exit status, standard output, standard error) of `varjax ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/varjax", *arguments])
+    try:
+        status = overview.console()
+    except SystemExit as stopped:
+        status = stopped.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_console_script(monkeypatch, capsys):
+    status, out, _ = console(monkeypatch, capsys)
+    assert status == 0 and {"run", "sweep", "port"} <= set(overview.short_names())
+    assert all(f"varjax {name} " in out for name in overview.short_names())
+    status, out, _ = console(monkeypatch, capsys, "--version")
+    assert status == 0 and out.startswith("varjax ")
+    status, out, _ = console(monkeypatch, capsys, "plan", "--help")
+    assert status == 0 and out.startswith("Try:\n    varjax plan --model=")
+    status, out, err = console(monkeypatch, capsys, "plan", "--model=var-d16", "--batch_size=2")
+    assert status == 0 and "16 layers" in out, err
+    status, _, err = console(monkeypatch, capsys, "rnu")
+    assert status == 2 and "did you mean `varjax run`?" in err and err.count("\n") == 1
+    status, _, err = console(monkeypatch, capsys, "plan", "--modle=x")
+    assert status == 2 and "run `varjax plan --help`" in err

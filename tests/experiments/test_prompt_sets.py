@@ -145,6 +145,16 @@ REFUSED = {
         *("auto", "line 1: .*holds a NUL"),
     ),
     "geneval line": (_file("f.jsonl", b'{"a": 1}\n{'), "auto", "f.jsonl, line 1: expected"),
+    "geneval nan": (
+        _file("f.jsonl", b'{"tag": "a", "include": [NaN], "prompt": "a"}'),
+        "auto",
+        "f.jsonl, line 1 holds NaN or an infinite number",
+    ),
+    "geneval twice": (
+        _file("f.jsonl", b'{"tag": "a", "include": [], "prompt": "a", "prompt": "b"}'),
+        "auto",
+        "f.jsonl, line 1 is not JSON: key 'prompt' is there twice",
+    ),
     "geneval json": (_file("f.jsonl", b"{}}"), "auto", "f.jsonl, line 1 is not JSON"),
     "geneval tag": (_file("f.jsonl", _NO_TAG), "auto", "line 2: .*'tag' is missing"),
     "geneval blank": (_file("f.jsonl", b"\n"), "auto", "line 1 is not JSON"),

@@ -58,6 +58,8 @@ def test_results(call, checkpoint, tmp_path):
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
+    names = list(report)  # what was asked and found comes first, hashes of files last
+    assert names[:2] == ["model", "policy"] and names.index("model_files") >= len(names) - 2
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
     assert all(report["time"][f] > 0 for f in TIME)
     assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
@@ -257,6 +259,18 @@ def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
     status, out, _ = call("run", *flags, "--dry_run")
     assert status == 0 and "KV pool" in out and "2353.9 M" in out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--compare", "--lpips=nowhere"), "--lpips=nowhere: there is no folder nowhere"),
+        (("--out=/dev/null/x",), "/dev/null"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(refused, checkpoint, flags, message):
+    for more in ((), ("--dry_run",)):
+        refused("run", message, checkpoint, "--num_images=1", *flags, *more)
 
 
 @pytest.mark.parametrize("model", ["var-d30", "llamagen-xl-384"])

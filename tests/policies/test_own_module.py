@@ -95,10 +95,18 @@ def test_what_is_no_policy(given):
     assert "zz" not in POLICIES
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
-def test_an_interrupted_import_leaves_nothing(tmp_path, error):
-    path = write(tmp_path, f"{EXAMPLE}\nraise {error.__name__}")
-    with pytest.raises(error):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        ("KeyboardInterrupt", KeyboardInterrupt),
+        ("GeneratorExit", UserError),
+        ("BaseException('mine')", UserError),
+        ("SystemExit(3)", UserError),
+    ],
+)
+def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
+    path = write(tmp_path, f"{EXAMPLE}\nraise {error}")
+    with pytest.raises(raised):
         load_module(path)
     assert "best_attended" not in POLICIES and path not in registry._LOADED
 

@@ -280,6 +280,12 @@ def test_deeply_nested_descriptions(tmp_path, depth, marks):
         manifest.read(tmp_path, FAMILIES)
 
 
+def test_a_key_that_is_there_twice(tmp_path):
+    (tmp_path / "model.json").write_text('{"family": "var", "sizes": {"a": 1, "a": 2}}')
+    with pytest.raises(UserError, match="key 'a' is there twice"):
+        manifest.read(tmp_path, FAMILIES)
+
+
 @pytest.mark.parametrize(
     "metadata", [{"class_names": ["a"]}, {"sampling": {"cfg": "x"}}, {"sampling": None}]
 )

@@ -21,6 +21,7 @@ from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
+from varjax.storage.manifest import parse_json
 
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
@@ -158,10 +159,10 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
     """
     try:
         data = ordinary.read(path, LARGEST_FILE)
-        content = json.loads(data)
+        content = parse_json(data.decode("utf-8"))
     except OSError as error:
         raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"calibration {path}: it is not JSON: {error}") from None
     digest = hashlib.sha256(data).hexdigest()
     try:

@@ -33,6 +33,7 @@ from varjax.cli.flags import (
     parse_flags,
 )
 from varjax.errors import UserError
+from varjax.garbage import rarely_collected
 from varjax.parallel import processes
 from varjax.parallel.processes import LostProcess
 
@@ -54,7 +55,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     values = flags.FLAGS if own is None else own.values
     saved = flagsaver.save_flag_values(values)
     try:
-        status = _guarded(main, argv, own, values)
+        with rarely_collected():
+            status = _guarded(main, argv, own, values)
     except Exception:
         if processes.count() == 1:
             raise
@@ -81,7 +83,7 @@ def _guarded(
         if own is not None:
             own.use_first(argv)
         if help_wanted:
-            print(help_text(main, values))
+            print(help_text(main, values, own))
             return 0
         parse_flags(argv, values)
         if own is not None:

@@ -1,6 +1,7 @@
 """The flags of one command, error messages about them in our words, and `--help`.
 
-The help is the manual of the command, then its flags in the order of their definition.
+The help is an example that runs, the manual of the command, its essential flags, then the others
+under the headings that they were defined below.
 """
 
 import contextlib
@@ -28,11 +29,18 @@ _TYPES = {"comma separated list of strings": "LIST", _REPEATED: "STRING"}  # as 
 
 
 class CommandFlags:
-    """The absl flags of one command. Each method defines a flag and returns its holder, whose
-    `value` is read later."""
+    """The absl flags of one command. Most methods define a flag and return its holder, whose
+    `value` is read later.
 
-    def __init__(self):
+    example: for the help, arguments of a call that runs; lines before it may be whole commands,
+      which make what it reads.
+    essential: names of the flags that most people need, which the help shows first.
+    """
+
+    def __init__(self, example: str = "", essential: str = ""):
         self.values = flags.FlagValues()
+        self.example, self.essential = example, essential.split()
+        self._headings: list[tuple[str, set[str]]] = []
         self.string = partial(flags.DEFINE_string, flag_values=self.values)
         self.integer = partial(flags.DEFINE_integer, flag_values=self.values)
         self.floating = partial(flags.DEFINE_float, flag_values=self.values)
@@ -57,10 +65,24 @@ class CommandFlags:
             return list(argv)
         return [f"--{name}={text}" if i == bare[0] else text for i, text in enumerate(argv)]
 
+    def heading(self, title: str) -> None:
+        """Put the flags that follow below a heading of the help."""
+        self._headings.append((title, set(self.values)))
+
+    def heading_of(self, name: str) -> str:
+        """The heading that a flag was defined below; empty without one."""
+        before = [title for title, known in self._headings if name not in known]
+        return before[-1] if before else ""
+
     def choice(self, name: str, default: str, values: Collection[str], help: str):
         """Define an enumeration. More values may be added until the flags are read."""
         parser = flags.EnumParser(values)
         parser.enum_values = values  # the collection itself: absl has made a copy
+        flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
+        return flags.DEFINE_flag(flag, flag_values=self.values)
+
+    def define(self, parser: flags.ArgumentParser, name: str, default: object, help: str):
+        """Define a flag with a parser of one's own."""
         flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
         return flags.DEFINE_flag(flag, flag_values=self.values)
 
@@ -179,15 +201,45 @@ def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:
     return not wanted.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
 
 
-def help_text(main: Callable, values: flags.FlagValues) -> str:
-    """Return the manual (docstring of the module of `main`), then the flags."""
+def help_text(main: Callable, values: flags.FlagValues, own: CommandFlags | None = None) -> str:
+    """Return an example, the manual (docstring of the module of `main`), and the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
-    entries = [_entry(flag) for flag in _own_flags(main, values)]
-    return "\n".join([manual, "", f"Flags of `{program()}`:", *entries, "  --help, --version"])
+    example = _example(own.example) if own else []
+    first = own.essential if own else []
+    rank = {name: i for i, name in enumerate(first)}
+    found: dict[str, list[str]] = {"": []}
+    for flag in sorted(_own_flags(main, values), key=lambda f: rank.get(f.name, len(first))):
+        title = own.heading_of(flag.name) if own and flag.name not in rank else ""
+        found.setdefault(title, []).append(_entry(flag))
+    lines = [*example, manual, "", f"Flags of `{program()}`:", *found.pop("")]
+    for title, entries in found.items():
+        lines += ["", f"{title}:", *entries]
+    return "\n".join([*lines, "  --help, --version"])
+
+
+def _example(text: str) -> list[str]:
+    """Return the lines of a command's example, each no longer than the help is wide."""
+    if not text:
+        return []
+    lines = []
+    for call in text.splitlines():
+        whole = call if call.startswith("python ") else f"{program()} {call}"
+        words = textwrap.wrap(
+            whole,
+            WIDTH - 2,  # room for the backslash
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [*(f"{line} \\" for line in words[:-1]), words[-1]]
+    return ["Try:", *lines, ""]
 
 
 def program() -> str:
     """Return how the user calls this command: `python -m package.module`, or a file."""
+    if sys.argv[0].startswith("varjax "):  # the console script's sub-command
+        return sys.argv[0]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name.removesuffix(".__main__") if spec else ""
     return f"python -m {name}" if name else f"python {sys.argv[0]}"

@@ -1,19 +1,21 @@
 """Compiled programs kept on disk, so that a second process starts without compiling.
 
-JAX keeps and finds them (`jax_compilation_cache_dir`). This module chooses the folder that varjax's
-commands use, and counts what came from there.
+JAX keeps and finds them (`jax_compilation_cache_dir`). This module chooses the folder, for varjax's
+commands and, where nobody has chosen one, for a `Generator`; and counts what came from there.
 """
 
 import collections
+import contextlib
 import functools
-import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from varjax.errors import UserError
+from varjax.storage.places import cache_folder
 
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
@@ -25,8 +27,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 def default_directory() -> pathlib.Path:
     """`varjax/programs` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(home) / "varjax" / "programs"
+    return cache_folder("programs")
 
 
 def use(place: str | None) -> None:
@@ -41,8 +42,11 @@ def use(place: str | None) -> None:
       UserError: the folder named cannot be written.
     """
     if place == OFF:
+        jax.config.update("jax_enable_compilation_cache", False)
         _set(None)
         return
+    if place:
+        jax.config.update("jax_enable_compilation_cache", True)
     # who set JAX's own variable has chosen, and may share the folder with other programs
     if place is None and jax.config.jax_compilation_cache_dir:
         return
@@ -56,6 +60,25 @@ def use(place: str | None) -> None:
         message = f"{folder}: cannot write there; name another folder or {OFF!r}"
         raise UserError(message) from None
     _set(str(folder))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep programs that are compiled inside in `default_directory()`, unless JAX was told a folder
+    or to keep nothing (JAX_ENABLE_COMPILATION_CACHE=false). Other programs of the process are not
+    kept."""
+    config = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        yield
+        return
+    shortest = config.jax_persistent_cache_min_compile_time_secs
+    use(None)
+    try:
+        yield
+    finally:
+        config.update("jax_compilation_cache_dir", None)
+        config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+        compilation_cache.reset_cache()
 
 
 def is_on() -> bool:

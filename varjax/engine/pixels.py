@@ -59,8 +59,10 @@ class Decoding:
         """Estimate what decoding one image takes: six activations of the largest resolution."""
         height, width = (side * codec.config.downsample for side in code_map)
         item = arithmetic.arrays(self.dtype).itemsize
-        # widths[0] belongs to the finest level, which has the most pixels
-        return 6 * height * width * codec.config.decoder.widths[0] * item
+        # widths[0] belongs to the finest level, which has the most pixels; codecs of the user's own
+        # may have no levels
+        levels = getattr(codec.config, "decoder", None)
+        return 6 * height * width * (levels.widths[0] if levels else 3) * item
 
 
 def trace_pixels(

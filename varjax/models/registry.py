@@ -1,20 +1,28 @@
 """Which models there are: families and published sizes."""
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
+from flax import nnx
+
+from varjax import own_modules
 from varjax.codecs.bsq import model as bsq
 from varjax.codecs.vq.chameleon import ChameleonVQ, ChameleonVQConfig
 from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
-from varjax.errors import choose
+from varjax.errors import UserError, choose, show
 from varjax.models.infinity import transformer as infinity
 from varjax.models.janus import transformer as janus
 from varjax.models.labels import LABELS
 from varjax.models.llamagen import transformer as llamagen
 from varjax.models.lumina import transformer as lumina
+from varjax.models.transformer import Transformer
 from varjax.models.var import transformer as var
+from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
 from varjax.text.condition import TEXT
@@ -24,11 +32,19 @@ from varjax.text.prompt_ids import PROMPT_IDS
 
 @dataclass(frozen=True)
 class Preset:
-    """A published size: configurations by part, and the sampling that its authors recommend."""
+    """A published size, or a model of the user's own: configurations by part, and the sampling that
+    its authors recommend.
+
+    weights: gives the modules of an own model with their arrays; None for published sizes, whose
+      weights are in checkpoints.
+    class_names: of an own model, if it says.
+    """
 
     family: str
     configs: Mapping[str, Configuration]
     sampling: Mapping = field(default_factory=dict)
+    weights: Callable[[], Mapping[str, nnx.Module]] | None = None
+    class_names: tuple[str, ...] | None = None
 
 
 FAMILIES = {
@@ -145,6 +161,116 @@ PRESETS |= {name: _infinity_preset(config) for name, config in infinity.PRESETS.
 PRESETS |= {name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()}
 PRESETS |= {name: _janus_preset(config) for name, config in janus.PRESETS.items()}
 PRESETS |= {name: _lumina_preset(config) for name, config in lumina.PRESETS.items()}
+
+
+NEEDED = {  # of the configurations of own models
+    "transformer": (
+        "condition depth embed_dim hidden_dim num_heads head_dim logits_per_token token_maps"
+        " total_tokens condition_bytes check_sampling is_guided"
+    ).split(),
+    "codec": ["downsample"],
+}
+CONDITIONS = {"labels": LABELS, "text": TEXT, "prompt_ids": PROMPT_IDS}
+_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
+
+
+def register(
+    name: str,
+    *,
+    transformer: type[nnx.Module],
+    codec: type[nnx.Module],
+    configs: Mapping[str, Configuration],
+    weights: Callable[[], Mapping[str, nnx.Module]] | None = None,
+    sampling: Mapping | None = None,
+    class_names: tuple[str, ...] | None = None,
+) -> None:
+    """Make a model of your own known under a name (docs/howto/own_model.md).
+
+    Args:
+      transformer, codec: classes, built as `cls(config, rngs=rngs)`: a `NextScaleTransformer` or
+        `NextTokenTransformer`, and what turns its tokens into pictures.
+      configs: {"transformer": ..., "codec": ...}.
+      weights: gives both modules with their arrays; None: random ones, always the same.
+      sampling: what is recommended, fields of `varjax.Sampling`.
+      class_names: of a model that draws from labels.
+
+    Raises:
+      UserError: the name is taken or none that people can type, or something is of another kind.
+    """
+    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_.-]{1,64}", name):
+        raise UserError(f"model name {show(name)}: give 1 to 64 ASCII letters, digits, _, . and -")
+    if name in PRESETS or name in FAMILIES:
+        raise UserError(f"model {name!r} is known already: rename yours")
+    if not isinstance(transformer, type) or not issubclass(transformer, Transformer):
+        raise UserError(
+            f"model {name!r}: {show(transformer)} is no transformer: derive the class from "
+            "NextTokenTransformer or NextScaleTransformer"
+        )
+    given = configs if isinstance(configs, Mapping) else {}
+    for part in ("transformer", "codec"):
+        if not isinstance(given.get(part), Configuration):
+            raise UserError(f"model {name!r}: configs has no Configuration for its {part}")
+        lacking = [n for n in NEEDED[part] if not hasattr(given[part], n)]
+        if lacking:
+            raise UserError(f"model {name!r}: the configuration of its {part} has no {lacking[0]}")
+    kind = choose(f"condition of model {name!r}", given["transformer"].condition, CONDITIONS)
+
+    def random() -> Mapping[str, nnx.Module]:
+        classes = {"transformer": transformer, "codec": codec}
+        return {p: cls(given[p], rngs=nnx.Rngs(0)) for p, cls in classes.items()}
+
+    parts = {
+        "transformer": Part(name, type(given["transformer"]), transformer),
+        "codec": Part(f"{name} codec", type(given["codec"]), codec),
+    }
+    FAMILIES[name] = Family(name, parts, agreed=(), conditions={kind: CONDITIONS[kind]})
+    PRESETS[name] = Preset(name, dict(given), dict(sampling or {}), weights or random, class_names)
+
+
+def own_parts(
+    name: str, wanted: Mapping[str, nnx.Module], dtypes: Mapping[str, str]
+) -> dict[str, nnx.Module]:
+    """The modules of an own model with their arrays.
+
+    wanted: abstract modules. dtypes: of floating parameters, by part; float32 if it is not named.
+
+    Raises:
+      UserError: what the user's function gives is not that.
+    """
+    given, found = PRESETS[name].weights(), {}
+    for part, abstract in wanted.items():
+        module = given.get(part) if isinstance(given, Mapping) else None
+        if not isinstance(module, type(abstract)):
+            raise UserError(f"{name}: its weights have no {type(abstract).__name__} as {part}")
+        arrays, shapes = parameters.named(module), parameters.named(abstract)
+        sizes = {n: a.shape for n, a in arrays.items()}
+        if other := [n for n in shapes if sizes.get(n) != shapes[n].shape]:
+            raise UserError(f"{name}: parameters {', '.join(other[:4])} of its {part} do not fit")
+        kind = dtypes.get(part, "float32")
+        cast = {
+            n: a.astype(kind) if parameters.is_floating(a.dtype) else a for n, a in arrays.items()
+        }
+        found[part] = parameters.fill(abstract, cast)
+    return found
+
+
+def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
+    """Import a module that registers models of your own, once, and return their names, which
+    `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
+    imported, or registers nothing or a taken name."""
+    return own_modules.load("model", path_or_name, (PRESETS, FAMILIES), _models_of, _LOADED)
+
+
+def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
+    found = [n for n, preset in PRESETS.items() if n not in before]
+    found += [
+        n
+        for n, preset in PRESETS.items()
+        if n in before and type(preset.configs["transformer"]).__module__ == module.__name__
+    ]
+    if found:
+        return tuple(found)
+    raise UserError("it registers no model: call varjax.models.registry.register('its_name', ...)")
 
 
 def family(name: str) -> Family:

@@ -59,8 +59,8 @@ class Transformer(nnx.Module):
 
     def splits(self) -> dict[str, Split]:
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
-        the others are whole on every device."""
-        raise NotImplementedError
+        the others are whole on every device. None at all: the model is not divided."""
+        return {}
 
     # --- tokens in files --------------------------------------------------------------------------
 

@@ -71,12 +71,18 @@ def map_weights(
 
 
 def check_widths(transformer: nnx.Module, parts: int) -> None:
-    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply.
+    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply, and models
+    of the user's own that do not say how they are divided.
 
     Raises:
       UserError: which matrix, and what to do.
     """
     splits, where = transformer.splits(), f" on each of model={parts} devices"
+    if parts > 1 and not splits:
+        raise UserError(
+            f"{type(transformer).__name__} has no `splits`, so that its heads cannot be divided: "
+            "use data alone"
+        )
     for name, kernel in quantized.matrices(transformer).items():
         split = splits.get(name.removeprefix("blocks/").replace("/", "."))
         value = kernel.get_value()

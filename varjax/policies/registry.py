@@ -1,18 +1,13 @@
 """The one list of policies: it drives the command-line values, the README table and the generic
 tests; `load_module` adds policies of your own to it."""
 
-import hashlib
-import importlib
-import importlib.util
 import os
-import pathlib
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from varjax.arguments import number, path, text
+from varjax import own_modules
+from varjax.arguments import number, text
 from varjax.errors import UserError, choose, show
 from varjax.policies.base import BUDGET, Policy
 from varjax.policies.rule import Rule
@@ -91,38 +86,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
       UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
         `POLICIES` is then as it was.
     """
-    given = os.fspath(path("policy module", path_or_name))
-    is_file = given.endswith(".py") or os.sep in given
-    key = str(pathlib.Path(given).resolve()) if is_file else given
-    if key not in _LOADED:
-        before = dict(POLICIES)
-        try:
-            module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
-            _LOADED[key] = _policies_of(module, before)
-        except BaseException as error:
-            POLICIES.clear()
-            POLICIES.update(before)
-            if not isinstance(error, (Exception, SystemExit)):  # a script may end the process
-                raise
-            raise UserError(f"policy module {given}: {_what_is_wrong(error, key)}") from error
-    return _LOADED[key]
-
-
-def _import_file(path: pathlib.Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError("there is no such file")
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
-    if spec is None or spec.loader is None:
-        raise UserError("it is no Python file: its name has to end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
+    return own_modules.load("policy", path_or_name, (POLICIES,), _policies_of, _LOADED)
 
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
@@ -133,18 +97,6 @@ def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[s
     if found := tuple(names):
         return found
     raise UserError("it registers no policy: decorate a class with @register('its_name')")
-
-
-def _what_is_wrong(error: BaseException, key: str) -> str:
-    """One line: where, and what."""
-    if isinstance(error, ModuleNotFoundError) and error.name == key.split(".")[0]:
-        return "there is no module of this name: give one that can be imported, or a .py file"
-    if isinstance(error, SyntaxError):
-        return f"{pathlib.Path(error.filename or key).name}, line {error.lineno}: {error.msg}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == key]
-    place = f"line {frames[-1].lineno}: " if frames else ""
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{place}{kind}{error}"
 
 
 def markdown_table() -> str:

@@ -2,7 +2,6 @@
 the same manner."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.policies import capacities
 from varjax.storage import ordinary
+from varjax.storage.manifest import parse_json
 
 LARGEST_FILE = 16 * 2**20  # bytes
 LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
@@ -35,12 +35,12 @@ class BudgetFile:
     def read(cls, path: str) -> "BudgetFile":
         try:
             data = ordinary.read(path, LARGEST_FILE)
-            content = json.loads(data)
+            content = parse_json(data.decode("utf-8"))
             entries = {int(k.removeprefix("Scale ")): dict(v) for k, v in content.items()}
             numbers = [n for entry in entries.values() for n in entry.values()]
         except OSError as error:
             raise UserError(f"budgets={path}: cannot read the file: {error.strerror}") from None
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError):
             raise UserError(
                 f"budgets={path} is no budget file of ScaleKV: a JSON object with an entry "
                 f'"Scale n" for each scale'

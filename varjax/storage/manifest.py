@@ -159,9 +159,10 @@ def _json_object(file: Path) -> dict:
 
 
 def parse_json(text: str):
-    """The value of a JSON text; `ValueError` also if it is nested too deeply."""
+    """The value of a JSON text; `ValueError` also if it is nested too deeply, or an object has a
+    key twice."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [value]
@@ -170,6 +171,16 @@ def parse_json(text: str):
     if level:
         raise ValueError(_TOO_DEEP)
     return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    """An object, of which Python would keep the last of two values under one key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!a:.60} is there twice")
+    return found
 
 
 def _inner(value) -> list:

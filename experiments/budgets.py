@@ -1,0 +1,174 @@
+"""Budgets as people think of them: bytes of the cache, or what fits a device. Both become the
+fraction that policies take."""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments.output import RESULTS
+from varjax.cache.plan import CachePlan
+from varjax.engine import memory
+from varjax.engine.memory import show_bytes
+from varjax.errors import UserError
+from varjax.metrics import METRICS
+from varjax.policies import Policy
+from varjax.storage.manifest import read_json
+
+FIT = "fit"
+UNITS = {"": 1, "B": 1, **{f"{u}iB": 1024**i for i, u in enumerate("KMGT", 1)}}
+UNITS |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
+STEPS = 12  # of the bisection: budgets are found to 1/4096
+SHOWN = ("psnr", "kl")  # metrics of a sweep that a budget is explained by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What bytes mean for a command.
+
+    batch_size: images that share the cache's bytes, on all devices.
+    kv_dtype: type of the stored cache.
+    predict: bytes that a program with a plan takes on a device; None: nothing is predicted.
+    available: bytes of the device; None: it does not say.
+    device: its name, for messages.
+    """
+
+    batch_size: int
+    kv_dtype: str
+    predict: Callable[[CachePlan], int] | None = None
+    available: int | None = None
+    device: str = "this device"
+
+
+def parse_bytes(text: str) -> int:
+    """Read `"2GiB"`, `"512 MiB"`, `"1.5GB"`, `"4096"`. `UserError` for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise UserError(f"{text!r:.60} is no number of bytes: write 2GiB, 512MiB or 1.5GB")
+    number = math.floor(float(match[1]) * units[match[2].lower()])
+    if number < 1:
+        raise UserError(f"{text!r:.60} is less than a byte: write 2GiB, 512MiB or 1.5GB")
+    return number
+
+
+def of_bytes(
+    policy: Policy, wanted: int, plan_of: Callable[[Policy], CachePlan], sizing: Sizing
+) -> Policy:
+    """Return the policy with the largest budget whose pool has at most `wanted` bytes.
+
+    Raises:
+      UserError: the policy cannot work with so few, or takes no budget.
+    """
+    full = _full_bytes(policy, plan_of, sizing)
+    fraction = min(1.0, wanted / full)
+    said = f"{show_bytes(wanted)} are {fraction:.3%} of the full cache, {show_bytes(full)} for a "
+    said += f"batch of {sizing.batch_size}"
+    for _ in range(STEPS):
+        sized = replace(policy, budget=fraction)
+        try:
+            plan = plan_of(sized)
+        except UserError as error:
+            raise UserError(f"{said}: {error}") from None
+        if plan.num_bytes(sizing.batch_size, sizing.kv_dtype) <= wanted:
+            return sized
+        # rounding is not charged to the budget (accounting=tokens)
+        fraction *= min(0.999, wanted / plan.num_bytes(sizing.batch_size, sizing.kv_dtype))
+    raise UserError(f"{said}: no budget of {policy.name} takes so few, choose more")
+
+
+def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizing) -> Policy:
+    """Return the policy with the largest budget with which a batch fits the device.
+
+    Raises:
+      UserError: none fits, the device does not say what it has, or the policy takes no budget.
+    """
+    _full_bytes(policy, plan_of, sizing)
+    if sizing.available is None or sizing.predict is None:
+        raise UserError(f"{sizing.device} does not say how much memory it has: give a fraction")
+    low, high, best, needed = 0.0, 1.0, None, None
+    fraction = high
+    for _ in range(STEPS + 1):
+        sized = replace(policy, budget=fraction)
+        try:
+            total = sizing.predict(plan_of(sized))
+        except UserError:  # too small for the policy
+            low = fraction
+        else:
+            if total <= memory.SAFETY * sizing.available:
+                best = sized
+                low = fraction
+            else:
+                high, needed = fraction, total
+        if best is not None and best.budget == 1.0:
+            break
+        fraction = (low + high) / 2
+    if best is None:
+        have = show_bytes(int(memory.SAFETY * sizing.available))
+        need = f" needs about {show_bytes(needed)}" if needed else ""
+        raise UserError(
+            f"no budget of {policy.name} fits: a batch of {sizing.batch_size}{need} with the "
+            f"smallest, {sizing.device} has {have}: lower --batch_size"
+        )
+    return best
+
+
+def _full_bytes(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizing) -> int:
+    """Return the bytes of the full cache, in the type of the pool."""
+    if not policy.budgeted or policy.name == "full":
+        raise UserError(f"policy {policy.name!r} takes no budget: choose a policy that has one")
+    plan = plan_of(replace(policy, budget=1.0))
+    return plan.dense_bytes(sizing.batch_size, sizing.kv_dtype)
+
+
+def remarks(policy: Policy, plan: CachePlan, sizing: Sizing, model: str) -> list[str]:
+    """Return lines that name the fraction and, from a sweep of the model, what it costs."""
+    held = plan.num_bytes(sizing.batch_size, sizing.kv_dtype)
+    full = plan.dense_bytes(sizing.batch_size, sizing.kv_dtype)
+    line = f"budget    {policy.budget:.4g} of the full cache: {show_bytes(held)} of "
+    line += f"{show_bytes(full)}, batch {sizing.batch_size}, {sizing.device}"
+    cost = next(filter(None, (_cost(s, policy) for s in _sweeps(model))), None)
+    return [line, f"fidelity  {cost}" if cost else "fidelity  no sweep of this policy and model"]
+
+
+def _sweeps(model: str) -> Iterator[tuple[Path, dict]]:
+    """Give the sweeps of a model below results/, the newest first."""
+    found = list(RESULTS.glob("*/sweep.json")) if RESULTS.is_dir() else []
+    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(UserError, OSError):
+            content = read_json(path)
+            settings = content.get("settings") if isinstance(content, dict) else None
+            if isinstance(settings, dict) and settings.get("model") == model:
+                yield path.parent, content
+
+
+def _cost(sweep: tuple[Path, dict], policy: Policy) -> str | None:
+    """Say what a budget costs, between the two nearest budgets of a sweep."""
+    folder, content = sweep
+    with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
+        cells = [
+            (float(cell["budget"]), cell["fidelity"])
+            for cell in content["cells"]
+            if cell["policy"] == policy.name and cell["status"] == "done"
+        ]
+        cells.sort(key=lambda cell: cell[0])
+        below = [cell for cell in cells if cell[0] <= policy.budget]
+        above = [cell for cell in cells if cell[0] >= policy.budget]
+        if not below or not above:
+            near = (below or above)[-1 if below else 0]
+            return f"{_shown(near[1])} at {near[0]:g}, the nearest in {folder}"
+        (a, low), (b, high) = below[-1], above[0]
+        if a == b:
+            return f"{_shown(low)} in {folder}"
+        return f"between {_shown(low)} at {a:g} and {_shown(high)} at {b:g} in {folder}"
+    return None
+
+
+def _shown(fidelity: dict) -> str:
+    return ", ".join(
+        f"{METRICS[key].label} {METRICS[key].show(float(fidelity[key]))}"
+        for key in SHOWN
+        if key in METRICS and fidelity.get(key) is not None
+    )

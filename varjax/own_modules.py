@@ -1,0 +1,85 @@
+"""Modules of the user's own: files or import names that register policies, models or metrics."""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, MutableMapping, Sequence
+from types import ModuleType
+
+from varjax.arguments import path
+from varjax.errors import UserError
+
+# what a module has registered: (the module, what the first registry held before) -> names
+Found = Callable[[ModuleType, dict], tuple[str, ...]]
+
+
+def load(
+    kind: str,
+    path_or_name: str | os.PathLike,
+    registries: Sequence[MutableMapping],
+    found: Found,
+    loaded: MutableMapping[str, tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Import a module once, and return the names of what it registers.
+
+    Args:
+      kind: what it registers, for messages: "policy", "model", "metric".
+      path_or_name: a .py file anywhere, or the import name of a module.
+      registries: what it may add to; they are as before if anything fails.
+      found: what is new; `UserError` if nothing is.
+      loaded: what was returned before, by file or import name.
+
+    Raises:
+      UserError: it is not there, or fails while it is imported.
+    """
+    given = os.fspath(path(f"{kind} module", path_or_name))
+    is_file = given.endswith(".py") or os.sep in given
+    key = str(pathlib.Path(given).resolve()) if is_file else given
+    if key not in loaded:
+        before = [dict(registry) for registry in registries]
+        try:
+            module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
+            loaded[key] = found(module, before[0])
+        except BaseException as error:
+            for registry, content in zip(registries, before, strict=True):
+                registry.clear()
+                registry.update(content)
+            if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
+                raise
+            raise UserError(f"{kind} module {given}: {_what_is_wrong(error, key)}") from error
+    return loaded[key]
+
+
+def _import_file(path: pathlib.Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError("there is no such file")
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    if spec is None or spec.loader is None:
+        raise UserError("it is no Python file: its name has to end in .py")
+    if spec.name in sys.modules:  # it registers something of another kind, too
+        return sys.modules[spec.name]
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _what_is_wrong(error: BaseException, key: str) -> str:
+    """One line: where, and what."""
+    if isinstance(error, ModuleNotFoundError) and error.name == key.split(".")[0]:
+        return "there is no module of this name: give one that can be imported, or a .py file"
+    if isinstance(error, SyntaxError):
+        return f"{pathlib.Path(error.filename or key).name}, line {error.lineno}: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == key]
+    place = f"line {frames[-1].lineno}: " if frames else ""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{place}{kind}{error}"
