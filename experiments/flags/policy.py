@@ -110,7 +110,7 @@ class PolicyFlags:
     @property
     def _wanted(self) -> str | None:
         """The bytes that are asked for."""
-        return self._kv_bytes.value if self._kv_bytes else None
+        return None if self._kv_bytes is None else self._kv_bytes.value
 
     def sized(
         self,
