@@ -19,7 +19,7 @@ ALONE = "--nopage"
         (("--host=no.such.host.invalid",), "choose another address"),
         (("--queue=0",), "--queue"),
         (("--max_batch=0",), "--max_batch"),
-        (("--kv_bytes=lots",), "--kv_bytes=lots: write a number of bytes"),
+        (("--kv_bytes=lots",), "is no number of bytes: write 2GiB"),
         (("--kv_bytes=1KiB",), "hold no image"),
         (("--policy=nothing",), "headkv"),
         (("--policy=headkv", "--budget=7"), "budget"),
