@@ -40,7 +40,7 @@ def test_help_and_version_of_each(command, capsys):
 
     assert said("--version").startswith("varjax ")
     text = said("--help")
-    assert text.startswith("Try:\n    python -m ")
+    assert text.startswith("Try:\n    python ")  # here followed by what runs the tests
     assert set(module.FLAGS.essential) <= set(module.FLAGS.values)
     arguments = shlex.split(module.FLAGS.example.splitlines()[-1])
     saved = flagsaver.save_flag_values(module.FLAGS.values)

@@ -56,10 +56,10 @@ def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
     flags = ["--patch_nums=1,4", "--ch_mult=1,2,2", "--image_size=16", "--noshared_aln"]
     assert _run(f"--data={pictures}", f"--out={tmp_path}/x", "--stage=vqvae", *flags) == 0
-    settings, stage, out, quiet = seen[0]
+    settings, stage, out, quiet, mesh = seen[0]
     assert (settings.patch_nums, settings.ch_mult) == ((1, 4), (1, 2, 2))
     assert (settings.shared_aln, settings.depth, stage, quiet) == (False, 4, "vqvae", False)
-    assert out == f"{tmp_path}/x" and settings.log_every == 20
+    assert out == f"{tmp_path}/x" and settings.log_every == 20 and mesh.size == 1
     assert "continue with --stage=var" in capsys.readouterr().out
 
 

@@ -4,9 +4,11 @@ import json
 from types import SimpleNamespace
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from varjax.errors import UserError
 from varjax.models import registry
@@ -192,6 +194,9 @@ class Diverging:
     def initial_state(self):
         return {"weight": jnp.zeros(2)}
 
+    def places(self, state):
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
+
     def step(self, state, n):
         return state, {"loss": jnp.asarray(np.nan if n == 2 else 1.0)}
 
@@ -208,6 +213,6 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "check_folder", lambda *a: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
-    settings = SimpleNamespace(deciding=lambda name: {})
+    settings = SimpleNamespace(deciding=lambda _: {}, vqvae_batch_size=1, var_batch_size=1)
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)
