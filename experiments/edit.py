@@ -46,7 +46,10 @@ from varjax.progress import Progress
 from varjax.storage.atomic import new_folder, write_text
 from varjax.text import features as text_features
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--image=PICTURE.png --mask=MASK.png --labels=22 --policy=headkv --out=DIR",
+    "image mask labels prompts policy budget checkpoint seed out",
+)
 IMAGE = FLAGS.string("image", None, "The picture: a PNG, JPEG or WebP file.")
 MASK = FLAGS.string(
     "mask",

@@ -42,7 +42,10 @@ BACKLOG = 2048  # connections that wait to be accepted
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-FLAGS = CommandFlags()
+FLAGS = CommandFlags(
+    "--policy=headkv --budget=0.25 --port=7860",
+    "policy budget kv_bytes checkpoint host port api_key queue max_batch page",
+)
 MODEL = ModelFlags(FLAGS)
 POLICY = PolicyFlags(FLAGS, sizes=False)
 SAMPLING = SamplingFlags(FLAGS, seed=False)
