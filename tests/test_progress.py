@@ -9,6 +9,7 @@ import pytest
 from experiments.run import __main__ as run_command
 from varjax import progress as progress_module
 from varjax.errors import UserError
+from varjax.parallel import processes
 from varjax.progress import Progress, TimeLeft, reporter, show_seconds
 
 
@@ -37,15 +38,17 @@ def test_a_run_does_not_count_compiling(monkeypatch, capsys):
         segments=(),
         timing=SimpleNamespace(compile_s=1000.0, cache="cold"),
         compile=lambda *a: passed(1000),
-        batches=lambda *a, first, **k: iter([passed(10, (first, {}))]),
+        draw_here=lambda condition, index, **k: iter([passed(10, (index, {}))]),
     )
     plan, labels = SimpleNamespace(policy=SimpleNamespace(name="x")), np.zeros(3, int)
     run = SimpleNamespace(plan=plan, condition=labels, batch_size=1, seed=0, save_arrays=False)
     run.program, run.generator = SimpleNamespace(kv_dtype=None), lambda *a, **k: generator
     run.given_tokens = run.given_scales = None
-    store = SimpleNamespace(missing=lambda name: range(3), finished=lambda name: len(done))
+    store = SimpleNamespace(finished=lambda name: len(done), series={"main": SimpleNamespace()})
+    store.series["main"].made = range(3)
+    store.missing = lambda name: [np.array([i]) for i in range(3)]
     store.add = lambda name, index, results: done.append(index)
-    run_command.generate_series(run, None, store, "main")
+    run_command.generate_series(run, None, store, "main", processes.Stop())
     assert "x: image 1/3  10.0 s, about 20 s left" in capsys.readouterr().err
 
 
