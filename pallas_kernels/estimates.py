@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.projection import Projection
+from pallas_kernels.residual.operands import Sums
 from pallas_kernels.tables import BlockTable, BlockWrites
 
 SCALE = 4  # bytes of a scale of an int8 pool
@@ -324,6 +325,27 @@ def finish_and_store(
     stored = 2 * min(tokens, entries * size * filled) * head_dim * kv_pool.dtype.itemsize
     moved = found.bytes_accessed + round(rows * heads * stored)
     return pl.CostEstimate(found.flops, found.transcendentals, moved)
+
+
+def add_and_normalize(stream: Array, sums: Sums | None, result) -> pl.CostEstimate:
+    """Cost of adding a branch to a residual stream and normalising it.
+
+    Args:
+      sums: of the branch; None: nothing is added.
+      result: type of the normalised rows.
+    """
+    moved = stream.size * (stream.dtype.itemsize + jnp.dtype(result).itemsize)
+    if sums is not None:
+        moved += sums.array.size * (sums.array.dtype.itemsize + stream.dtype.itemsize)
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+
+
+def to_8_bits(sums: Sums, activation: bool) -> pl.CostEstimate:
+    """Cost of bringing the rows of a product into 8 bits. activation: whether there is one, with an
+    exponential for every number."""
+    size, kind = sums.array.size, sums.array.dtype
+    moved = size * (kind.itemsize + 1)
+    return pl.CostEstimate(flops=0, transcendentals=size * activation, bytes_accessed=moved)
 
 
 def _blocks_read(projection: Projection, table: BlockTable, occupancy: Occupancy) -> float:

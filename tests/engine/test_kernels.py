@@ -2,6 +2,9 @@
 those of the reference. With --slow on every fixture."""
 
 import functools
+import sys
+import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import implementations
+from pallas_kernels.residual import mosaic_gpu as mosaic_residual
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
@@ -147,3 +151,47 @@ def test_wide_heads_through_the_simulator_of_gpus(case):
 @pytest.mark.parametrize("case", list(CASES))
 def test_wide_heads_on_a_gpu(case):
     check_wide(case, implementations.preferred())
+
+
+def in_turn(monkeypatch):
+    """Only the residual stream has a kernel: fixtures have heads that Mosaic's attention does not
+    take."""
+    for name, module in list(sys.modules.items()):
+        modules = getattr(module, "MODULES", None)
+        if name.startswith("pallas_kernels.") and isinstance(modules, dict):
+            if "residual" not in name and "mosaic" in modules:
+                monkeypatch.setitem(modules, "mosaic", partial(_reference, modules))
+
+
+def _reference(modules):
+    """The reference with the argument that kernels have."""
+    module = modules["reference"]()
+    names = [n for n in dir(module) if callable(getattr(module, n)) and n[0] != "_"]
+    plain = {n: partial(_without_interpret, getattr(module, n)) for n in names}
+    return types.SimpleNamespace(**plain)
+
+
+def _without_interpret(function, *arguments, interpret=None, **options):
+    return function(*arguments, **options)
+
+
+@gpu_simulation.needed
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["a_k10", "b_k6_sharedaln", SMALL])
+def test_greedy_tokens_with_norms_in_the_simulator(model, monkeypatch):
+    expected = generate(model, "full", "reference")
+    calls = []
+    monkeypatch.setattr(mosaic_residual, "_launch", _counted(mosaic_residual._launch, calls))
+    in_turn(monkeypatch)
+    found = generate.__wrapped__(model, "full", "mosaic-interpret")
+    assert calls  # the kernels ran
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
+
+
+def _counted(function, calls: list):
+    def run(*arguments, **options):
+        calls.append(options["name"])
+        return function(*arguments, **options)
+
+    return run

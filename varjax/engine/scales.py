@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
+from pallas_kernels.residual import Vectors
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
@@ -24,6 +25,7 @@ from varjax.engine.mixture import Mixture, chance_of_ones
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.nn import stacked
 from varjax.nn.published import TransformerConfig
+from varjax.nn.stream import Stream, has_kernel
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -163,7 +165,11 @@ def _scale(
         x, state, index = carry
         block, layer_context = scanned
         with jax.named_scope("project"):
-            projection = transformer.project(block, layer_context, shared, x)
+            if isinstance(x, Stream):  # its kernels read the layer's vectors where they lie
+                layer_context = Vectors(context["layers"], index)
+                projection, x = transformer.project_stream(block, layer_context, x)
+            else:
+                projection = transformer.project(block, layer_context, shared, x)
             # kernels read what they need of these small arrays where it lies, too
             projection = replace(projection, layer=index, **context["attention"])
         with jax.named_scope("attend"):
@@ -182,8 +188,13 @@ def _scale(
     # kernels find their part of the tables themselves. It is counted in the carry: taken from an
     # array of numbers it would be a kernel of its own in every layer.
     scanned = (transformer.blocks, context["layers"])
+    # A scan's carry is the same in all layers: there no branch can wait for the next layer's norm.
+    streams = transformer.takes_streams and stacked.is_separate(scanned)
+    if streams and has_kernel(spec.attention):
+        x = Stream(x, implementation=spec.attention)
     carry = (x, state, jnp.int32(0))
     x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.unroll)
+    x = x.settled() if isinstance(x, Stream) else x
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.projection import Projection
+from pallas_kernels.residual import Vectors
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
 from varjax.nn.published import Configuration
 from varjax.nn.split import Split
+from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
@@ -68,6 +70,16 @@ class NextScaleTransformer(Transformer):
         self, block, layer_context: PyTree, shared: PyTree, x: Float[Array, "R T D"]
     ) -> Projection:
         """Queries, keys and values of one layer."""
+        raise NotImplementedError
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether the transformer has `project_stream`, and `post_attention` takes a `Stream` with
+        all layers' `Vectors` in place of `x` and the layer's context, and returns one."""
+        return False
+
+    def project_stream(self, block, vectors: Vectors, x: Stream) -> tuple[Projection, Stream]:
+        """`project`, and the stream with the branch that it had."""
         raise NotImplementedError
 
     def post_attention(

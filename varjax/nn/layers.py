@@ -12,9 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
+from pallas_kernels.residual.reference import layer_norm, modulate
 from varjax.nn import quantized
 from varjax.nn.quantized import Activation, Quantized
 from varjax.nn.stacked import Turned
+
+__all__ = ["layer_norm", "modulate"]  # besides what is defined here
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
@@ -61,15 +64,6 @@ class Linear(nnx.Linear):
         return jnp.einsum("l...d,lde->l...e", x, kernel)
 
 
-def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Layer normalisation without learned scale or shift. Statistics are float32; the result has
-    the type of `x`."""
-    wide = x.astype(jnp.float32)
-    mean = wide.mean(-1, keepdims=True)
-    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
-    return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
-
-
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float, dtype
 ) -> Float[Array, "... D"]:
@@ -78,11 +72,6 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     normal = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
     return (normal * scale.astype(jnp.float32)).astype(dtype)
-
-
-def modulate(x, scale, shift):
-    """AdaLN: x * (1 + scale) + shift with per-row vectors [R, D] over x [R, T, D]."""
-    return x * (1 + scale[:, None]) + shift[:, None]
 
 
 def split_heads(x: Float[Array, "R T D"], head_dim: int) -> Float[Array, "R N T H"]:

@@ -21,14 +21,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import target
+from pallas_kernels.residual.operands import Activation
+from pallas_kernels.residual.reference import rows_8
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
 
-Activation = Callable[[Array], Array]  # a function of every number
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
-TINY = 1e-30  # the least magnitude of a row: one of zeros has a scale, too
 
 
 @jax.tree_util.register_dataclass
@@ -158,18 +158,8 @@ def quantize_rows(
 
     axis: of the mesh, if `D` is divided. activation: applied to `x` first.
     """
-    magnitude = jnp.abs(_wide(x, activation)).max(-1, keepdims=True)
-    magnitude = magnitude if axis is None else jax.lax.pmax(magnitude, axis)
-    magnitude = jnp.maximum(magnitude, TINY)
-    if activation and target.platform() == "gpu":
-        # computed twice: XLA would write what it gives, for the kernel that follows to read
-        x = jax.lax.optimization_barrier(x)
-    numbers = scheme.rounded(_wide(x, activation) * (scheme.largest / magnitude))
-    return numbers, magnitude / scheme.largest
-
-
-def _wide(x: Array, activation: Activation | None) -> Array:
-    return (activation(x) if activation else x).astype(jnp.float32)
+    rows = rows_8(x, scheme, activation, axis)
+    return rows.numbers, rows.scale
 
 
 # --- leaves of networks -------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
+from pallas_kernels.residual import Vectors
 from varjax import sampling as sampling_lib
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
-from varjax.nn import layers, split, stacked
+from varjax.nn import layers, quantized, split, stacked
 from varjax.nn.split import Split
+from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
@@ -163,8 +165,24 @@ class VAR(NextScaleTransformer):
     ) -> Projection:
         """Where the model has the L2 norm, queries and keys are still to be normalised and queries
         to be multiplied by the learned multiplier; else queries are still to be scaled."""
+        return self._projection(block, self.attention_input(modulation, x))
+
+    @property
+    def takes_streams(self) -> bool:
+        return not self._multiplies_8_bits
+
+    @property
+    def _multiplies_8_bits(self) -> bool:
+        """Whether rows of activations are brought into 8 bits: XLA then does so within norms."""
+        kernel = self.head.kernel.get_value()
+        return quantized.is_one(kernel) and kernel.scheme.activations
+
+    def project_stream(self, block: Block, vectors: Vectors, x: Stream):
+        h, x = x.normalized(vectors, 2, 4, self.config.norm_eps)
+        return self._projection(block, h), x
+
+    def _projection(self, block: Block, h: Float[Array, "R T D"]) -> Projection:
         config = self.config
-        h = self.attention_input(modulation, x)
         projection = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
             return replace(projection, scale=0.25 / math.sqrt(config.head_dim))
@@ -177,12 +195,14 @@ class VAR(NextScaleTransformer):
     def post_attention(
         self,
         block: Block,
-        modulation: Float[Array, "R 6 D"],
+        modulation: Float[Array, "R 6 D"] | Vectors,
         shared: None,
-        x: Float[Array, "R T D"],
+        x: Float[Array, "R T D"] | Stream,
         attended: Float[Array, "R T N H"],
-    ) -> Float[Array, "R T D"]:
+    ) -> Float[Array, "R T D"] | Stream:
         """Output projection, gate, feed-forward and residuals of one layer."""
+        if isinstance(x, Stream):
+            return self._post_attention(block, modulation, x, attended)
         attended = attended.reshape(*x.shape[:2], -1)
         x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         h = layers.modulate(
@@ -190,6 +210,16 @@ class VAR(NextScaleTransformer):
         )
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
         return x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
+
+    def _post_attention(
+        self, block: Block, vectors: Vectors, x: Stream, attended: Float[Array, "R T N H"]
+    ) -> Stream:
+        """`post_attention` of a stream."""
+        attended, axis = attended.reshape(*x.value.shape[:2], -1), self.model_axis
+        x = x.added(split.contract(block.proj, attended, axis), vectors, 0)
+        h, x = x.normalized(vectors, 3, 5, self.config.norm_eps)
+        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
+        return x.added(split.contract(block.fc2, wide, axis, gelu), vectors, 1)
 
     # --- tokens -----------------------------------------------------------------------------------
 

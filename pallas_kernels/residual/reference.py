@@ -1,0 +1,60 @@
+"""Sums, norms and rows in 8 bits in plain JAX: the definition of correct."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import target
+from pallas_kernels.residual.operands import TINY, Activation, Bits8, Branch, Norm, Rows8, Sums
+
+
+def add_and_normalize(stream, branch: Branch | None, norm: Norm):
+    """See `api.add_and_normalize`."""
+    stream = stream if branch is None else branch.added_to(stream)
+    scale, shift = (norm.vectors.at(place) for place in (norm.scale, norm.shift))
+    found = modulate(layer_norm(stream, norm.eps), scale, shift).astype(norm.dtype)
+    return (found if norm.bits is None else rows_8(found, norm.bits)), stream
+
+
+def to_8_bits(sums: Sums, bits: Bits8, activation: Activation | None):
+    """See `api.to_8_bits`."""
+    return rows_8(sums.finished(), bits, activation)
+
+
+def rows_8(
+    x: Float[Array, "*rows D"],
+    bits: Bits8,
+    activation: Activation | None = None,
+    axis: str | None = None,
+) -> Rows8:
+    """Rows in 8 bits.
+
+    activation: applied to `x` first.
+    axis: of the mesh, if `D` is divided over its devices: they scale a row alike.
+    """
+    dtype, magnitude = x.dtype, jnp.abs(_wide(x, activation)).max(-1, keepdims=True)
+    magnitude = magnitude if axis is None else jax.lax.pmax(magnitude, axis)
+    magnitude = jnp.maximum(magnitude, TINY)
+    if activation and target.platform() == "gpu":
+        # computed twice: XLA would write what it gives, for the kernel that follows to read
+        x = jax.lax.optimization_barrier(x)
+    numbers = bits.rounded(_wide(x, activation) * (bits.largest / magnitude))
+    return Rows8(numbers, magnitude / bits.largest, dtype)
+
+
+def _wide(x: Array, activation: Activation | None) -> Array:
+    return (activation(x) if activation else x).astype(jnp.float32)
+
+
+def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Layer normalisation without learned scale or shift. Statistics are float32; the result has
+    the type of `x`."""
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+
+
+def modulate(x, scale, shift):
+    """AdaLN: x * (1 + scale) + shift with per-row vectors [R, D] over x [R, T, D]."""
+    return x * (1 + scale[:, None]) + shift[:, None]
