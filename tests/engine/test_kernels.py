@@ -183,7 +183,9 @@ def test_greedy_tokens_with_norms_in_the_simulator(model, monkeypatch):
     calls = []
     monkeypatch.setattr(mosaic_residual, "_launch", _counted(mosaic_residual._launch, calls))
     in_turn(monkeypatch)
-    found = generate.__wrapped__(model, "full", "mosaic-interpret")
+    given, options = fixture_model(model), {"attention": "mosaic-interpret", "layers": "unroll"}
+    generator = greedy_generator(given, CASES["full"][0], **options)
+    found, _ = generator.run_batch(arrays_of(given, [1, 2]), np.arange(2, dtype=np.int32))
     assert calls  # the kernels ran
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
