@@ -7,19 +7,49 @@ sum. See `operands` for `Stream` and `Angles`.
 R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import implementations
-from pallas_kernels.token_products.operands import Angles, QuerySum, Stream
+from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
 
 MODULES = implementations.modules_of(__package__, "mosaic")
 # `mosaic` runs only where it is named: no chip has confirmed it yet
 AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 
 
+def has_kernel(implementation: str | None) -> bool:
+    """Whether a name stands for a kernel here. Without one a layer is better left to XLA as it
+    is."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.first_choice(implementation, modules) != "reference"
+
+
+def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | None:
+    """Why the kernel named cannot take a layer, or None.
+
+    Args:
+      dtype: of the weights.
+      hidden: width of the feed-forward.
+      angles: say what heads there are; the width of the stream is that of the queries.
+    """
+    name = implementations.first_choice(implementation, MODULES)
+    module = MODULES[name.removesuffix(implementations.SUFFIX)]()
+    try:
+        module.check_layer(dtype, hidden, angles, name.endswith(implementations.SUFFIX))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def no_angles(size: int) -> Array:
+    """Cosines or sines of no angle, of a head of this size, for all rows."""
+    return jnp.zeros((1, size))
+
+
 def start(
     x: Float[Array, "R D"],
-    norm: Float[Array, " D"],
+    norm: Norm,
     eps: float,
     dtype,
     *,
@@ -59,11 +89,11 @@ def add(
     stream: Stream,
     branch: Float[Array, "R C"],
     weights: Float[Array, "C D"],
-    norm: Float[Array, " D"],
+    norm: Norm,
     *,
     implementation: str | None = None,
 ) -> Stream:
-    """The stream with `branch @ weights` added. norm: weights of the norm that comes next."""
+    """The stream with `branch @ weights` added. norm: the one that comes next."""
     return _run(implementation, "add", stream, branch, weights, norm)
 
 

@@ -42,23 +42,21 @@ def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
     """See `api.start`. Rows become whole tiles."""
     x = mosaic.padded(x, 0, ROWS)
     rows, width = x.shape
-    _check(dtype, rows, {"width": width}, interpret)
+    _check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
     return Stream(x, norm, _scaled(x, norm, dtype), squares, eps)
 
 
 def _scaled(x, norm, dtype):
-    return (x * norm.astype(jnp.float32)).astype(dtype)
+    return (x * norm.row.astype(jnp.float32)).astype(dtype)
 
 
 def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, interpret):
     """See `api.project`."""
     rows, columns = len(stream.x), weights.shape[1]
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
-    _check(weights.dtype, rows, widths, interpret)
-    if angles.halves and angles.head_dim not in HALVES:
-        sizes = " or ".join(map(str, HALVES))
-        raise _refusal(f"heads of {sizes} that are turned by halves, not of {angles.head_dim}")
+    _check(weights.dtype, widths, interpret)
+    _check_heads(angles)
     tiles = Tiles.of(weights, rows, columns, _turned_at_once(angles))
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
     turning = _Turning.of(angles, rows, tiles, weights.dtype, total)
@@ -79,7 +77,7 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
 def gate(stream: Stream, weights, *, interpret):
     """See `api.gate`."""
     rows, columns = len(stream.x), weights.shape[1] // 2
-    _check(weights.dtype, rows, {"width": len(weights), "gates": columns}, interpret)
+    _check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
     tiles = Tiles.of(weights, rows, columns, PIECE, products=2)
     (out,) = _launch(
         partial(_gate, tiles, stream.eps),
@@ -98,12 +96,12 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     """See `api.add`."""
     (rows, width), dtype = stream.x.shape, weights.dtype
     branch = mosaic.padded(branch.astype(dtype), 0, ROWS)
-    _check(dtype, rows, {"width": width, "branch": len(weights)}, interpret)
+    _check(dtype, {"width": width, "branch": len(weights)}, interpret)
     tiles = Tiles.of(weights, rows, width, PIECE)
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
         partial(_add, tiles),
-        (branch, weights, stream.x, norm),
+        (branch, weights, stream.x, norm._replace(number=mosaic.number(norm.number))),
         [
             jax.ShapeDtypeStruct(s, t)
             for s, t in zip(shapes, (jnp.float32, dtype) * 2, strict=False)
@@ -121,7 +119,21 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     return Stream(x, norm, scaled, squares, stream.eps)
 
 
-def _check(dtype, rows: int, widths: dict[str, int], interpret) -> None:
+def check_layer(dtype, hidden: int, angles: Angles, interpret) -> None:
+    """Raise `NotImplementedError` for layers that the kernels cannot take, whatever their rows. The
+    stream is as wide as the queries."""
+    widths = {"width": angles.queries, "keys": angles.keys, "gates": hidden}
+    _check(dtype, widths, interpret)
+    _check_heads(angles)
+
+
+def _check_heads(angles: Angles) -> None:
+    if angles.halves and angles.head_dim not in HALVES:
+        sizes = " or ".join(map(str, HALVES))
+        raise _refusal(f"heads of {sizes} that are turned by halves, not of {angles.head_dim}")
+
+
+def _check(dtype, widths: dict[str, int], interpret) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
     if jnp.dtype(dtype).name not in DTYPES:
         raise _refusal(f"{' and '.join(DTYPES)}, not {jnp.dtype(dtype).name}")
@@ -295,7 +307,9 @@ def _add(tiles: Tiles, branch, weights, x, norm, new, scaled, squares, stream, r
         plgpu.barrier_wait(arrived)
         total = mosaic.load(memory, LAYOUT) + product
         memory[...] = total
-        factors = mosaic.load(norm.at[columns], PER_COLUMN, plain=True).astype(jnp.float32)
+        factors = mosaic.load(
+            norm.weights.at[norm.number[0], columns], PER_COLUMN, plain=True
+        ).astype(jnp.float32)
         result[0][...] = (total * down(factors, total.shape)).astype(scaled.dtype)
         mosaic.store(sums, (total * total).sum(axis=1))
         plgpu.commit_smem()

@@ -5,15 +5,27 @@ Letters: R rows, D width of the stream, C columns of a product, A columns that a
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import quarter_turn_matrix
 
 PIECE = 64  # columns that are finished at once, and that one sum of squares is over
+
+
+class Norm(NamedTuple):
+    """Weights of an RMS norm among those of all norms. Cut out, they would take a kernel each."""
+
+    weights: Float[Array, "norms D"]
+    number: Int[Array, ""]
+
+    @property
+    def row(self) -> Float[Array, " D"]:
+        return self.weights[self.number]
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +38,15 @@ class Stream:
 
     x: the stream, float32. A kernel has whole tiles of rows; those that nobody asked for may hold
       anything.
-    norm: weights of the RMS norm that comes next.
-    scaled: `x * norm` in the type of the products; None where a product normalises `x` itself.
+    norm: the RMS norm that comes next.
+    scaled: `x` times the norm's weights, in the type of the products; None where a product
+      normalises `x` itself.
     squares: float32, sums of squares of `PIECE` columns of `x`; None as above.
     eps: of the norm.
     """
 
     x: Float[Array, "R D"]
-    norm: Float[Array, " D"]
+    norm: Norm
     scaled: Float[Array, "R D"] | None = None
     squares: Float[Array, "pieces R"] | None = None
     eps: float = field(default=1e-5, metadata=dict(static=True))

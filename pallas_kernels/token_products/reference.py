@@ -35,7 +35,7 @@ def add(stream: Stream, branch, weights, norm) -> Stream:
 
 def _normal(stream: Stream, dtype):
     inverse = jax.lax.rsqrt(jnp.square(stream.x).mean(-1, keepdims=True) + stream.eps)
-    return (stream.x * inverse * stream.norm.astype(jnp.float32)).astype(dtype)
+    return (stream.x * inverse * stream.norm.row.astype(jnp.float32)).astype(dtype)
 
 
 def _turned(x, angles: Angles):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import estimates, implementations, token_products
-from pallas_kernels.token_products import Angles, QuerySum, mosaic_gpu, reference
+from pallas_kernels.token_products import Angles, Norm, QuerySum, mosaic_gpu, reference
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -70,7 +70,7 @@ def arguments(shape: Shape) -> dict:
     sizes = {"queries": q, "keys": k, "halves": shape.halves}
     return {
         "x": normal(shape.rows, d),
-        "norms": [(1 + 0.2 * normal(d)).astype(shape.dtype) for _ in range(2)],
+        "norms": (1 + 0.2 * normal(2, d)).astype(shape.dtype),
         "gate": matrix(d, 2 * shape.hidden),
         "down": matrix(shape.hidden, d),
         "qkv": matrix(d, q + 2 * k),
@@ -83,6 +83,7 @@ def arguments(shape: Shape) -> dict:
 
 def layer(products, x, norms, gate, down, qkv, angles, total, **how):
     """What a feed-forward gives, the stream behind it, what the next layer projects."""
+    norms = [Norm(norms, jnp.int32(i)) for i in range(2)]
     stream = products.start(x, norms[0], EPS, qkv.dtype, **how)
     gated = products.gate(stream, gate, **how)
     stream = products.add(stream, gated, down, norms[1], **how)
