@@ -17,7 +17,7 @@ from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.nn import parameters, stacked
-from varjax.parallel import plans, sharding
+from varjax.parallel import plans, weights
 from varjax.parallel.split import MeshSpec
 
 
@@ -99,18 +99,18 @@ def test_every_matrix_can_be_divided():
     """Widths are whatever a configuration says, so heads are not all that has to be checked."""
     # 4 heads, a feed-forward of width 144
     model = varjax.load(checkpoint_folder("lumina_tiny"), "float32")
-    before = sharding.bytes_per_device(model.networks, 4)
-    sharding.check_weights(model.networks, MeshSpec(model=4))
+    before = weights.bytes_per_device(model.networks, 4)
+    weights.check_weights(model.networks, MeshSpec(model=4))
     # a program of one CPU device leaves matrices turned; those are divided along the other axis
     stacked.separate(model.transformer.blocks, turned=True)
-    sharding.check_weights(model.networks, MeshSpec(model=4))
-    assert sharding.bytes_per_device(model.networks, 4) == before
+    weights.check_weights(model.networks, MeshSpec(model=4))
+    assert weights.bytes_per_device(model.networks, 4) == before
     config = dataclasses.replace(model.config, intermediate_size=146)
     part = model.family.parts["transformer"]
     odd = {**model.networks, "transformer": part.abstract(config)}
-    sharding.check_weights(odd, MeshSpec(model=2))
+    weights.check_weights(odd, MeshSpec(model=2))
     with pytest.raises(UserError, match="146 cannot be split evenly over model=4.*a divisor of"):
-        sharding.check_weights(odd, MeshSpec(model=4))
+        weights.check_weights(odd, MeshSpec(model=4))
 
 
 @pytest.mark.parametrize("name", ["llamagen_c2i", "a_k10"])
