@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.llama.config import DecoderConfig, LlamaConfig
 from varjax.models.next_token import NextTokenTransformer, as_it_is
 from varjax.nn import layers, split
@@ -115,10 +116,10 @@ class Decoder(NextTokenTransformer):
 
     def splits(self) -> dict[str, Split]:
         return {
-            "qkv.kernel": Split(2, parts=(self.config.queries_per_head, 1, 1)),
-            "proj.kernel": Split(1),
-            "gate_up.kernel": Split(2, parts=(1, 1)),
-            "down.kernel": Split(1),
+            "qkv.kernel": Split(2, HEADS, parts=(self.config.queries_per_head, 1, 1)),
+            "proj.kernel": Split(1, HEADS),
+            "gate_up.kernel": Split(2, HIDDEN, parts=(1, 1)),
+            "down.kernel": Split(1, HIDDEN),
         }
 
     def rms_norm(self, x: Float[Array, "R T D"], scale: nnx.Param) -> Float[Array, "R T D"]:
