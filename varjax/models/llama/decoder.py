@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.llama.config import DecoderConfig, LlamaConfig
 from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
@@ -121,10 +122,10 @@ class Decoder(NextTokenTransformer):
 
     def splits(self) -> dict[str, Split]:
         return {
-            "qkv.kernel": Split(2, parts=(self.config.queries_per_head, 1, 1)),
-            "proj.kernel": Split(1),
-            "gate_up.kernel": Split(2, parts=(1, 1)),
-            "down.kernel": Split(1),
+            "qkv.kernel": Split(2, HEADS, parts=(self.config.queries_per_head, 1, 1)),
+            "proj.kernel": Split(1, HEADS),
+            "gate_up.kernel": Split(2, HIDDEN, parts=(1, 1)),
+            "down.kernel": Split(1, HIDDEN),
         }
 
     def token_products(self, implementation: str | None) -> TokenProducts | None:
