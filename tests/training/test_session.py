@@ -187,11 +187,12 @@ class Diverging:
     """A stage whose third step has a loss that is no number."""
 
     name, steps, batch_size, new_programs = "vqvae", 8, 1, ()
+    shapes = {"weight": jax.ShapeDtypeStruct((2,), jnp.float32)}
 
     def __init__(self, settings):
         self.settings = settings
 
-    def initial_state(self):
+    def first_state(self):
         return {"weight": jnp.zeros(2)}
 
     def places(self, state):
