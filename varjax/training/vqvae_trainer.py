@@ -78,7 +78,7 @@ class VQVAEStage(TrainingStage):
             "psnr": float((-10 * jnp.log10(mse)).mean()),
             "mae": float(mae.mean()),
             "codes_used": int((usage > 0).sum()),
-            "perplexity": float(perplexity(usage)),
+            "perplexity": float(perplexity(jnp.asarray(usage))),
         }
 
     def _images(self, n: int) -> jax.Array:
