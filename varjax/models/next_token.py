@@ -182,5 +182,5 @@ class NextTokenTransformer(Transformer):
         x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
         keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
         x = layers.dropout(x, 0, rate=dropout, key=keys[0])
-        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
+        x = stacked.scan(self.trained(layer), x, (self.blocks, keys[1:]))
         return self.plain_logits(x[:, length - 1 :])
