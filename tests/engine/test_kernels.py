@@ -2,9 +2,6 @@
 those of the reference. With --slow on every fixture."""
 
 import functools
-import sys
-import types
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +107,11 @@ def wide_logits(case: str, attention: str, given=None) -> dict:
     logits are nearly equal, bfloat16 may choose either, and what follows is another picture."""
     policy, kv_dtype = CASES[case]
     generator = greedy_generator(
-        wide_model(), policy, attention=attention, kv_dtype=kv_dtype or "bfloat16"
+        wide_model(),
+        policy,
+        attention=attention,
+        kv_dtype=kv_dtype or "bfloat16",
+        layers="unroll",  # sums and norms are a kernel there
     )
     images = np.arange(2, dtype=np.int32)
     found, _ = generator.run_batch(np.array([1, 2]), images, given=given)
@@ -143,57 +144,19 @@ def test_wide_heads_step_by_step(case):
 @pytest.mark.slow
 @gpu_simulation.needed
 @pytest.mark.parametrize("case", ["full", "full-int8", "streaming", "h2o"])
-def test_wide_heads_through_the_simulator_of_gpus(case):
+def test_wide_heads_through_the_simulator_of_gpus(case, monkeypatch):
+    launched, launch = [], mosaic_residual._launch
+
+    def counted(*arguments, **options):
+        launched.append(options["name"])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(mosaic_residual, "_launch", counted)
     check_wide(case, "mosaic-interpret")
+    assert "add_and_normalize" in launched
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(CASES))
 def test_wide_heads_on_a_gpu(case):
     check_wide(case, implementations.preferred())
-
-
-def in_turn(monkeypatch):
-    """Only the residual stream has a kernel: fixtures have heads that Mosaic's attention does not
-    take."""
-    for name, module in list(sys.modules.items()):
-        modules = getattr(module, "MODULES", None)
-        if name.startswith("pallas_kernels.") and isinstance(modules, dict):
-            if "residual" not in name and "mosaic" in modules:
-                monkeypatch.setitem(modules, "mosaic", partial(_reference, modules))
-
-
-def _reference(modules):
-    """The reference with the argument that kernels have."""
-    module = modules["reference"]()
-    names = [n for n in dir(module) if callable(getattr(module, n)) and n[0] != "_"]
-    plain = {n: partial(_without_interpret, getattr(module, n)) for n in names}
-    return types.SimpleNamespace(**plain)
-
-
-def _without_interpret(function, *arguments, interpret=None, **options):
-    return function(*arguments, **options)
-
-
-@gpu_simulation.needed
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["a_k10", "b_k6_sharedaln", SMALL])
-def test_greedy_tokens_with_norms_in_the_simulator(model, monkeypatch):
-    expected = generate(model, "full", "reference")
-    calls = []
-    monkeypatch.setattr(mosaic_residual, "_launch", _counted(mosaic_residual._launch, calls))
-    in_turn(monkeypatch)
-    given, options = fixture_model(model), {"attention": "mosaic-interpret", "layers": "unroll"}
-    generator = greedy_generator(given, CASES["full"][0], **options)
-    found, _ = generator.run_batch(arrays_of(given, [1, 2]), np.arange(2, dtype=np.int32))
-    assert calls  # the kernels ran
-    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
-    np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
-
-
-def _counted(function, calls: list):
-    def run(*arguments, **options):
-        calls.append(options["name"])
-        return function(*arguments, **options)
-
-    return run
