@@ -7,20 +7,12 @@ processes.
 
 import contextlib
 import pathlib
-import time
 from collections.abc import Iterator, Mapping
-
-import numpy as np
 
 from experiments.batch_files import Series
 from experiments.output import BatchStore, FolderFlags
 from experiments.work_folder import SETTINGS
-from varjax.errors import UserError
-from varjax.parallel import processes
-
-SEEN_WITHIN = (
-    20.0  # seconds after which a shared file system shows what another machine has written
-)
+from varjax.parallel import processes, shared_folder
 
 
 class SharedStore(BatchStore):
@@ -45,38 +37,19 @@ class SharedStore(BatchStore):
         with contextlib.ExitStack() as stack:
             with processes.together():
                 stack.enter_context(first)
-            self._check_shared()
+            # named as files that are not complete yet, which the next run removes
+            shared_folder.check(self.work.path, f".{SETTINGS}.", self._advice())
             if not processes.is_first():
                 self.scan()
                 self.resumed = any(self.finished(name) for name in self.series)
             processes.wait()  # nobody writes before all have looked
             yield
 
-    def _check_shared(self) -> None:
-        """Raise `UserError` in all processes unless all see a file of the first one."""
-        number = int(processes.say_all(np.random.default_rng().integers(10**9))[0])
-        # named as files that are not complete yet, which the next run removes
-        token = self.work.path / f".{SETTINGS}.{number}"
-        with processes.together():
-            if processes.is_first():
-                token.write_bytes(b"")
-        try:
-            with processes.together():
-                self._look_for(token)
-        finally:
-            if processes.is_first():
-                token.unlink(missing_ok=True)
-
-    def _look_for(self, token: pathlib.Path) -> None:
-        end = time.monotonic() + SEEN_WITHIN
-        while not token.exists():
-            if time.monotonic() > end:
-                raise UserError(
-                    f"{self.out} is not the same folder as that of process 0: --out has to be on a "
-                    "file system that all processes share (or use --shard, and copy the parts "
-                    "together)"
-                )
-            time.sleep(0.2)
+    def _advice(self) -> str:
+        return (
+            f"--out={self.out} has to be on a file system that all processes share (or use "
+            "--shard, and copy the parts together)"
+        )
 
     def gather(self) -> None:
         """Wait for all processes, and see their files. `LostProcess` if one is gone."""

@@ -19,11 +19,15 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from experiments.flags.distributed import DistributedFlag
+from experiments.generation import environment
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
+from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
-from varjax.training import session
+from varjax.training import loop, session
+from varjax.training.loop import Stopped
 from varjax.training.settings import FAMILIES, TrainingSettings
 
 FLAGS = CommandFlags("--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage")
@@ -44,6 +48,7 @@ MESH = FLAGS.string(
     "Devices to train on: data=2 (pictures), fsdp=4 (also parameters and optimizer state), or "
     "both; one axis may be -1: what is left over. A run may go on with other devices.",
 )
+DISTRIBUTED = DistributedFlag(FLAGS)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
 REQUIRED = ("data",)
 
@@ -108,12 +113,26 @@ def _flags_in_messages() -> Iterator[None]:
 
 def main(argv: list[str]) -> None:
     del argv
+    DISTRIBUTED.start()
     with _flags_in_messages():
-        settings = read_settings()
-        with about(MESH):
-            mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
-        model = session.train(settings, STAGE.value, OUT.value, QUIET.value, mesh)
-    print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
+        processes.agree(environment()["versions"])
+        with processes.together():
+            settings = read_settings()
+            with about(MESH):
+                mesh = TrainingMesh.parse(MESH.value, _devices())
+        try:
+            model = session.train(settings, STAGE.value, OUT.value, QUIET.value, mesh)
+        except Stopped as stopped:
+            loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
+            return
+    if processes.is_first():
+        print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
+
+
+def _devices() -> int:
+    """How many devices a mesh may take. Without a mesh one process takes one, and asks for none
+    before its settings are checked."""
+    return len(jax.devices()) if MESH.value or processes.count() > 1 else 1
 
 
 _define_flags()

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 
-from experiments import shared_store
 from experiments.output import BatchStore
 from varjax.cli import command_line
+from varjax.parallel import shared_folder
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
             os.kill(os.getpid(), getattr(signal, name))
 
     BatchStore.add = noted
-    shared_store.SEEN_WITHIN = 1.0
+    shared_folder.SEEN_WITHIN = 1.0
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])
 

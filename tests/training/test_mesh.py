@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from varjax.errors import UserError
-from varjax.parallel.training import TrainingMesh
+from varjax.logical_axes import by_longest, mesh_spec
+from varjax.parallel.training import AXES, TrainingMesh
 from varjax.training import session
 
 
@@ -38,7 +39,8 @@ def test_meshes():
 
 def test_what_is_divided():
     mesh = TrainingMesh(fsdp=4)
-    specs = [tuple(mesh._spec(shape)) for shape in ((), (3,), (8,), (8, 32), (3, 3, 6, 12))]
+    names = [by_longest(shape, mesh.fsdp) for shape in ((), (3,), (8,), (8, 32), (3, 3, 6, 12))]
+    specs = [tuple(mesh_spec(name, AXES)) for name in names]
     assert specs == [(), (), ("fsdp",), (None, "fsdp"), (None, None, None, "fsdp")]
 
 

@@ -187,11 +187,12 @@ class Diverging:
     """A stage whose third step has a loss that is no number."""
 
     name, steps, batch_size, new_programs = "vqvae", 8, 1, ()
+    shapes = {"weight": jax.ShapeDtypeStruct((2,), jnp.float32)}
 
     def __init__(self, settings):
         self.settings = settings
 
-    def initial_state(self):
+    def first_state(self):
         return {"weight": jnp.zeros(2)}
 
     def places(self, state):
@@ -213,6 +214,8 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "check_folder", lambda *a: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
-    settings = SimpleNamespace(deciding=lambda _: {}, vqvae_batch_size=1, var_batch_size=1)
+    settings = SimpleNamespace(
+        deciding=lambda _: {}, vqvae_batch_size=1, var_batch_size=1, accumulate=1
+    )
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)

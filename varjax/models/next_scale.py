@@ -159,5 +159,5 @@ class NextScaleTransformer(Transformer):
             attended = layers.dense_attention(q, k, v, mask)
             return self.post_attention(block, layer_context, shared, x, attended)
 
-        x = stacked.scan(layer, x, (self.blocks, context["layers"]))
+        x = stacked.scan(self.trained(layer), x, (self.blocks, context["layers"]))
         return self.plain_logits(context["head"], x)

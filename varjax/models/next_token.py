@@ -115,6 +115,12 @@ class NextTokenTransformer(Transformer):
         to what branch `number` adds; training passes dropout."""
         raise NotImplementedError
 
+    def token_products(self, implementation: str | None):
+        """The layers for one token as a few products that do more
+        (`varjax.models.llama.token_products.TokenProducts`), or None: `project` and
+        `post_attention` then are the layer."""
+        return None
+
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Float32 logits of every row, before temperature and guidance."""
         raise NotImplementedError
@@ -176,5 +182,5 @@ class NextTokenTransformer(Transformer):
         x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
         keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
         x = layers.dropout(x, 0, rate=dropout, key=keys[0])
-        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
+        x = stacked.scan(self.trained(layer), x, (self.blocks, keys[1:]))
         return self.plain_logits(x[:, length - 1 :])

@@ -1,5 +1,6 @@
 """What transformers of all kinds share: next-scale and next-token."""
 
+from collections.abc import Callable
 from typing import ClassVar, Self
 
 import jax
@@ -25,6 +26,8 @@ class Transformer(nnx.Module):
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
+    # training: whether layers are computed again for their gradients, not kept
+    rematerialised: bool = False
     model_axis: str | None = None  # axis of the mesh that heads and weights are divided over
 
     def over(self, axis: str) -> Self:
@@ -33,6 +36,10 @@ class Transformer(nnx.Module):
         divided = nnx.merge(*nnx.split(self))
         divided.model_axis = axis
         return divided
+
+    def trained(self, layer: Callable) -> Callable:
+        """The body of a scan over layers as it is differentiated (`rematerialised`)."""
+        return jax.checkpoint(layer) if self.rematerialised else layer
 
     @property
     def dtype(self):

@@ -160,10 +160,30 @@ def say_all(values: np.ndarray) -> np.ndarray:
         return values[None]
     from jax.experimental import multihost_utils  # it registers what few commands need
 
-    try:
+    with answering():
         return np.asarray(multihost_utils.process_allgather(values))
+
+
+def say_texts(text: str) -> list[str]:
+    """Exchange texts, of which `MESSAGE` bytes are told; return those of all processes."""
+    if count() == 1:
+        return [text]
+    said = np.zeros(MESSAGE, np.uint8)
+    data = np.frombuffer(text.encode(errors="replace")[:MESSAGE], np.uint8)
+    said[: len(data)] = data
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Programs inside run on the devices of all processes. `LostProcess` if one fails, unless it is
+    for want of memory: the usual reason is that a connection was closed."""
+    try:
+        yield
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
+        if count() == 1 or "RESOURCE_EXHAUSTED" in reason:
+            raise
         raise LostProcess(LOST.format(f"{reason:.150}")) from None
 
 
@@ -183,10 +203,7 @@ def together() -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         mine = str(error) or type(error).__name__
-    said = np.zeros(MESSAGE, np.uint8)
-    data = np.frombuffer(mine.encode(errors="replace")[:MESSAGE], np.uint8)
-    said[: len(data)] = data
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+    texts = say_texts(mine)
     if mine:
         raise AgreedError(mine)
     failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]

@@ -2,9 +2,10 @@
 parameters, averages and the optimizer's moments.
 
 Arrays are placed; the compiler finds what has to be exchanged. A step computes what it computes on
-one device, with sums in another order.
+one device, with sums in another order. The devices may belong to several processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -15,11 +16,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from varjax.errors import UserError
-from varjax.parallel.split import axis_sizes
+from varjax.logical_axes import IMAGES, by_longest, make_mesh, shardings
+from varjax.parallel import processes
+from varjax.parallel.split import REST, axis_sizes
 
 AXES = {"data": "pictures", "fsdp": "pictures, parameters and optimizer state"}
 DATA, FSDP = AXES
 Tree = TypeVar("Tree")
+
+
+def gathered(tree: Tree) -> Tree:
+    """Return arrays of all processes as every one of them can read them: in host memory, one after
+    the other. Arrays of one process stay where they are."""
+    if processes.count() == 1:
+        return tree
+    return jax.tree.map(_gathered, tree)
+
+
+def _gathered(array: jax.Array) -> np.ndarray:
+    if array.is_fully_replicated:
+        return np.asarray(array)
+    whole = NamedSharding(array.sharding.mesh, P())
+    return np.asarray(jax.jit(lambda a: a, out_shardings=whole)(array))
 
 
 @dataclass(frozen=True)
@@ -32,15 +50,24 @@ class TrainingMesh:
     @classmethod
     def parse(cls, text: str | None, available: int) -> "TrainingMesh":
         """Read "data=2,fsdp=4"; one axis may be -1: what is left over of the `available` devices.
+        Without a text one process trains on one device, and many train on all of theirs.
 
         Raises:
-          UserError: an unknown axis, no number of devices, or more devices than there are.
+          UserError: an unknown axis, no number of devices, more devices than there are, or of many
+            processes fewer.
         """
+        if text is None and processes.count() > 1:
+            text = f"{DATA}={REST}"
         found = cls(**axis_sizes(text, AXES, available))
         if found.size > available:
             raise UserError(
-                f"a mesh of {found} takes {found.size} devices, this machine has {available}: "
-                "choose smaller axes"
+                f"a mesh of {found} takes {found.size} devices, {processes.where()} has "
+                f"{available}: choose smaller axes"
+            )
+        if processes.count() > 1 and found.size < available:
+            raise UserError(
+                f"a mesh of {found} takes {found.size} devices, {processes.where()} has "
+                f"{available}: the mesh has to take all of them, for example {DATA}={REST}"
             )
         return found
 
@@ -51,31 +78,36 @@ class TrainingMesh:
     def size(self) -> int:
         return self.data * self.fsdp
 
-    def check_batch(self, name: str, batch_size: int) -> None:
+    def check_batch(self, name: str, batch_size: int, accumulate: int = 1) -> None:
         """Raise `UserError` unless the pictures of a step can be divided evenly. name: of the
-        setting."""
-        if batch_size % self.size:
+        setting. accumulate: parts of a step that run one after the other."""
+        parts = self.size * accumulate
+        if batch_size % parts:
+            by = f" and accumulate={accumulate}" if accumulate > 1 else ""
             raise UserError(
-                f"{name}={batch_size} cannot be split evenly over a mesh of {self}: choose a "
-                f"multiple of {self.size}"
+                f"{name}={batch_size} cannot be split evenly over a mesh of {self}{by}: choose a "
+                f"multiple of {parts}"
             )
 
     @cached_property
     def devices(self) -> Mesh:
-        return Mesh(np.array(jax.devices()[: self.size]).reshape(self.data, self.fsdp), tuple(AXES))
+        return self.over(jax.devices())
 
-    def batch(self) -> NamedSharding:
-        """Where the arrays of a step lie, pictures along their first axis."""
-        return NamedSharding(self.devices, P((DATA, FSDP)))
+    def over(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The first of these devices with the axes of the mesh; they may be of absent chips."""
+        return make_mesh({DATA: self.data, FSDP: self.fsdp}, devices)
 
-    def state(self, tree: Tree) -> Tree:
+    def batch(self, mesh: Mesh | None = None) -> NamedSharding:
+        """Where the arrays of a step lie, pictures along their first axis. mesh: of `over`, here
+        and below; None: of this machine's devices."""
+        return shardings(P(IMAGES), mesh or self.devices)
+
+    def whole(self, mesh: Mesh | None = None) -> NamedSharding:
+        """Where arrays lie that every device has whole."""
+        return shardings(P(), mesh or self.devices)
+
+    def state(self, tree: Tree, mesh: Mesh | None = None) -> Tree:
         """Where each array of a state lies, in place of the array: it is divided along its longest
         axis that `fsdp` divides, and whole on all devices if there is none."""
-        return jax.tree.map(lambda a: NamedSharding(self.devices, self._spec(a.shape)), tree)
-
-    def _spec(self, shape: tuple[int, ...]) -> P:
-        fitting = [n for n in shape if n % self.fsdp == 0 and n >= self.fsdp]
-        if self.fsdp == 1 or not fitting:
-            return P()
-        axis = shape.index(max(fitting))
-        return P(*(FSDP if i == axis else None for i in range(len(shape))))
+        names = jax.tree.map(lambda a: by_longest(a.shape, self.fsdp), tree)
+        return shardings(names, mesh or self.devices)

@@ -63,14 +63,30 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         (np.ndarray, _sparing_handler()),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it Orbax warns
     )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    alone = _alone()
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, multiprocessing_options=alone
+    )
     tree = parameters.nested(arrays)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-    with failed_writing(folder), ocp.Checkpointer(handler) as checkpointer:
+    checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
+    with failed_writing(folder), checkpointer:
         checkpointer.save(folder, tree, save_args=chunked)
     note = folder / "commit_success.txt"
     if note.exists():  # Orbax notes the path, which changes when the folder is renamed
         note.write_text("complete\n", encoding="utf-8")
+
+
+def _alone():
+    """Options of Orbax by which this process writes what it has, without the others."""
+    import orbax.checkpoint as ocp
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
 
 
 def _sparing_handler():

@@ -15,10 +15,11 @@ from jaxtyping import UInt8
 
 from varjax.evaluation import networks
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.parallel.training import TrainingMesh
+from varjax.parallel import processes
+from varjax.parallel.training import TrainingMesh, gathered
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
-from varjax.training import data, loop
+from varjax.training import loop
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
@@ -49,7 +50,7 @@ class ClassifierStage(TrainingStage):
         most = self.settings.max_validation
         pictures, labels = self.data.val[:most], self.data.val_labels[:most]
         parts = [
-            self._evaluate(state["ema"], pictures[rows], labels[rows])
+            self._evaluate(state["ema"], *self.spread(pictures[rows], labels[rows]))
             for rows in whole_batches(len(labels), self.batch_size)
         ]
         loss, right = np.mean(jax.device_get(parts), axis=0)
@@ -59,13 +60,18 @@ class ClassifierStage(TrainingStage):
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def _train(self, state: dict, images, labels):
-        loss_of = functools.partial(self._loss, images=images, labels=labels)
-        state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
+        def loss_of(params, images, labels):
+            loss, right = self._loss(params, images, labels)
+            return loss, (right, ())
+
+        state, (loss, (right, _)), norm = descend(
+            state, loss_of, (images, labels), self.optimizer(), self.ema, self.settings.accumulate
+        )
         return self.kept(state), {"loss": loss, "accuracy": right, "gradient_norm": norm}
 
     @functools.partial(jax.jit, static_argnums=0)
     def _evaluate(self, params: dict, images, labels):
-        return jnp.stack(self._loss(params, images, labels))
+        return self.seen(jnp.stack(self._loss(params, images, labels)))
 
     def _loss(self, params: dict, images, labels):
         logits = self.model(params)(images.astype(jnp.float32) / 255)
@@ -94,15 +100,20 @@ def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierCo
 
 
 def train(
-    settings: TrainingSettings, out: Path, model: Path, quiet: bool, mesh: TrainingMesh
+    settings: TrainingSettings,
+    pictures: Dataset,
+    out: Path,
+    model: Path,
+    quiet: bool,
+    mesh: TrainingMesh,
 ) -> None:
     """Train the classifier in the folder `out`, which this process holds, and write `model`."""
-    check_new_folder(model, replaces=checkpoint.written, flag="out")
-    pictures = data.load(
-        settings.data, settings.image_size, settings.val_fraction, settings.max_images
-    )
-    settings.check_pictures(len(pictures.train), (ClassifierStage.name,))
-    stage = ClassifierStage(settings, configuration(settings, pictures), pictures, mesh=mesh)
-    parts = {ClassifierStage.name: stage.model(loop.run(stage, out, quiet)["ema"])}
+    with processes.together():
+        check_new_folder(model, replaces=checkpoint.written, flag="out")
+        config = configuration(settings, pictures)
+    stage = ClassifierStage(settings, config, pictures, mesh=mesh)
+    parts = {ClassifierStage.name: stage.model(gathered(loop.run(stage, out, quiet)["ema"]))}
     part = networks.CATALOGUE.parts[ClassifierStage.name]
-    checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)
+    with processes.together():
+        if processes.is_first():
+            checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)

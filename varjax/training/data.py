@@ -20,6 +20,7 @@ Where there is no validation set, the last part of the shuffled pictures is held
 another size are cropped to the square in the middle and resized.
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -58,6 +59,14 @@ class Dataset:
     val_labels: np.ndarray
     num_classes: int
     class_names: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Return a checksum of the pictures, their labels and names."""
+        found = hashlib.sha256(repr((self.num_classes, self.class_names)).encode())
+        for array in (self.train, self.train_labels, self.val, self.val_labels):
+            found.update(f"{array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array))
+        return found.hexdigest()
 
 
 def load(

@@ -4,9 +4,11 @@
     OUT/STAGE/history.jsonl     one JSON object per log step
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files
+    OUT/STAGE/window.json       of a run that was asked to end: metrics since the last log line
 
 A run that was killed continues from its last sound checkpoint. History after that step is dropped,
-so that every step appears once.
+so that every step appears once. Many processes share the folder: all write their parts of the
+checkpoints, the first one writes the rest.
 """
 
 import contextlib
@@ -20,16 +22,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
+from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
 from varjax.training.time_left import StageTimeLeft
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
-RECORDS = "records.json"
+RECORDS, WINDOW = "records.json", "window.json"
 EARLIER = {"family": "var", "shifts": 0}  # the meaning of settings.json without these settings
 
 
@@ -92,11 +97,11 @@ class StageFolder:
     def __init__(self, out: str | os.PathLike, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self._checkpoints = self.path / CHECKPOINTS
-        for path in (self.path, self._checkpoints):
-            if path.exists() and not path.is_dir():
-                raise UserError(f"{path} is not a folder: remove it, or choose another one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write(SETTINGS, json.dumps(settings, indent=1))
+        with processes.together():
+            for path in (self.path, self._checkpoints):
+                if path.exists() and not path.is_dir():
+                    raise UserError(f"{path} is not a folder: remove it, or choose another one")
+            self._write(SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -109,13 +114,13 @@ class StageFolder:
     def __exit__(self, *error) -> None:
         self._manager.close()
 
-    def restore(self, state: dict, places: dict | None = None) -> tuple[dict, int]:
-        """Return the newest sound checkpoint, with the structure of `state`, and its steps.
+    def restore(self, like: dict, places: dict | None = None) -> tuple[dict | None, int]:
+        """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
 
-        places: where its arrays go (`TrainingStage.places`); None: to the default device.
+        like: a state, or its shapes. places: where its arrays go (`TrainingStage.places`); None: to
+        the default device.
 
-        Without checkpoints the result is `state` and 0. Damaged checkpoints that are newer are
-        removed and reported.
+        Damaged checkpoints that are newer are removed and reported.
 
         Raises:
           UserError: all checkpoints are damaged. They stay.
@@ -123,7 +128,7 @@ class StageFolder:
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                found = self._restored(step, _shapes(state, places))
+                found = self._restored(step, _placed_shapes(like, places))
             except UserError as error:
                 damaged[step] = error
                 continue
@@ -133,13 +138,19 @@ class StageFolder:
             return found, step
         if damaged:
             raise next(iter(damaged.values()))
-        return state, 0
+        return None, 0
 
     def _restored(self, step: int, like: dict) -> dict:
         """Read a checkpoint, after comparing the checksums of its files where they are known."""
         folder = self._checkpoints / str(step)
-        if records := self._records().get(str(step)):
-            manifest.check_files(folder, {"files": records}, self._advice())
+        problem = ""
+        if processes.is_first() and (records := self._records().get(str(step))):
+            try:
+                manifest.check_files(folder, {"files": records}, self._advice())
+            except UserError as error:
+                problem = str(error)
+        if problem := processes.say_texts(problem)[0]:  # all go on from the same one
+            raise UserError(problem)
         with arrays.failed_reading(folder, self._advice()):
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
@@ -157,12 +168,16 @@ class StageFolder:
         return f"to train this stage from its start, remove {self.path}"
 
     def save(self, step: int, state: dict) -> None:
-        """Write a checkpoint and keep the two newest.
+        """Write a checkpoint and keep the two newest. All processes call it.
 
         `OSError` if it cannot be written; earlier checkpoints stay.
         """
         with arrays.failed_writing(self._checkpoints / str(step)):
             self._manager.save(step, args=ocp.args.StandardSave(state))
+        if processes.is_first():
+            self._record(step)
+
+    def _record(self, step: int) -> None:
         known = self._records() | {str(step): manifest.file_records(self._checkpoints / str(step))}
         steps = map(str, self._manager.all_steps())
         self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
@@ -178,23 +193,38 @@ class StageFolder:
 
     def append_history(self, entry: Mapping) -> None:
         """Add one line to the history."""
+        if not processes.is_first():
+            return
         with open(self.path / HISTORY, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def keep_window(self, step: int, window: list[Mapping]) -> None:
+        """Keep metrics of steps that no line of the history has, of a run that ends at `step`."""
+        values = [{name: float(value) for name, value in metrics.items()} for metrics in window]
+        self._write(WINDOW, json.dumps({"step": step, "metrics": values}))
+
+    def kept_window(self, step: int) -> list[dict]:
+        """Return what `keep_window` kept at this step."""
+        with contextlib.suppress(UserError, KeyError, TypeError):  # damaged: a mean of fewer steps
+            found = manifest.read_json(self.path / WINDOW)
+            return list(found["metrics"]) if found["step"] == step else []
+        return []
+
     def _write(self, name: str, text: str) -> None:
+        if not processes.is_first():
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
         with new_file(self.path / name) as file:
             file.write(text.encode())
 
 
-def _shapes(state: dict, places: dict | None) -> dict:
-    """Return the state's shapes with places: the run may have begun on other devices."""
+def _placed_shapes(like: dict, places: dict | None) -> dict:
+    """Return shapes with places: the run may have begun on other devices."""
     if places is None:
         place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-        places = jax.tree.map(lambda _: place, state)
+        places = jax.tree.map(lambda _: place, like)
     return jax.tree.map(
-        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
-        jax.eval_shape(lambda: state),
-        places,
+        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like, places
     )
 
 
@@ -204,22 +234,67 @@ def run(stage: TrainingStage, out: str | os.PathLike, quiet: bool = False) -> di
     Returns the final state.
 
     Raises:
+      Stopped: the system asked to end, by SIGTERM. A checkpoint is written.
       UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
-        initial = stage.initial_state()
-        places = stage.places(initial)
-        state, start = folder.restore(jax.device_put(initial, places), places)
+        state, start = folder.restore(stage.shapes, stage.places(stage.shapes))
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
+        else:
+            state = stage.first_state()
+        processes.wait()  # before files change that the others read
         folder.keep_history(start)
-        return _loop(stage, folder, state, start, quiet)
+        with Stop() as stop, processes.answering():
+            return _loop(stage, folder, state, start, quiet, Ending(stop))
 
 
-def _loop(stage: TrainingStage, folder: StageFolder, state: dict, start: int, quiet: bool) -> dict:
+class Stopped(Exception):
+    """The system has asked to end, and all steps so far are stored."""
+
+    def __init__(self, stage: str, done: int, steps: int):
+        super().__init__(f"{stage}: {done} of {steps} steps are stored: resume by the same command")
+
+
+class Ending:
+    """Whether the system has asked one of the processes to end: all of them ask together.
+
+    One process looks after every step. Many ask each other about every `SECONDS`: what the question
+    waits for are the steps that were started, and steps should be started ahead.
+    """
+
+    SECONDS = 2.0
+
+    def __init__(self, stop: Stop):
+        self._stop, self._ask_at = stop, 0
+        self._asked_at, self._last = 0, time.monotonic()
+
+    def after(self, done: int) -> bool:
+        """Whether to end after `done` steps; the same in all processes."""
+        if processes.count() == 1:
+            return self._stop.asked
+        if done < self._ask_at:
+            return False
+        now = time.monotonic()
+        pace = (done - self._asked_at) / max(now - self._last, 1e-3)
+        answers = processes.say_all(np.array([self._stop.asked, pace]))
+        self._asked_at, self._last = done, now
+        self._ask_at = done + max(1, int(self.SECONDS * answers[0, 1]))
+        return bool(answers[:, 0].any())
+
+
+def _loop(
+    stage: TrainingStage,
+    folder: StageFolder,
+    state: dict,
+    start: int,
+    quiet: bool,
+    ending: Ending,
+) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
     last, left = time.monotonic(), StageTimeLeft(stage, start)
-    window, settings = [], stage.settings
+    window, settings = folder.kept_window(start), stage.settings
+    earlier = len(window)  # steps that another run has made
     for n in range(start, stage.steps):
         before = time.monotonic()
         state, metrics = stage.step(state, n)
@@ -229,8 +304,9 @@ def _loop(stage: TrainingStage, folder: StageFolder, state: dict, start: int, qu
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
             now = time.monotonic()
-            pace = round(len(window) * stage.batch_size / (now - last), 2)
-            left.logged(len(window), now - last)
+            steps, earlier = len(window) - earlier, 0
+            pace = round(steps * stage.batch_size / (now - last), 2)
+            left.logged(steps, now - last)
             line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
             say(f"{stage.name} {line}  {left.text(done)}".rstrip(), quiet)
             entry = {"step": done, **means, "images_per_second": pace}
@@ -241,8 +317,12 @@ def _loop(stage: TrainingStage, folder: StageFolder, state: dict, start: int, qu
                 last = time.monotonic()
                 left.validated(last - now)
             folder.append_history(entry)
-        if final or done % settings.checkpoint_every == 0:
+        stopped = not final and ending.after(done)
+        if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state)
+        if stopped:
+            folder.keep_window(done, jax.device_get(window))
+            raise Stopped(stage.name, done, stage.steps)
     return state
 
 
@@ -272,6 +352,6 @@ def _numbers(values: Mapping[str, float | list[float]]) -> str:
 
 
 def say(text: str, quiet: bool) -> None:
-    """Print one line on standard error."""
-    if not quiet:
+    """Print one line on standard error, in one process."""
+    if not quiet and processes.is_first():
         print(text, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """A whole training session: codec, then tokens, then transformer, then the finished checkpoint."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from varjax.errors import UserError, choose
 from varjax.models import registry
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
-from varjax.parallel.training import TrainingMesh
-from varjax.storage import checkpoint, lock, manifest
+from varjax.parallel import processes, shared_folder
+from varjax.parallel.training import TrainingMesh, gathered
+from varjax.storage import checkpoint, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import classifier_trainer, data, loop
 from varjax.training.llamagen_trainer import LlamaGenStage
@@ -45,24 +47,57 @@ def train(
 
     Returns the folder of the finished checkpoint, or None after stage "vqvae".
 
+    Many processes call it alike, and share the folder.
+
     Raises:
+      Stopped: the system asked to end, by SIGTERM; the same call goes on.
       UserError: settings or data are wrong, or `out` cannot be used. Nothing is written then.
     """
-    choose("stage", stage, STAGES)
-    needed = NEEDED.get(stage, ("vqvae", "var"))
-    mesh = TrainingMesh() if mesh is None else mesh
-    for name in needed:
-        mesh.check_batch(f"{name}_batch_size", getattr(settings, f"{name}_batch_size"))
-    stored = {name: settings.deciding(name) for name in needed}
-    loop.check_folder(out, stored)
-    if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone is no model
-        check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
-    with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
-        loop.check_folder(out, stored)  # again: another process may have ended just now
+    with processes.together():
+        choose("stage", stage, STAGES)
+        needed = NEEDED.get(stage, ("vqvae", "var"))
+        mesh = TrainingMesh() if mesh is None else mesh
+        for name in needed:
+            size = getattr(settings, f"{name}_batch_size")
+            mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
+        stored = {name: settings.deciding(name) for name in needed}
+        loop.check_folder(out, stored)
+        if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone: no model
+            check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
+    # the folder of the data may have another path on another machine; its content is compared
+    own = dataclasses.asdict(settings) | {"data": Path(settings.data).name}
+    processes.agree({"stage": stage, "mesh": str(mesh)} | own)
+    with shared_folder.held(
+        Path(out),
+        f"another process trains in {out}: wait, or choose another folder",
+        f"out={out} has to be on a file system that all processes share",
+    ):
+        with processes.together():
+            loop.check_folder(out, stored)  # again: another process may have ended just now
+        pictures = _pictures(settings, stage, needed, Path(out))
         if stage == "classifier":
-            classifier_trainer.train(settings, Path(out), Path(out) / MODEL, quiet, mesh)
+            classifier_trainer.train(settings, pictures, Path(out), Path(out) / MODEL, quiet, mesh)
             return Path(out) / MODEL
-        return _train(settings, stage, needed, out, quiet, mesh)
+        return _train(settings, stage, pictures, out, quiet, mesh)
+
+
+def _pictures(
+    settings: TrainingSettings, stage: str, needed: tuple[str, ...], out: Path
+) -> data.Dataset:
+    """Read the data, and check that it is enough, and the same in all processes."""
+    with processes.together():
+        if stage == "var" and not (out / "vqvae" / loop.SETTINGS).is_file():
+            raise UserError(
+                f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
+            )
+        pictures = data.load(
+            settings.data, settings.image_size, settings.val_fraction, settings.max_images
+        )
+        used = (stage,) if stage == "var" else needed
+        settings.check_pictures(len(pictures.train), used)
+    if processes.count() > 1:
+        processes.agree({"data": pictures.digest()})
+    return pictures
 
 
 def _is_complete(settings: TrainingSettings, out: Path) -> bool:
@@ -75,23 +110,12 @@ def _is_complete(settings: TrainingSettings, out: Path) -> bool:
 def _train(
     settings: TrainingSettings,
     stage: str,
-    needed: tuple[str, ...],
+    pictures: data.Dataset,
     out: str | os.PathLike,
     quiet: bool,
     mesh: TrainingMesh,
 ) -> Path | None:
-    """Train codec and transformer (`train`) in a folder that this process holds.
-
-    needed: the stages that the session goes through.
-    """
-    if stage == "var" and not (Path(out) / "vqvae" / loop.SETTINGS).is_file():
-        raise UserError(
-            f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
-        )
-    pictures = data.load(
-        settings.data, settings.image_size, settings.val_fraction, settings.max_images
-    )
-    settings.check_pictures(len(pictures.train), needed if stage == "both" else (stage,))
+    """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
     codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh)
@@ -101,26 +125,28 @@ def _train(
         state = loop.run(codec_stage, out, quiet)
     if stage == "vqvae":
         return None
-    codec = codec_stage.model(state["ema"])
+    codec = codec_stage.model(gathered(state["ema"]))
     path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
-    if not path.exists():
+    if not processes.say_all(np.array(path.exists()))[0]:
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
-    tokens = read_tokens(path, pictures, config)
+    with processes.together():
+        tokens = read_tokens(path, pictures, config)
     quantizer = getattr(codec, "quantizer", None)
     made = TRANSFORMERS[settings.family]
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh)
     state = loop.run(transformer_stage, out, quiet)
-    transformer = transformer_stage.model(state["ema"])
-    return _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
+    transformer = transformer_stage.model(gathered(state["ema"]))
+    with processes.together():
+        _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
+    return Path(out) / MODEL
 
 
 def _finished_state(stage: VQVAEStage, out: str | os.PathLike) -> dict:
     """Return the state after the last step of the codec's training."""
     stored = stage.settings.deciding(stage.name)
     with loop.StageFolder(out, stage.name, stored) as folder:
-        state = stage.initial_state()
-        state, done = folder.restore(state, stage.places(state))
+        state, done = folder.restore(stage.shapes, stage.places(stage.shapes))
     if done < stage.steps:
         raise UserError(
             f"the codec in {folder.path} has {done} of {stage.steps} steps: finish it with"
@@ -135,12 +161,12 @@ def _save_model(
     transformer: Transformer,
     codec: ImageCodec,
     model: Path,
-) -> Path:
-    """Write the folder `model`, unless the same parts lie there already."""
+) -> None:
+    """Write the folder `model` in one process, unless the same parts lie there already."""
     dtype = jnp.dtype(settings.save_dtype)
     parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
-    if _is_saved(model, parts):
-        return model
+    if _is_saved(model, parts) or not processes.is_first():  # all processes read alike
+        return
     metadata = {
         "sampling": _sampling(settings),
         "training": {
@@ -155,7 +181,6 @@ def _save_model(
         metadata["class_names"] = list(pictures.class_names)
     family = registry.family(settings.family)
     checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
-    return model
 
 
 def _sampling(settings: TrainingSettings) -> dict:

@@ -83,6 +83,10 @@ class TrainingSettings:
     shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", only="var")
+    accumulate: int = _flag(
+        1, "parts of a step that run one after the other, which takes less memory", (), least=1
+    )
+    remat: bool = _flag(False, "compute the transformer's layers twice, to store less", ())
     seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL)
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
     save_dtype: str = _flag("float32", "type of the finished weights: float32 or bfloat16", ())

@@ -7,7 +7,7 @@ Parameters are flat dictionaries {name: array} (`varjax.nn.parameters.named`).
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,13 @@ from flax import nnx
 
 from varjax.models import registry
 from varjax.nn import parameters
+from varjax.parallel import processes
+from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 
+Tree = TypeVar("Tree")
 RESIDENT = 16 * 2**30  # pictures or tokens of up to so many bytes are put on the device once
 
 
@@ -65,9 +68,34 @@ class TrainingStage:
         """Steps from which another program runs, for estimates of the time that is left."""
         return ()
 
-    def initial_state(self) -> dict:
-        model = self.network(self.config, rngs=nnx.Rngs(self.settings.seed))
-        return initial_state(parameters.named(model), self.optimizer())
+    def first_parameters(self) -> dict:
+        """Return the parameters before step 0."""
+        return parameters.named(self.network(self.config, rngs=nnx.Rngs(self.settings.seed)))
+
+    def state_of(self, params: Mapping) -> dict:
+        """Return the state before step 0 with these parameters. It may be traced."""
+        return initial_state(params, self.optimizer())
+
+    def first_state(self) -> dict:
+        """Return the state before step 0, where it belongs. On a mesh each device makes its own
+        part of averages and moments."""
+        params = self.first_parameters()
+        if self.mesh.size == 1:
+            state = self.state_of(params)
+            return jax.device_put(state, self.places(state))
+        # a compiled initialisation of all parameters takes minutes to compile
+        params = {name: place(array, self.mesh.state(array)) for name, array in params.items()}
+        return jax.jit(self.state_of, out_shardings=self.places(self.shapes))(params)
+
+    @cached_property
+    def shapes(self) -> dict:
+        """Shapes and types of the state, by which it is placed and read back."""
+        return jax.eval_shape(self.state_of, self.parameter_shapes)
+
+    @property
+    def parameter_shapes(self) -> dict:
+        """Shapes and types of the parameters while they are trained."""
+        return parameters.named(parameters.abstract(self.network, self.config))
 
     def places(self, state: dict) -> dict:
         """Return where each array of a state lies, in place of the array."""
@@ -78,10 +106,24 @@ class TrainingStage:
         return self.mesh.state(state)
 
     def spread(self, *arrays: np.ndarray | jax.Array) -> list:
-        """Return arrays of the pictures of a step as they are divided over the mesh."""
+        """Return arrays of pictures as they are divided over the mesh. They are whole on all
+        devices where they cannot be divided evenly, as in a short validation."""
         if self.mesh.size == 1:
             return list(arrays)
-        return [jax.device_put(array, self.mesh.batch()) for array in arrays]
+        even = all(len(array) % self.mesh.size == 0 for array in arrays)
+        where = self.mesh.batch() if even else self.mesh.whole()
+        return [place(array, where) for array in arrays]
+
+    def everywhere(self, tree: Tree) -> Tree:
+        """Return arrays that every device of every process needs, for a compiled method."""
+        return place(tree, self.mesh.whole()) if processes.count() > 1 else tree
+
+    def seen(self, tree: Tree) -> Tree:
+        """Return results of a compiled method so that every process can read them."""
+        if processes.count() == 1:
+            return tree
+        whole = self.mesh.whole()
+        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, whole), tree)
 
     def kept(self, state: dict) -> dict:
         """Return a new state of a compiled step, which lies as the old one did."""
@@ -112,8 +154,9 @@ class TrainingStage:
 
     @cached_property
     def _train_data(self) -> jax.Array | np.ndarray:
-        data = self.data.train
-        return jnp.asarray(data) if data.nbytes <= RESIDENT else data
+        data = self.data.train  # many processes hand over what is their devices'
+        resident = data.nbytes <= RESIDENT and processes.count() == 1
+        return jnp.asarray(data) if resident else data
 
 
 # --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
@@ -194,17 +237,49 @@ def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> d
     }
 
 
+def gradients_of(loss_of: Callable, params: Mapping, batch: tuple, parts: int = 1) -> tuple:
+    """Return ((loss, (means, totals)), gradients) of `loss_of(params, *batch)`, a mean over the
+    batch. means are such means, too, totals are sums over the batch.
+
+    parts: how many equal parts of the batch run one after the other, so that only one of them is in
+    memory at a time. Every device has pictures of every part.
+    """
+    function = jax.value_and_grad(loss_of, has_aux=True)
+    if parts == 1:
+        return function(params, *batch)
+
+    def cut(a):  # part i takes pictures i, i + parts, ..., which lie on all devices
+        return a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, function(params, *part)), None
+
+    batch = jax.tree.map(cut, batch)
+    first = jax.tree.map(lambda a: a[0], batch)
+    zero = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, params, *first)
+    )
+    ((loss, (means, totals)), gradients), _ = jax.lax.scan(add, zero, batch)
+    loss, means, gradients = jax.tree.map(lambda a: a / parts, (loss, means, gradients))
+    return (loss, (means, totals)), gradients
+
+
 def descend(
-    state: dict, loss_of: Callable, optimizer: optax.GradientTransformation, ema: float
-) -> tuple[dict, object, jax.Array]:
-    """Take one step down the gradient of `loss_of(params) -> (loss, more)`.
+    state: dict,
+    loss_of: Callable,
+    batch: tuple,
+    optimizer: optax.GradientTransformation,
+    ema: float,
+    parts: int = 1,
+) -> tuple[dict, tuple, jax.Array]:
+    """Take one step down the gradient of a loss (`gradients_of`).
 
     The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that it is
     useful after short runs, too.
 
-    Returns the new state, what `loss_of` gave, and the norm of the gradients before clipping.
+    Returns the new state, (loss, (means, totals)), and the norm of the gradients before clipping.
     """
-    found, gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    found, gradients = gradients_of(loss_of, state["params"], batch, parts)
     changes, moments = optimizer.update(gradients, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], changes)
     count = state["step"].astype(jnp.float32)

@@ -20,6 +20,7 @@ from varjax.codecs.vqvae.model import Quantizer
 from varjax.errors import UserError, some
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
+from varjax.parallel import processes
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
@@ -54,7 +55,11 @@ class TransformerStage(TrainingStage):
         tokens = self.train_items(mirrored.astype(int), chosen)
         labels = self.data.train_labels[chosen]
         tokens, labels = self.spread(tokens, labels)
-        return self._train(state, self.quantizer, tokens, labels, self.key(n))
+        return self._train(state, self._quantizer, tokens, labels, self.everywhere(self.key(n)))
+
+    @functools.cached_property
+    def _quantizer(self) -> Quantizer | None:
+        return self.everywhere(self.quantizer)
 
     def validate(self, state: dict) -> dict:
         """Measure the cross entropy in nats per token, its mean and by range of tokens.
@@ -63,7 +68,7 @@ class TransformerStage(TrainingStage):
         """
         tokens, labels = self.data.val, self.data.val_labels
         parts = [
-            self._evaluate(state["ema"], self.quantizer, tokens[rows], labels[rows])
+            self._evaluate(state["ema"], self._quantizer, *self.spread(tokens[rows], labels[rows]))
             for rows in whole_batches(len(labels), self.batch_size)
         ]
         loss, right = np.mean(jax.device_get(parts), axis=0)  # [L] each
@@ -77,21 +82,31 @@ class TransformerStage(TrainingStage):
     def _train(self, state: dict, quantizer: Quantizer, tokens, labels, key):
         drop = jax.random.bernoulli(key, self.settings.label_drop, labels.shape)
         labels = jnp.where(drop, self.config.null_label, labels)
+        parts = self.settings.accumulate
 
-        def loss_of(params):
-            loss, right = self._predict(params, quantizer, tokens, labels, key)
-            return loss.mean(), right.mean()
+        def loss_of(params, tokens, labels, number=0):
+            # dropout of the parts must not be the same
+            own = key if parts == 1 else jax.random.fold_in(key, number)
+            loss, right = self._predict(params, quantizer, tokens, labels, own)
+            return loss.mean(), (right.mean(), ())
 
-        state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
+        batch = (tokens, labels)
+        if parts > 1:
+            batch += (jnp.arange(len(labels)) % parts,)
+        state, (loss, (right, _)), norm = descend(
+            state, loss_of, batch, self.optimizer(), self.ema, parts
+        )
         return self.kept(state), {"loss": loss, "accuracy": right, "gradient_norm": norm}
 
     @functools.partial(jax.jit, static_argnums=0)
     def _evaluate(self, params: dict, quantizer: Quantizer, tokens, labels):
-        return jnp.stack([x.mean(0) for x in self._predict(params, quantizer, tokens, labels)])
+        found = self._predict(params, quantizer, tokens, labels)
+        return self.seen(jnp.stack([x.mean(0) for x in found]))
 
     def _predict(self, params: dict, quantizer, tokens, labels, key=None):
         """Return cross entropy [B, L] and whether the likeliest token is right [B, L]."""
         model = cast(self.model(params), jnp.dtype(self.settings.dtype))
+        model.rematerialised = self.settings.remat
         logits = self.logits(model, quantizer, tokens, labels, key)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
@@ -120,13 +135,15 @@ def write_tokens(
 
     def tokens_of(images: np.ndarray) -> np.ndarray:
         size, found = min(settings.var_batch_size, len(images)), []
-        for start in range(0, len(images), size):
+        together = size * processes.count()  # each process encodes a batch
+        for start in range(0, len(images), together):
             # copies of the last picture fill up the last batch, so that one program serves all
-            rows = np.minimum(np.arange(start, start + size), len(images) - 1)
-            found.append(np.asarray(encode(codec, to_float(images[rows]))))
+            own = start + size * processes.index()
+            rows = np.minimum(np.arange(own, own + size), len(images) - 1)
+            made = np.asarray(encode(codec, to_float(images[rows])))
+            found.append(processes.say_all(made).reshape(-1, *made.shape[1:]))
         return np.concatenate(found)[: len(images)]
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     most = settings.max_validation
     arrays = {
         "train": np.stack([tokens_of(pictures.train), tokens_of(pictures.train[:, :, ::-1])]),
@@ -134,8 +151,11 @@ def write_tokens(
         "val": tokens_of(pictures.val[:most]),
         "val_labels": pictures.val_labels[:most],
     }
-    with new_file(path) as file:
-        np.savez_compressed(file, **arrays)
+    with processes.together():
+        if processes.is_first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(path) as file:
+                np.savez_compressed(file, **arrays)
 
 
 def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> Dataset:

@@ -48,9 +48,9 @@ class VQVAEStage(TrainingStage):
     def new_programs(self) -> tuple[int, ...]:
         return (self.settings.autoencoder_steps,)
 
-    def initial_state(self) -> dict:
+    def state_of(self, params: Mapping) -> dict:
         """Add `usage` [V], how often each code was used since codes were last moved."""
-        return {**super().initial_state(), "usage": jnp.zeros(self.config.vocab_size)}
+        return {**super().state_of(params), "usage": jnp.zeros(self.config.vocab_size)}
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         settings, images = self.settings, self._images(n)
@@ -60,7 +60,7 @@ class VQVAEStage(TrainingStage):
             state = self._place_codes(state, n)
         elif quantise and since % settings.reseed_every == 0:
             if n <= RESEED_UNTIL * self.steps:
-                state = self._reseed(state, images, self.key(n))
+                state = self._reseed(state, images, self.everywhere(self.key(n)))
         return self._train(state, images, quantise)
 
     def validate(self, state: dict) -> dict:
@@ -68,16 +68,17 @@ class VQVAEStage(TrainingStage):
         pictures, codec = self.data.val[: self.settings.max_validation], self.model(state["ema"])
         errors, usage = [], 0
         for rows in whole_batches(len(pictures), self.batch_size):
-            images = jnp.asarray(to_float(pictures[rows]))
+            (images,) = self.spread(jnp.asarray(to_float(pictures[rows])))
             found, used = self._reconstruction_error(codec, images)
             errors.append(found)
             usage = usage + used
+        errors, usage = jax.device_get((errors, usage))
         mse, mae = jnp.concatenate(errors, axis=1)
         return {
             "psnr": float((-10 * jnp.log10(mse)).mean()),
             "mae": float(mae.mean()),
             "codes_used": int((usage > 0).sum()),
-            "perplexity": float(perplexity(usage)),
+            "perplexity": float(perplexity(jnp.asarray(usage))),
         }
 
     def _images(self, n: int) -> jax.Array:
@@ -92,16 +93,19 @@ class VQVAEStage(TrainingStage):
         vectors = [self._first_vectors(state, self._images(n))]
         for i in range(1, -(-wanted // len(vectors[0]))):
             vectors.append(self._first_vectors(state, self._images(n + i)))
-        codes = k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
-        state = _with_codes(state, codes, moved=jnp.ones(count, bool))
+        key, moved = self.everywhere((self.key(n), jnp.ones(count, bool)))
+        codes = k_means(key, jnp.concatenate(vectors)[:wanted], count)
+        state = _with_codes(state, codes, moved)
         return jax.device_put(state, self.places(state))
 
     # --- compiled ---
 
     @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
     def _train(self, state: dict, images, quantise: bool):
-        loss_of = functools.partial(self._loss, images=images, quantise=quantise)
-        new, (_, (metrics, used)), norm = descend(state, loss_of, self.optimizer(), self.ema)
+        loss_of = functools.partial(self._loss, quantise=quantise)
+        new, (_, (metrics, used)), norm = descend(
+            state, loss_of, (images,), self.optimizer(), self.ema, self.settings.accumulate
+        )
         new = self.kept({**new, "usage": state["usage"] + used})
         return new, {**metrics, "gradient_norm": norm}
 
@@ -143,7 +147,7 @@ class VQVAEStage(TrainingStage):
         tokens = codec.images_to_tokens(images)
         difference = (codec.tokens_to_images(tokens) - images) / 2
         errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
-        return errors, self._usage(tokens)
+        return self.seen((errors, self._usage(tokens)))
 
 
 @jax.jit
