@@ -73,9 +73,9 @@ class Generation:
         return dataclasses.replace(self, condition=condition)
 
     def load_model(self) -> Model:
-        """Load the weights; they stay in host memory if they go to several devices."""
+        """Load the weights; they stay on disk until it is known which devices share them."""
         several = self.program.mesh.num_devices > 1
-        return self.model.load_weights(self.program.dtype, on_host=several)
+        return self.model.load_weights(self.program.dtype, on_disk=several)
 
     def generator(
         self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool

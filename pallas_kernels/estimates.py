@@ -258,6 +258,29 @@ def attend_token(
     )
 
 
+def token_product(
+    x: Array,
+    weights: Array,
+    results: Sequence[tuple[int, ...]],
+    *,
+    streams: int = 0,
+    summed: bool = False,
+) -> pl.CostEstimate:
+    """Cost of a product with weights and of what is done with it (`token_products.api`).
+
+    Args:
+      x: the rows that are multiplied.
+      results: shapes of results, in the type of the weights.
+      streams: residual streams that are read and written, float32.
+      summed: whether running sums of the first result are read and written, float32.
+    """
+    item = weights.dtype.itemsize
+    moved = (x.size + weights.size + sum(map(math.prod, results))) * item
+    moved += 8 * streams * math.prod(results[0]) + 8 * summed * math.prod(results[0])
+    flops = 2 * x.shape[0] * weights.size
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+
+
 def rank(tie: Array, score: Array | None, part: Array | None) -> pl.CostEstimate:
     """Cost of ranks (`rank.api`): all pairs of a head's slots are compared, and each array is moved
     once. Operations are those of the kernel as compiled for a v5e, which combines comparisons in

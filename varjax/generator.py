@@ -31,8 +31,8 @@ from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
 from varjax.garbage import rarely_collected
 from varjax.model import Model, check_model
-from varjax.nn import stacked
-from varjax.parallel import plans, processes, sharding
+from varjax.nn import stacked, stored
+from varjax.parallel import plans, processes, sharding, weights
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
@@ -54,8 +54,8 @@ class Generator:
         more = generator(labels=range(44), seed=1)  # nothing is traced or compiled again
 
     Args:
-      model: from `varjax.load`. Over several devices load it with `on_host=True`: its weights then
-        go from host memory to their places, and no device ever holds all of them.
+      model: from `varjax.load`. Over several devices load it with `on_disk=True`: every device's
+        share is then read when its place is known, and no device, nor the host, holds all of them.
       policy, budget: how the KV cache is compressed: a policy (`varjax.policies`) or the name of
         one and the fraction of the full cache's bytes that it may keep.
       sampling: how tokens are drawn; None: as the checkpoint recommends (`model.sampling()`).
@@ -145,8 +145,10 @@ class Generator:
         self._networks = model.networks
         self._arrange()
         # only now: another generator may have left matrices turned, which are never divided
-        sharding.check_weights(self._networks, mesh)
-        sharding.check_widths(self._networks["transformer"], mesh.model)
+        weights.check_weights(self._networks, mesh)
+        weights.check_widths(self._networks["transformer"], mesh.model)
+        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self._networks)[0]):
+            raise UserError("the weights are on disk, for several devices: give a mesh of these")
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
@@ -247,11 +249,11 @@ class Generator:
             sharding.make_mesh(self.mesh, jax.devices()),
             self.spec,
             self._networks,
-            plans.state_specs(self.plan, self.mesh, self.kv_dtype),
-            self.drawing.input_specs(inputs),
+            plans.state_names(self.plan, self.mesh, self.kv_dtype),
+            self.drawing.input_names(inputs),
             given,
         )
-        placed = sharding.place_weights(self._networks, self.mesh, self._sharded.shardings[0])
+        placed = weights.place(self._networks, self._sharded.shardings[0])
         self.model, self._networks = self.model.abstract(), placed
 
     @cached_property

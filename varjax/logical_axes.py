@@ -20,12 +20,14 @@ DATA, MODEL, FSDP = MESH_AXES = ("data", "model", "fsdp")
 IMAGES = "images"  # of a batch, their labels, texts and keys; rows of a cache
 HEADS = "heads"  # of attention: widths of layers, blocks of a pool, tables of a cache
 HIDDEN = "hidden"  # the width of the feed-forward
+MODULATION = "modulation"  # gates, scales and shifts of all layers, once per image
 LONGEST = "longest"  # the longest axis that can be divided, of any array that is trained
 
 RULES: Mapping[str, tuple[str, ...]] = {
     IMAGES: (DATA, FSDP),
     HEADS: (MODEL,),
     HIDDEN: (MODEL,),
+    MODULATION: (MODEL,),
     LONGEST: (FSDP,),
 }
 Tree = TypeVar("Tree")

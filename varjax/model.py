@@ -257,8 +257,8 @@ class Model:
         quantized.convert(transformer, found)
         return replace(self, parts={**self.parts, "transformer": transformer})
 
-    def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
-        """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
+    def load_weights(self, dtype: str | None = None, *, on_disk: bool = False) -> "Model":
+        """This model with the weights of its checkpoint. dtype, on_disk: see `load`."""
         if self.directory is None and self.has_weights:
             dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
             own = registry.own_parts(self.name, self.parts, {"transformer": dtype})
@@ -269,14 +269,16 @@ class Model:
                 f"`{convert_command(self.name)}` converts them; then give the name, or the folder"
             )
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
-        arguments.flag("on_host", on_host)
+        arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}
         kernels = quantized.matrices(self.transformer).items()
         values = {f"transformer/{name}": kernel.get_value() for name, kernel in kernels}
         in_8_bits = {
             name: value.scheme for name, value in values.items() if quantized.is_one(value)
         }
-        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host, in_8_bits)
+        parts, _ = checkpoint.load(
+            self.directory, registry.CATALOGUE, dtypes, in_8_bits=in_8_bits, on_disk=on_disk
+        )
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -337,7 +339,7 @@ def load(
     size: str | None = None,
     grid: str | Sequence[int] | None = None,
     prompt_tokens: int | None = None,
-    on_host: bool = False,
+    on_disk: bool = False,
     weights_dtype: str | None = None,
 ) -> Model:
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
@@ -355,8 +357,8 @@ def load(
         Lumina-mGPT, tokens for Janus-Pro.
       prompt_tokens: places for the token ids of a prompt, for models that read these; shorter ones
         are padded. `varjax.generate` takes as many as its longest prompt has.
-      on_host: keep the weights in host memory, for a `Generator` over several devices, which puts
-        every device's share where it belongs.
+      on_disk: leave the weights on disk, for a `Generator` over several devices, which reads every
+        device's share and puts it where it belongs.
       weights_dtype: "int8" stores the matrices of the transformer's layers in 8 bits, with a scale
         per output channel; they are converted on the host, and products run in `dtype`. "w8a8" and
         "fp8" bring activations into 8 bits as well, on chips that multiply such numbers
@@ -372,7 +374,7 @@ def load(
         if why := schemes.why_not_here(SCHEMES[weights_dtype]):
             raise UserError(f"weights_dtype={why}")
         model = model.quantized(weights_dtype)
-    return model.load_weights(dtype, on_host=on_host)
+    return model.load_weights(dtype, on_disk=on_disk)
 
 
 def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:

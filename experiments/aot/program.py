@@ -267,8 +267,8 @@ class Compilation:
                 self.mesh,
                 self.spec,
                 networks,
-                plans.state_specs(workload.plan, options.mesh, options.kv_dtype),
-                self.drawing.input_specs(inputs),
+                plans.state_names(workload.plan, options.mesh, options.kv_dtype),
+                self.drawing.input_names(inputs),
                 None,
             )
         self.networks, self.state, *self.arguments = self._placed(

@@ -22,7 +22,7 @@ from varjax.errors import UserError
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
-from varjax.parallel import plans, processes, sharding
+from varjax.parallel import plans, processes, weights
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -280,8 +280,8 @@ class ProgramFlags:
             with about(self._mesh):
                 heads = model.config.num_heads
                 mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
-                sharding.check_weights(model.networks, mesh)
-                sharding.check_widths(model.transformer, mesh.model)
+                weights.check_weights(model.networks, mesh)
+                weights.check_widths(model.transformer, mesh.model)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""

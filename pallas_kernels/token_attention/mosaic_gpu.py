@@ -13,6 +13,9 @@ threads: warps meet once per head, where classes are joined, and not in every st
 Heads of 100 are seen through windows of 128 columns: the query is zero where the window of the keys
 reaches into the values, and what the window of the values has too many is cut off.
 
+A token that is stored comes beside the slots of every step. In the step of its slot it is put among
+them, where attention finds it, and goes from there into the pool. No other step reads that slot.
+
 Sums of attention weights need the statistics of all slots: scores wait in shared memory, and the
 sums are read and written once, in place, at the end of a head.
 
@@ -22,7 +25,7 @@ positions (of one head where heads share them), 8 for sums, 8 for an int8 pool's
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -49,6 +52,7 @@ from pallas_kernels.token_attention.mosaic_slots import (
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
+STORED = (64, 128)  # heads whose slots begin at multiples of 128 bytes
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
@@ -56,10 +60,26 @@ LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 def attend(query, slots, *, interpret, steps: Steps | None = None):
     """See `api.attend`. steps: None takes those of `Steps.of`."""
+    return _attend(query, slots, None, interpret, steps)[:2]
+
+
+def store_and_attend(query, slots, token, *, interpret, steps: Steps | None = None):
+    """See `api.store_and_attend`. XLA stores what takes scales, and rows that no copy may take."""
+    if query.probe is not None or slots.scale is not None or query.q.shape[-1] not in STORED:
+        return _in_two_steps(query, slots, token, interpret=interpret, steps=steps)
+    out, mass, pool = _attend(query, slots, token, interpret, steps)
+    return out, replace(slots, pool=pool, mass=mass)
+
+
+_in_two_steps = storing.in_two_steps(attend, reference.scores)
+
+
+def _attend(query, slots, token, interpret, steps: Steps | None):
+    """The output, the sums, and the pool with the token."""
     check(query.q, slots.pool, interpret)
     rows, heads, size = query.q.shape
     steps, mass = steps or Steps.of(slots.pool), slots.mass
-    given = FlatOperands.of(steps, query, slots)
+    given = FlatOperands.of(steps, query, slots, token)
     programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
     out = pl.kernel(
@@ -78,15 +98,14 @@ def attend(query, slots, *, interpret, steps: Steps | None = None):
             slots.scale,
             mass,
             step=None if slots.used is None else steps.slots,
+            stored=int(token is not None),
         ),
         name="token_attention",
         interpret=mosaic.simulator(interpret) if interpret else False,
     )(given, sums)
     out = out[..., given.width - size :]
-    return out, None if mass is None else jax.freeze(sums).reshape(mass.shape)
-
-
-store_and_attend = storing.in_two_steps(attend, reference.scores)
+    mass = None if mass is None else jax.freeze(sums).reshape(mass.shape)
+    return out, mass, slots.pool if token is None else jax.freeze(given.slots.pool)
 
 
 def check(q, pool, interpret) -> None:
@@ -117,6 +136,7 @@ def shared_memory(given: FlatOperands, steps: Steps) -> int:
         buffers * numbers * pool.shape[-1] * pool.dtype.itemsize,
         buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
+        *[buffers * given.size * pool.dtype.itemsize] * (0 if given.token is None else 2),
         max(scores, 4 * CLASSES * given.width),
         mosaic.MEETING,
     )
@@ -204,6 +224,8 @@ class _Head:
         maximum, total, out = carry
         ring, given, size = self.ring, self.ring.given, self.ring.steps.slots
         place = ring.wait(before + i)
+        if given.token is not None:
+            ring.store(place, self.place, i * size)
         tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
         # in powers of 2, which is what the chip computes
         query = _load(ring.places.q.at[place], self.layouts.column).astype(jnp.float32) * LOG2_E

@@ -18,7 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.token_attention.operands import HeadSlots, Query, kernel_operands, visible
+from pallas_kernels.token_attention.operands import (
+    HeadSlots,
+    NewToken,
+    Query,
+    kernel_operands,
+    visible,
+)
 
 CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
@@ -61,18 +67,26 @@ class FlatOperands:
     16 bytes: q [R M W] in whole windows, position [R M C] or fewer, scale [R 2 M C]. Single numbers
     are arrays of one.
 
+    token: key and value that are stored on the way, [R M H]; the pool is then a reference outside
+      of the kernel, too, and changes in place. None: nothing is stored.
     shared: whether all rows have the same positions, and whether all heads have.
     size: of a head.
     """
 
     query: Query
     slots: HeadSlots
+    token: NewToken | None
     shared: tuple[bool, bool] = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, steps: Steps, query: Query, slots: HeadSlots) -> "FlatOperands":
+    def of(
+        cls, steps: Steps, query: Query, slots: HeadSlots, token: NewToken | None = None
+    ) -> "FlatOperands":
         by_row, by_head, _ = slots.position.shape
+        if token is not None:
+            k, v = (a.astype(slots.pool.dtype).reshape(-1) for a in (token.k, token.v))
+            token = NewToken(k, v, token.slot.reshape(1))
         query, slots = kernel_operands(query, slots, "Mosaic token attention")
         shortest = _line(steps.slots, slots.pool.shape[2])
 
@@ -84,6 +98,8 @@ class FlatOperands:
                     return mosaic.padded(array.reshape(-1), 0, 1, shortest)
                 case "scale":
                     return array.reshape(-1)
+                case "pool" if token is not None:
+                    return jax.new_ref(array)
                 case "mass":
                     return None  # changed in place, which takes a reference of its own
             return array
@@ -91,7 +107,7 @@ class FlatOperands:
         # of the queries as they came: `flat` fills windows with zeros
         size = query.q.shape[-1]
         query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
-        return cls(query, slots, (by_row == 1, by_head == 1), size)
+        return cls(query, slots, token, (by_row == 1, by_head == 1), size)
 
     @property
     def width(self) -> int:
@@ -168,6 +184,7 @@ class Places(NamedTuple):
     q: [buffers, W].
     position: [buffers, `FlatOperands.line`].
     scale: for an int8 pool, two references like `position`, for keys and for values; else none.
+    token: two references [buffers, H], for the key and the value that are stored; else none.
     full: a barrier for each place.
     """
 
@@ -175,6 +192,7 @@ class Places(NamedTuple):
     q: jax.Ref
     position: jax.Ref
     scale: list[jax.Ref]
+    token: list[jax.Ref]
     full: jax.Ref
 
     @classmethod
@@ -184,13 +202,15 @@ class Places(NamedTuple):
         line = buffers, given.line(size)
         pool, q = given.slots.pool, given.query.q
         scale = [] if given.slots.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
+        stored = [] if given.token is None else 2 * [plgpu.SMEM((buffers, given.size), pool.dtype)]
         return cls(
             plgpu.SMEM((buffers, size, pool.shape[-1]), pool.dtype),
             plgpu.SMEM((buffers, given.width), q.dtype),
             plgpu.SMEM(line, jnp.int32),
             scale,
-            # each copy of a step arrives once: slots, query, positions, scales
-            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
+            stored,
+            # each copy of a step arrives once: slots, query, positions, scales, key and value
+            plgpu.Barrier(num_arrivals=3 + len(scale) + len(stored), num_barriers=buffers),
         )
 
 
@@ -222,6 +242,23 @@ class Ring:
         plgpu.barrier_wait(self.places.full.at[place])
         return place
 
+    def store(self, place, head: tuple, start) -> None:
+        """Store the token of a head, if its slot is among those of the step from slot `start` on:
+        in the place of the step, for attention, and from there in the pool."""
+        given, size = self.given, self.given.size
+        slot = given.token.slot[0]
+        here, layout = slot - start, line(size)
+
+        @pl.when((here >= 0) & (here < self.steps.slots))
+        def _():
+            row = self.places.pool.at[place, here]
+            for half, new in enumerate(self.places.token):
+                numbers = mosaic.load(new.at[place], layout, plain=True)
+                mosaic.store(row.at[pl.ds(half * size, size)], numbers)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(row, given.slots.pool.at[*head, slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the place is taken again
+
     def release(self, number) -> None:
         """Let the next step that takes the place of step `number` be copied there."""
         plgpu.commit_smem()  # every warp has read what lies there
@@ -244,6 +281,10 @@ class Ring:
             (slots.pool.at[row, head, pl.ds(start, size)], places.pool),
             (query.q.at[pl.ds(i * given.width, given.width)], places.q),
         ]
+        if given.token is not None:  # for every step, as the query
+            own = pl.ds(i * given.size, given.size)
+            both = zip((given.token.k, given.token.v), places.token, strict=True)
+            copies += [(source.at[own], target) for source, target in both]
         for source, target, begin in lines:
             # the numbers of a head begin anywhere, a copy only at a multiple of 16 bytes
             here = pl.ds(begin - given.shift(begin) + start, given.line(size))

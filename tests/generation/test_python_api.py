@@ -119,7 +119,7 @@ def test_a_plan_of_another_model_is_refused(demo):
         (lambda: varjax.load(""), "^model=''"),
         (lambda: varjax.load(dtype=3), "unknown dtype 3"),
         (lambda: varjax.load(dtype=""), "unknown dtype ''"),
-        (lambda: varjax.load(on_host="no"), "^on_host='no'"),
+        (lambda: varjax.load(on_disk="no"), "^on_disk='no'"),
         (lambda: varjax.describe("infinity-2b", aspect="x"), "aspect 'x' is not supported"),
         (lambda: varjax.describe("infinity-2b", aspect=True), "aspect True is not supported"),
         *(

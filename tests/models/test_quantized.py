@@ -19,6 +19,7 @@ from varjax.errors import UserError
 from varjax.model import Model, computed_in
 from varjax.nn import parameters, quantized, stacked
 from varjax.nn.quantized import Quantized, quantize
+from varjax.nn.stored import Stored
 from varjax.storage import arrays as stored_arrays
 from varjax.storage import checkpoint
 
@@ -149,14 +150,13 @@ def test_models_of_prompts(name):
 
 
 def test_loaded_as_they_are_converted():
-    """From the stored numbers, on the device or on the host."""
+    """From the stored numbers, at once or when their places are known."""
     expected = parameters.named(varjax.load(dtype="float32").quantized().transformer)
-    for on_host in (False, True):
-        model = varjax.load(dtype="float32", weights_dtype="int8", on_host=on_host)
+    for on_disk, kind in ((True, Stored), (False, jax.Array)):
+        model = varjax.load(dtype="float32", weights_dtype="int8", on_disk=on_disk)
         found = parameters.named(model.transformer)
-        chex.assert_trees_all_equal(found, expected)
-        kind = np.ndarray if on_host else jax.Array
         assert all(isinstance(leaf, kind) for leaf in jax.tree.leaves(found))
+        chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), expected)
     assert "float32, matrices in int8" in repr(model)
     half = varjax.load(dtype="bfloat16", weights_dtype="int8")
     assert half.dtype == jnp.bfloat16 and half.weights_dtype == "int8"

@@ -17,7 +17,7 @@ from varjax.errors import UserError
 from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import quantize, quantize_rows
 from varjax.nn.schemes import SCHEMES, check_widths, why_not
-from varjax.parallel import sharding
+from varjax.parallel import weights
 
 BOTH = ("w8a8", "fp8")
 EMULATED = {name: dataclasses.replace(SCHEMES[name], emulated=True) for name in BOTH}
@@ -188,12 +188,12 @@ def test_widths():
 def test_widths_on_a_mesh():
     """Of a device's share: the axis that is divided counts, however the weights lie."""
     transformer = varjax.model.describe().quantized("fp8").transformer
-    sharding.check_widths(transformer, 4)
+    weights.check_widths(transformer, 4)
     for _ in range(2):
         with pytest.raises(UserError, match="proj/kernel on each of model=32 devices is 8 x 256"):
-            sharding.check_widths(transformer, 32)
+            weights.check_widths(transformer, 32)
         stacked.separate(transformer.blocks, transformer.once)
-    sharding.check_widths(varjax.model.describe().quantized("int8").transformer, 32)
+    weights.check_widths(varjax.model.describe().quantized("int8").transformer, 32)
 
 
 def test_one_scheme_at_a_time():

@@ -2,13 +2,12 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS` or `TOKENS`. Prints one JSON
-object per program: its temporaries, bytes of the pool and of the scale's keys and values where
-there are any, and of every kernel that no program before had: registers and spilled bytes per
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS`, `TOKENS` or `LAYERS`. Prints
+one JSON object per program: its temporaries, bytes of the pool and of the scale's keys and values
+where there are any, and of every kernel that no program before had: registers and spilled bytes per
 thread, as ptxas says, bytes of shared memory, columns of tensor memory, and the instructions of its
-loops where there is a disassembler (`sass`). A program of its own,
-because JAX (0.10.2) compiles these kernels for one architecture per process, whatever is asked for
-later.
+loops where there is a disassembler (`sass`). A program of its own, because JAX (0.10.2) compiles
+these kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
@@ -35,7 +34,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
 from pallas_kernels.token_attention import attend as attend_one
 from pallas_kernels.token_specs import abstract_token_arguments, only
-from tests.pallas_kernels import sass
+from tests.pallas_kernels import sass, test_token_products
 from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
@@ -76,6 +75,12 @@ TOKENS = {
     "tokens-h128-float32": (replace(LARGE, dtype="float32"), 4096),
     "tokens-used": (replace(XL, rows=256), 577),
 }
+# products of a token's layer: (model, rows)
+LAYERS = {
+    "layer-xl": ("llamagen-xl-384", 256),
+    "layer-3b": ("llamagen-3b-384", 2),
+    "layer-7b": ("janus-pro-7b", 110),
+}
 USED = {"used": 300, "sums": False, "shared": True}  # of known contents
 
 
@@ -89,6 +94,13 @@ def token(name, sharding=None):
     query, slots = abstract_token_arguments(*TOKENS[name], sharding=sharding, **options)
     rest = only(slots, "pool", "position", "scale", "reach", "used")
     return jax.jit(run, donate_argnums=0), (slots.mass, query, rest)
+
+
+def layer_of_a_token(name, sharding=None):
+    """(function, arguments without data)."""
+    given = test_token_products.abstract(test_token_products.published(*LAYERS[name]))
+    given = jax.tree.map(lambda a: a.update(sharding=sharding), given)
+    return jax.jit(lambda given: test_token_products.run(given)), [given]
 
 
 def choice(shape, sharding=None):
@@ -188,6 +200,8 @@ def _inspect(said: str, text: str, passes: str) -> dict:
 def _programs(name: str, sharding) -> dict:
     if name in ROWS:
         return {"sample": choice(ROWS[name], sharding)}
+    if name in LAYERS:
+        return {"products": layer_of_a_token(name, sharding)}
     if name in TOKENS:
         return {"token": token(name, sharding)}
     return programs(SHAPES[name], sharding)

@@ -208,3 +208,17 @@ def test_registers():
         launched = min(255, 65536 // (128 * (groups + 1))) // 8 * 8 * (groups + 1)
         asked = groups * mosaic_operands.COMPUTE_REGISTERS + mosaic_operands.MEMORY_REGISTERS
         assert asked <= launched
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h200", pytest.param("h100", marks=pytest.mark.slow)])
+def test_products_of_a_token_compile(target):
+    """Three kernels, without spills; a program per multiprocessor has all registers."""
+    memory = chips.get_chip(target).gpu.shared_memory
+    found = compiled(target, compile_mosaic.LAYERS)
+    assert len(found) == len(compile_mosaic.LAYERS)
+    for program in found:
+        assert program["kernels"] == 3 == len(program["new"]), program
+        for kernel in program["new"].values():
+            assert not kernel["spills"], program
+            assert kernel["shared_memory"] < memory[1], program

@@ -15,6 +15,7 @@ from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import (
     NewToken,
     mosaic_gpu,
+    mosaic_slots,
     reference,
     storing,
     tpu,
@@ -27,6 +28,7 @@ from pallas_kernels.token_specs import (
     in_float32,
     token_arguments,
 )
+from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated, simulator
 
@@ -114,6 +116,37 @@ def test_tpu_slots_in_use(spec, slots, used, those, most):
     check(spec, options, those, run)
 
 
+# --- Mosaic GPU -----------------------------------------------------------------------------------
+
+ENOUGH = [p for p in MARKED if p.values[1]["slots"] >= 32]
+
+
+@gpu_simulation.needed
+@pytest.mark.parametrize(("spec", "options", "slots"), ENOUGH)
+def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
+    """Two programs of three heads each, in steps of 32 slots."""
+    few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
+    how = {"interpret": gpu_simulation.params(), "steps": few}
+    check(spec, options, slots, partial(mosaic_gpu.store_and_attend, **how))
+    assert gpu_simulation.no_races(capsys)
+    assert not broken, broken[:3]
+
+
+@gpu_simulation.needed
+def test_mosaic_place_taken_too_early_is_seen(monkeypatch, capsys):
+    """Without waiting until the token has left shared memory."""
+    spec, options, slots = CASES["bfloat16"]
+    few = mosaic_slots.Steps(32, programs=1)
+    how = {"interpret": gpu_simulation.params(), "steps": few}
+    with pytest.raises(Exception, match=f"{gpu_simulation.RACE}|assert|AssertionError"):
+        with monkeypatch.context() as patch:
+            patch.setattr(mosaic_slots.plgpu, "commit_smem", lambda: None)
+            check(spec, options, slots[:1], partial(mosaic_gpu.store_and_attend, **how))
+            assert gpu_simulation.no_races(capsys), "race"
+
+
+# --- TPU, in several steps ------------------------------------------------------------------------
+
 HEADS_APART = {"most_bytes": 2 * 112 * 256}
 
 
@@ -180,14 +213,15 @@ def test_dispatch():
 
 
 def test_gpus_store_by_xla():
-    """Then the kernel attends, as it does without a token to store."""
+    """What the kernel does not store: heads of 100, int8. Then it attends, as it does without a
+    token to store."""
     query, held = awaiting_token(*token_arguments(FLOAT, 41), 3)
     seen = []
     after = storing.in_two_steps(lambda *given, **more: seen.append((given, more)) or (0, None))
     _, found = after(query, held, token_of(query, 3), interpret=False)
     ((given, options),) = seen
     assert given[1].pool is found.pool and options == {"interpret": False}
-    assert mosaic_gpu.store_and_attend.__code__ is after.__code__
+    assert mosaic_gpu._in_two_steps.__code__ is after.__code__
 
 
 # --- mistakes that are seen ---

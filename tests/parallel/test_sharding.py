@@ -1,6 +1,7 @@
 """Several devices: same images as one, pools divided, what cannot be divided refused."""
 
 import dataclasses
+import json
 import math
 import os
 import subprocess
@@ -17,7 +18,7 @@ from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.nn import parameters, stacked
-from varjax.parallel import plans, sharding
+from varjax.parallel import plans, weights
 from varjax.parallel.split import MeshSpec
 
 
@@ -99,18 +100,18 @@ def test_every_matrix_can_be_divided():
     """Widths are whatever a configuration says, so heads are not all that has to be checked."""
     # 4 heads, a feed-forward of width 144
     model = varjax.load(checkpoint_folder("lumina_tiny"), "float32")
-    before = sharding.bytes_per_device(model.networks, 4)
-    sharding.check_weights(model.networks, MeshSpec(model=4))
+    before = weights.bytes_per_device(model.networks, 4)
+    weights.check_weights(model.networks, MeshSpec(model=4))
     # a program of one CPU device leaves matrices turned; those are divided along the other axis
     stacked.separate(model.transformer.blocks, turned=True)
-    sharding.check_weights(model.networks, MeshSpec(model=4))
-    assert sharding.bytes_per_device(model.networks, 4) == before
+    weights.check_weights(model.networks, MeshSpec(model=4))
+    assert weights.bytes_per_device(model.networks, 4) == before
     config = dataclasses.replace(model.config, intermediate_size=146)
     part = model.family.parts["transformer"]
     odd = {**model.networks, "transformer": part.abstract(config)}
-    sharding.check_weights(odd, MeshSpec(model=2))
+    weights.check_weights(odd, MeshSpec(model=2))
     with pytest.raises(UserError, match="146 cannot be split evenly over model=4.*a divisor of"):
-        sharding.check_weights(odd, MeshSpec(model=4))
+        weights.check_weights(odd, MeshSpec(model=4))
 
 
 @pytest.mark.parametrize("name", ["llamagen_c2i", "a_k10"])
@@ -124,3 +125,41 @@ def test_what_a_device_is_predicted_to_hold(name):
     divided = sum(math.prod(sizes[f"{n}/kernel"].shape) for n in names if f"{n}/kernel" in sizes)
     assert one.weights - two.weights >= divided // 2 * 4
     assert two.weights > one.weights // 2 and two.kv_pool <= 0.6 * one.kv_pool
+
+
+def placed(*arguments, devices: int = 4) -> dict:
+    """What `tests.parallel.placing` prints, in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.parallel.placing", *map(str, arguments)],
+        env={
+            **os.environ,
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_PLATFORMS": "cpu",
+            "MALLOC_MMAP_THRESHOLD_": str(2**20),  # glibc gives back what is free
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return json.loads(found.stdout.splitlines()[-1]) if found.stdout else {}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("scan",),
+        pytest.param(("unroll",), marks=pytest.mark.slow),
+        pytest.param(("unroll", "int8"), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read from /proc")
+def test_weights_arrive_sharded(tmp_path, how):
+    """No device holds more than its part at any time, nor the host more than one array beside what
+    its devices hold (here the same memory)."""
+    placed("make", tmp_path / "made", 3, 896)
+    found = placed("measure", tmp_path / "made", *how)
+    assert len(found["part"]) == 4 and found["most"] == found["part"]
+    assert set(found["part"].values()) == {found["predicted"]}
+    held, allocator = sum(found["part"].values()), 40 * 2**20  # TensorStore's threads and buffers
+    assert held / 2 > found["largest"] + allocator  # else a whole model on the host would pass, too
+    assert found["grown"] <= held + found["largest"] + allocator

@@ -13,14 +13,17 @@ from tests.conftest import ROOT
 START_SECONDS = 600  # compiling, on a machine that does other things, too
 
 
+def users_environment() -> dict[str, str]:
+    """The environment of a process that compiles as users do, not as tests do."""
+    leave = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "PJRT_NPROC")
+    return {k: v for k, v in os.environ.items() if k not in leave} | {"JAX_PLATFORMS": "cpu"}
+
+
 class Process:
     """A running server. address: where it is; lines: what it said on standard error."""
 
     def __init__(self, *flags: str):
-        own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        # as users compile, not as tests do
-        leave = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "PJRT_NPROC")
-        environment = {k: v for k, v in os.environ.items() if k not in leave} | own
+        environment = users_environment() | {"PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "experiments.serve", "--port=0", *flags]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True

@@ -8,14 +8,14 @@ import orbax.checkpoint
 import pytest
 
 from tests.properties.limits import run_limited
-from varjax.storage import arrays
+from varjax.storage import arrays, orbax_errors
 
 # A limit on the size of a file fails as a full disk does, in the threads of Orbax.
 WRITE = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from varjax.storage import arrays
+from varjax.storage import arrays, orbax_errors
 from varjax.storage.atomic import new_folder
 from varjax.training.loop import StageFolder
 
@@ -81,7 +81,7 @@ def test_the_hook_of_threads_hands_on(capsys):
         object = None
         exc_value = RuntimeError("Event loop is closed")
 
-    hook = arrays._WithoutOrbax(seen.append)
+    hook = orbax_errors._WithoutOrbax(seen.append)
     hook(Event)
     Event.exc_value = RuntimeError("something else")
     hook(Event)

@@ -174,13 +174,9 @@ class CachePlan(PlanView):
         """Return a plan for each of several groups of heads, all with pools of one size."""
         raise NotImplementedError
 
-    def heads_over(self, specs: PyTree, rows: str, heads: str) -> PyTree:
-        """Say which arrays of a cache have an axis of heads, so that it is divided over devices.
-
-        Args:
-          specs: a cache with a `PartitionSpec` in place of every array, rows divided already.
-          rows, heads: names of the mesh axes.
-        """
+    def name_heads(self, names: PyTree) -> PyTree:
+        """Name the axes of heads of a cache, which are divided over devices. names: a cache with
+        names (`varjax.logical_axes`) in place of every array, those of rows already."""
         raise NotImplementedError
 
     # --- for people -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, Stat
 from varjax.cache.plan import NOT_DIVIDED, CachePlan
 from varjax.cache.state import KVState
 from varjax.errors import UserError
+from varjax.logical_axes import HEADS, IMAGES
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -92,10 +93,11 @@ class ScalePlan(CachePlan):
         blocks = max(plan.pool_blocks for plan in plans)
         return tuple(replace(plan, pool_blocks=blocks) for plan in plans)
 
-    def heads_over(self, specs: KVState, rows: str, heads: str) -> KVState:
-        divided = PartitionSpec(rows, heads)
-        scale = None if specs.kv_scale is None else divided
-        return replace(specs, kv_pool=divided, kv_scale=scale)
+    def name_heads(self, names: KVState) -> KVState:
+        # the pools of groups of heads lie side by side
+        divided = PartitionSpec(IMAGES, HEADS)
+        scale = None if names.kv_scale is None else divided
+        return replace(names, kv_pool=divided, kv_scale=scale)
 
     # --- what the program needs to know statically ------------------------------------------------
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_attention
 from pallas_kernels.token_attention import NewToken, Probe, Query
+from pallas_kernels.token_products import QuerySum
 from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
 
@@ -29,12 +30,14 @@ from varjax.cache.token_state import LayerCache
 class Heads:
     """What a layer projects for one token of every row: finished queries (with the attention scale)
     and keys, and values. Query head i reads the keys and values of head i // G. bias: float32,
-    added to the score of the condition's first slot."""
+    added to the score of the condition's first slot. query_sum: the sum that `TokenStep.summed`
+    asks for, where the product has made it."""
 
     q: Float[Array, "R GN H"]
     k: Float[Array, "R N H"]
     v: Float[Array, "R N H"]
     bias: Float[Array, " R"] | None = None
+    query_sum: Float[Array, "R N H"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +75,11 @@ class TokenStep(Protocol):
         self, cache: LayerCache, heads: Heads, current: CurrentToken
     ) -> tuple[Float[Array, "R GN H"], LayerCache]:
         """Store a token and attend for it."""
+        ...
+
+    def summed(self, cache: LayerCache, current: CurrentToken) -> QuerySum | None:
+        """The running sum that this token's queries are added to, if there is one and every head
+        has one query. Where the product adds it up, `Heads.query_sum` is the result."""
         ...
 
     def opened(self, cache: LayerCache) -> LayerCache:
@@ -137,6 +145,9 @@ class RingStep:
         # the cache keeps what cannot be computed from the number of tokens drawn
         return out, replace(found, position=cache.position, used=None)
 
+    def summed(self, cache, current):
+        return None
+
     def contents(self, token: Int[Array, ""]) -> Int[Array, " B"]:
         """Position in every image slot right after `token` was stored; -1: empty."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)
@@ -173,7 +184,7 @@ class StageStep(StageDecision):
     def attend(self, cache, heads, current):
         place, q = current.place, _computed_once(heads.q)
         if place is not None:
-            cache = self._observe_query(cache, q, place)
+            cache = self._observe_query(cache, replace(heads, q=q), place)
         query = Query(
             q,
             newest=current.newest,
@@ -204,11 +215,25 @@ class StageStep(StageDecision):
         if place is None or not self.needs.window_mass:
             return 1.0
         # a weight of 0 in place of a branch: every token runs the same program
+        return self._in_window(place)
+
+    def summed(self, cache, current):
+        place, kept = current.place, cache.query_sum
+        if place is None or kept is None or self.queries_per_head > 1:
+            return None
+        # a stage begins at 0, with the first token of it
+        keep = (place > 0).astype(jnp.float32)
+        return QuerySum(kept.reshape(len(kept), -1), keep, self._in_window(place))
+
+    def _in_window(self, place) -> Float[Array, ""]:
         return (place >= self.period - self.needs.window).astype(jnp.float32)
 
-    def _observe_query(self, cache: LayerCache, q: Float[Array, "R GN H"], place) -> LayerCache:
-        if cache.query_sum is not None:
-            weight = (place >= self.period - self.needs.window).astype(jnp.float32)
+    def _observe_query(self, cache: LayerCache, heads: Heads, place) -> LayerCache:
+        q = heads.q
+        if heads.query_sum is not None:
+            cache = replace(cache, query_sum=heads.query_sum)
+        elif cache.query_sum is not None:
+            weight = self._in_window(place)
             # a stage begins at 0, with the first token of it
             before = jnp.where(place == 0, 0.0, cache.query_sum)
             # scores are linear in the query: the mean query has the mean of the group's scores

@@ -28,14 +28,14 @@ from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import AUTO, Segment, plan_segments
 from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError, show
+from varjax.logical_axes import HEADS
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
-from varjax.parallel.split import AXES, MeshSpec
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
-MODEL = AXES[1]
 Inputs = TypeVar("Inputs", bound=tuple)
 
 
@@ -81,8 +81,9 @@ class Drawing(Protocol[Inputs]):
         """Return the program's inputs for a batch of images, from `shared_inputs`."""
         ...
 
-    def input_specs(self, inputs: Inputs) -> tuple:
-        """Return the inputs with a `PartitionSpec` in place of every array."""
+    def input_names(self, inputs: Inputs) -> tuple:
+        """Return the inputs with names of their axes (`varjax.logical_axes`) in place of every
+        array."""
         ...
 
     def attention_flops(self) -> dict[str, float]:
@@ -158,10 +159,10 @@ class ScaleDrawing:
         # only what the policy wants to know about images is new for a batch
         return inputs.for_images(shared, self.plan, self.segments, image_index)
 
-    def input_specs(self, inputs):
+    def input_names(self, inputs):
         # tables of groups of heads lie side by side along the third axis; all devices need all of
         # what describes the scale itself
-        heads = PartitionSpec(None, None, MODEL) if self.mesh.model > 1 else PartitionSpec()
+        heads = PartitionSpec(None, None, HEADS) if self.mesh.model > 1 else PartitionSpec()
         return tuple(
             SegmentInputs(
                 step=jax.tree.map(lambda _: PartitionSpec(), segment.step),
@@ -199,11 +200,11 @@ class TokenDrawing:
         found = self.plan.policy_inputs(image_index)
         return () if found is None else tuple(found)
 
-    def input_specs(self, inputs):
+    def input_names(self, inputs):
         # the same for all images: `parallel.plans.check_plan` refuses inputs that depend on them
         axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
         # in front of what `select` sees lies an axis of stages
-        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), MODEL)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), HEADS)
         return jax.tree.map(lambda _: spec, inputs)
 
     def attention_flops(self):

@@ -23,7 +23,7 @@ from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.nn.published import TransformerConfig
-from varjax.parallel import sharding
+from varjax.parallel import weights as sharded_weights
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 SAFETY = 0.9  # share of the device's memory that predictions may fill
@@ -84,7 +84,7 @@ def predict(
     parts = model.config.num_heads // plan.geometry.num_heads
     shapes = {"transformer": parameters.shapes(model.transformer, dtype)}
     return Prediction(
-        weights=sharding.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
+        weights=sharded_weights.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
         kv_pool=cost.tree_bytes(cache),
         # pixels are decoded after the last step: the two never exist together
         activations=max(step_bytes(plan, step), pixels),

@@ -195,6 +195,9 @@ class _TokenSteps:
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
         self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Array] = {}
+        # one token: the layer may be a few products that do more
+        self.products = transformer.token_products(spec.attention)
+        self.norms = self.products.norms(transformer) if self.products else None
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
@@ -256,6 +259,9 @@ class _TokenSteps:
         with jax.named_scope("embed"):
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
+            if self.products:
+                x = self.products.start(x, self.norms)
+                rotation = self.products.angles(rotation)
         # What layers with equal strategies share about a token (its slot, who is seen) is computed
         # once, from the cache of any of them.
         any_cache = dict(zip(self.spec.layers, state, strict=True))
@@ -263,15 +269,30 @@ class _TokenSteps:
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
             attend = self._attend[step]
-            x, cache = attend(self._block(index), rotation, x, cache, current[step], bias)
+            block = self._block(index)
+            if self.products:
+                block = block, jnp.int32(index)
+            x, cache = attend(block, rotation, x, cache, current[step], bias)
             caches.append(cache)
+        if self.products:
+            x = x.x[: len(any_cache[step].pool), None]
         # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
     def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:
         """Return the function of a layer whose cache is used in this way."""
-        transformer = self.transformer
+        transformer, products = self.transformer, self.products
+
+        def few(block, angles, stream, cache: LayerCache, current: CurrentToken, bias):
+            block, number = block
+            with jax.named_scope("project"):
+                total, rows = step.summed(cache, current), len(cache.pool)
+                heads, total = products.project(block, angles, stream, rows, total)
+            with jax.named_scope("attend"):
+                out, cache = step.attend(cache, Heads(*heads, bias, total), current)
+            with jax.named_scope("post_attention"):
+                return products.rest(block, stream, out, number), cache
 
         def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
@@ -283,7 +304,7 @@ class _TokenSteps:
             with jax.named_scope("post_attention"):
                 return transformer.post_attention(block, x, out[:, None]), cache
 
-        return body
+        return few if products else body
 
     def opened(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         """Return the caches as the scan over tokens carries them."""

@@ -17,14 +17,14 @@ from jaxtyping import UInt8
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
 from varjax.evaluation.networks import CATALOGUE
+from varjax.logical_axes import IMAGES, mesh_spec
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.parallel.sharding import make_mesh
-from varjax.parallel.split import AXES, MeshSpec
+from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
 USUAL_BATCH, CPU_BATCH = 64, 16  # the network of FID takes about 1 GiB for 16 pictures on CPU
-DATA = AXES[0]
 PUBLISHED = "6726825d"  # how the SHA-256 of the published network of FID begins
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
 WHERE_INCEPTION = (
@@ -217,14 +217,15 @@ class Program:
         self.batch_size = each * mesh.data
         self._mesh = make_mesh(mesh, jax.local_devices())  # every process has networks of its own
         self._weights = jax.device_put(network.module, NamedSharding(self._mesh, P()))
-        self._place = NamedSharding(self._mesh, P(DATA))
+        images = mesh_spec(P(IMAGES), self._mesh.axis_names)
+        self._place = NamedSharding(self._mesh, images)
 
         def program(module, *arrays):  # every device runs the program of one on its pictures
             on_devices = jax.shard_map(
                 network.apply,
                 mesh=self._mesh,
-                in_specs=(P(), *(P(DATA) for _ in arrays)),
-                out_specs=P(DATA),
+                in_specs=(P(), *(images for _ in arrays)),
+                out_specs=images,
                 check_vma=False,
             )
             return on_devices(module, *arrays)

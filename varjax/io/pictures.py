@@ -97,10 +97,10 @@ def _fitted(array: np.ndarray, size: tuple[int, int], how) -> np.ndarray:
     return np.asarray(middle.resize((w, h), how))
 
 
-def png(picture: UInt8[np.ndarray, "H W ..."]) -> bytes:
-    """A picture, or a mask of bytes, as a PNG file."""
+def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:
+    """A picture, or a mask of bytes, as a PNG file. level: of its compression, 0 to 9."""
     file = io.BytesIO()
-    _pillow().fromarray(picture).save(file, format="PNG")
+    _pillow().fromarray(picture).save(file, format="PNG", compress_level=level)
     return file.getvalue()
 
 

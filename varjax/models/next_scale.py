@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.projection import Projection
+from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
@@ -104,14 +105,14 @@ class NextScaleTransformer(Transformer):
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
         the others are whole on every device."""
         return {
-            "qkv.kernel": Split(2, parts=(1, 1, 1)),
-            "q_bias": Split(1),
-            "v_bias": Split(1),
-            "log_scale": Split(1),
-            "proj.kernel": Split(1),
-            "fc1.kernel": Split(2),
-            "fc1.bias": Split(1),
-            "fc2.kernel": Split(1),
+            "qkv.kernel": Split(2, HEADS, parts=(1, 1, 1)),
+            "q_bias": Split(1, HEADS),
+            "v_bias": Split(1, HEADS),
+            "log_scale": Split(1, HEADS),
+            "proj.kernel": Split(1, HEADS),
+            "fc1.kernel": Split(2, HIDDEN),
+            "fc1.bias": Split(1, HIDDEN),
+            "fc2.kernel": Split(1, HIDDEN),
         }
 
     def attention_vectors(self) -> dict[str, Array]:

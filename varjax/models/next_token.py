@@ -115,6 +115,12 @@ class NextTokenTransformer(Transformer):
         to what branch `number` adds; training passes dropout."""
         raise NotImplementedError
 
+    def token_products(self, implementation: str | None):
+        """The layers for one token as a few products that do more
+        (`varjax.models.llama.token_products.TokenProducts`), or None: `project` and
+        `post_attention` then are the layer."""
+        return None
+
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Float32 logits of every row, before temperature and guidance."""
         raise NotImplementedError

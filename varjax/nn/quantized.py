@@ -21,10 +21,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import target
+from varjax.nn import channels, stored
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
 
 Activation = Callable[[Array], Array]  # a function of every number
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
+# a parameter of a network, with or without values
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | stored.Stored
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
@@ -180,6 +182,8 @@ def stack(leaves: Sequence[Leaf]) -> Leaf:
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    if stored.is_one(first):
+        return first.origin
     return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
 
 
@@ -204,29 +208,19 @@ def is_one(leaf: object) -> bool:
 
 def quantize(matrix: Leaf, scheme: Scheme = SCHEMES[INT8], dtype=None) -> Quantized:
     """A matrix, or those of all layers, in 8 bits: layer by layer and on the host, so that neither
-    a device nor the host ever holds all of them in float32 as well.
+    a device nor the host ever holds all of them in float32 as well. Those in a file stay there.
 
     dtype: of the matrix that it stands for; None: the matrix's own. Shapes stay shapes, arrays
     become NumPy arrays.
     """
-    *layers, d_in, d_out = matrix.shape
-    kind = jnp.dtype(dtype or matrix.dtype)
-    shape = (*layers, d_out, d_in) if scheme.activations else (*layers, d_in, d_out)
+    *layers, _, d_out = matrix.shape
+    kind, shape = jnp.dtype(dtype or matrix.dtype), channels.shape_of_numbers(matrix.shape, scheme)
     if isinstance(matrix, jax.ShapeDtypeStruct):
         scale = jax.ShapeDtypeStruct((*layers, d_out), jnp.float32)
         return Quantized(jax.ShapeDtypeStruct(shape, scheme.dtype), scale, kind, scheme)
-    array = np.empty(shape, scheme.dtype)
-    scale = np.empty((*layers, d_out), np.float32)
-    for index in np.ndindex(*layers):
-        found, scale[index] = _of_layer(np.asarray(matrix[index], np.float32), scheme)
-        array[index] = found.T if scheme.activations else found
-    return Quantized(array, scale, kind, scheme)
-
-
-def _of_layer(matrix: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    scale = np.abs(matrix).max(0, initial=0) / np.float32(scheme.largest)
-    scale = np.where(scale > 0, scale, np.float32(1))  # a channel of zeros, or of tiny numbers
-    return scheme.rounded(matrix / scale, np), scale
+    if stored.is_one(matrix):
+        return Quantized(*channels.of_stored(matrix, scheme), kind, scheme)
+    return Quantized(*channels.convert(matrix, scheme), kind, scheme)
 
 
 def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:

@@ -20,11 +20,13 @@ class Split:
     """How a parameter is divided.
 
     axis: the axis of the array that is divided.
+    name: what the axis counts (`varjax.logical_axes`), which says over which devices.
     parts: relative widths of the sections that this axis consists of, each divided by itself: (2,
       1, 1) for two queries, a key and a value of every head side by side.
     """
 
     axis: int
+    name: str
     parts: tuple[int, ...] = (1,)
 
 

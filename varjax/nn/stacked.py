@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from varjax.nn import quantized
+from varjax.nn import quantized, stored
 from varjax.nn.quantized import Leaf, Quantized
 
 T = TypeVar("T")
@@ -77,6 +77,8 @@ class Separate:
         if not isinstance(self.parts[0], Turned):
             return quantized.stack(self.parts)
         found = quantized.stack([part.array for part in self.parts])
+        if stored.is_one(found):  # the layers as they lie in the file, not turned
+            return found
         if isinstance(found, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return found.swapaxes(1, 2)

@@ -1,5 +1,4 @@
-"""Plans on several devices: which can be carried out, and how their caches are divided. `data`
-splits rows, `model` splits heads."""
+"""Plans on several devices: which can be carried out, and what the axes of their caches count."""
 
 import jax
 import numpy as np
@@ -8,9 +7,8 @@ from jaxtyping import PyTree
 
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
-from varjax.parallel.split import AXES, MeshSpec
-
-DATA, MODEL = AXES
+from varjax.logical_axes import IMAGES
+from varjax.parallel.split import MeshSpec
 
 
 def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
@@ -30,9 +28,9 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
         )
 
 
-def state_specs(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
-    """Return the plan's cache with a `PartitionSpec` in place of every array. dtype: type of the
-    pool."""
+def state_names(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
+    """Return the plan's cache with names of its axes (`varjax.logical_axes`) in place of every
+    array. dtype: type of the pool."""
     # Rows are found by comparing the caches of one and of two images. The type of queries and keys
     # that a policy observes does not change how they are divided.
     one, two = (
@@ -40,7 +38,7 @@ def state_specs(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
     )
 
     def along_rows(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> P:
-        return P(*(None if m == n else DATA for m, n in zip(a.shape, b.shape, strict=True)))
+        return P(*(None if m == n else IMAGES for m, n in zip(a.shape, b.shape, strict=True)))
 
-    specs = jax.tree.map(along_rows, one, two)
-    return plan.heads_over(specs, DATA, MODEL) if spec.model > 1 else specs
+    names = jax.tree.map(along_rows, one, two)
+    return plan.name_heads(names) if spec.model > 1 else names

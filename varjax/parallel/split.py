@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from varjax.arguments import integer
 from varjax.errors import UserError, nearest
 from varjax.key_values import parse_pairs
+from varjax.logical_axes import DATA, MODEL
 
-DIVIDES = {"data": "images", "model": "heads and weights"}  # by axis
+DIVIDES = {DATA: "images", MODEL: "heads and weights"}  # by axis
 AXES = tuple(DIVIDES)
 LARGEST_MESH = 10**7  # devices along an axis
 REST = "-1"  # as many as are left over

@@ -1,15 +1,8 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import asyncio
-import contextlib
-import logging
 import os
-import re
-import shutil
-import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +13,11 @@ from flax import nnx
 
 from varjax.errors import UserError, some
 from varjax.nn import parameters, quantized
-from varjax.nn.quantized import Quantized, quantize
+from varjax.nn.quantized import Leaf, Quantized, quantize
 from varjax.nn.schemes import Scheme
+from varjax.nn.stored import Stored
+from varjax.storage import by_part
+from varjax.storage.orbax_errors import failed_reading, failed_writing
 
 CHUNK_BYTES = 2**26  # of stored arrays
 
@@ -120,7 +116,8 @@ def read(
     described_in: str,
     on_host: bool = False,
     in_8_bits: Mapping[str, Scheme] | None = None,
-) -> dict[str, jax.Array | np.ndarray | Quantized]:
+    on_disk: bool = False,
+) -> dict[str, Leaf | Quantized]:
     """{name: array} of some or all arrays of a tree.
 
     Args:
@@ -133,6 +130,7 @@ def read(
         devices may not fit one. Otherwise the arrays lie on the default device.
       in_8_bits: {name of a matrix that becomes `Quantized`: how}; it stands for one in its type of
         `dtypes`. That is done one after the other and on the host, from the stored numbers.
+      on_disk: read nothing yet, and give `Stored` arrays.
 
     Raises:
       UserError: names or shapes differ (one message lists all), or files are damaged.
@@ -147,6 +145,8 @@ def read(
         _check(folder, stored, expected, described_in)
         types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
         in_8_bits = in_8_bits or {}
+        if on_disk:
+            return _on_disk(folder, expected, stored, types, in_8_bits)
         plain = {name: kind for name, kind in types.items() if name not in in_8_bits}
         found = _restore(checkpointer, path, plain, on_host)
         for name, scheme in in_8_bits.items():
@@ -154,6 +154,18 @@ def read(
             (matrix,) = _restore(checkpointer, path, {name: stored[name].dtype}, True).values()
             found[name] = quantize(matrix, scheme, types[name])
         return found if on_host else jax.tree.map(jnp.asarray, found)
+
+
+def _on_disk(
+    folder: Path, expected: Mapping, stored: Mapping, types: Mapping, in_8_bits: Mapping
+) -> dict[str, Stored | Quantized]:
+    found = {}
+    for name, kind in types.items():
+        read_as = stored[name].dtype if name in in_8_bits else kind
+        array = by_part.stored(folder, name, tuple(expected[name].shape), read_as)
+        scheme = in_8_bits.get(name)
+        found[name] = quantize(array, scheme, kind) if scheme else array
+    return found
 
 
 def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) -> None:
@@ -182,96 +194,3 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
     found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
     return jax.block_until_ready(parameters.flattened(found))
-
-
-# --- what Orbax raises ----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def failed_reading(folder: Path, advice: str = "convert or copy the checkpoint again"):
-    """Whatever Orbax raises over damaged files becomes a `UserError` that names the folder."""
-    try:
-        with _one_report():
-            yield
-    except (UserError, MemoryError, jax.errors.JaxRuntimeError):  # the last: device memory is full
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        raise UserError(
-            f"cannot read the parameters in {folder}: the files are damaged or incomplete"
-            f" ({reason}); {advice}"
-        ) from error
-
-
-@contextlib.contextmanager
-def failed_writing(folder: Path):
-    """What Orbax raises over a full disk and the like becomes an `OSError` that names the new
-    `folder`. Nothing is left of the folder then."""
-    try:
-        with _one_report():
-            yield
-    except BaseException as error:
-        _remove(folder)
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        number = int(code[1]) if code else getattr(error, "errno", None)
-        if number is None or getattr(error, "filename", None):
-            raise
-        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
-
-
-def _remove(folder: Path) -> None:
-    """Remove the folder and what Orbax keeps under a temporary name. Its threads may still be
-    writing, so this is tried several times."""
-    for _ in range(20):
-        left = [p for p in folder.parent.glob(f"{folder.name}*") if _is_of(p.name, folder.name)]
-        for path in left:
-            shutil.rmtree(path, ignore_errors=True)
-        if not left:
-            return
-        time.sleep(0.05)
-
-
-def _is_of(name: str, folder: str) -> bool:
-    return name == folder or name.startswith(f"{folder}.orbax-checkpoint-tmp")
-
-
-@contextlib.contextmanager
-def _one_report():
-    """Report an error of Orbax once.
-
-    After an error its threads print it several more times, and say what became of the arrays that
-    were still to be written or read. They may do so after this context has ended, so the filters
-    stay if an error is raised.
-    """
-    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
-    if isinstance(hook, _WithoutOrbax):
-        yield
-        return
-    for logger in loggers:
-        logger.addFilter(_is_not_of_orbax)
-    sys.unraisablehook = _WithoutOrbax(hook)
-    yield
-    for logger in loggers:
-        logger.removeFilter(_is_not_of_orbax)
-    sys.unraisablehook = hook
-
-
-@dataclass(frozen=True)
-class _WithoutOrbax:
-    """A hook for exceptions that nobody can catch. It passes them on to `before`, except those of
-    Orbax work that was abandoned."""
-
-    before: Callable
-
-    def __call__(self, event) -> None:
-        code = getattr(event.object, "cr_code", None)  # of a coroutine
-        is_orbax = "orbax" in Path(getattr(code, "co_filename", "")).parts
-        if not (is_orbax or "Event loop is closed" in str(event.exc_value)):
-            self.before(event)
-
-
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Whether a log record comes from elsewhere. For a task that failed and was given up, asyncio
-    writes the file of its coroutine into the message."""
-    where = record.getMessage() if record.name == "asyncio" else record.pathname
-    return not re.search(r"[\\/]orbax[\\/]", where)

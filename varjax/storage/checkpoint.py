@@ -237,6 +237,7 @@ def load(
     dtypes: Mapping[str, object] | None = None,
     on_host: bool = False,
     in_8_bits: Mapping[str, Scheme] | None = None,
+    on_disk: bool = False,
 ) -> tuple[dict[str, nnx.Module], dict]:
     """({part: module}, description) of the parts that are asked for and no others.
 
@@ -248,6 +249,7 @@ def load(
         default device.
       in_8_bits: {parameter of the tree, as "part/name": how} of those that become
         `varjax.nn.quantized.Quantized` as they are read.
+      on_disk: read nothing yet: leaves of parts that share the tree are `varjax.nn.stored.Stored`.
 
     Raises:
       UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
@@ -258,7 +260,8 @@ def load(
     dtypes = dict.fromkeys(described) if dtypes is None else dtypes
     tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
     modules = _abstract_tree(path, metadata, known) if tree else {}
-    loaded = _load_tree(path, metadata, modules, tree, on_host, in_8_bits) if tree else {}
+    how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk}
+    loaded = _load_tree(path, metadata, modules, tree, how) if tree else {}
     for name in described.keys() - tree.keys():
         own = part_folder(path, name)
         content = manifest.read_part(own, name, known.parts[name])
@@ -278,15 +281,14 @@ def _load_tree(
     content: Mapping,
     modules: Mapping[str, nnx.Module],
     dtypes: Mapping,
-    on_host: bool,
-    in_8_bits: Mapping[str, Scheme] | None,
+    how: Mapping,
 ) -> dict[str, nnx.Module]:
     """Read parts of the tree. Names and shapes are checked for all its parts, including those that
-    stay on disk."""
+    are not asked for. how: arguments of `arrays.read`."""
     manifest.check_files(path / PARAMS, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
-    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host, in_8_bits)
+    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
     own = {part: {n: found[f"{part}/{n}"] for n in named[part]} for part in dtypes}
     return {part: parameters.fill(modules[part], own[part]) for part in dtypes}
 

@@ -24,6 +24,7 @@ from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
+from varjax.logical_axes import HEADS
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
@@ -125,11 +126,11 @@ class Infinity(NextScaleTransformer):
     @staticmethod
     def splits() -> dict[str, Split]:
         return NextScaleTransformer.splits() | {
-            "cross_q.kernel": Split(2),
-            "cross_q.bias": Split(1),
-            "cross_kv.kernel": Split(2, parts=(1, 1)),
-            "cross_v_bias": Split(1),
-            "cross_proj.kernel": Split(1),
+            "cross_q.kernel": Split(2, HEADS),
+            "cross_q.bias": Split(1, HEADS),
+            "cross_kv.kernel": Split(2, HEADS, parts=(1, 1)),
+            "cross_v_bias": Split(1, HEADS),
+            "cross_proj.kernel": Split(1, HEADS),
         }
 
     # --- once per image ---------------------------------------------------------------------------

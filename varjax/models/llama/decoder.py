@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.llama.config import DecoderConfig, LlamaConfig
+from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, split
+from varjax.nn import layers, quantized, split
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
@@ -111,15 +114,31 @@ class Decoder(NextTokenTransformer):
 
     The residual stream is float32 whatever the type of the weights; published code rounds it to
     that type after every sum.
+
+    halves: how heads are turned (`pallas_kernels.token_products.Angles`).
     """
+
+    halves: ClassVar[bool] = False
 
     def splits(self) -> dict[str, Split]:
         return {
-            "qkv.kernel": Split(2, parts=(self.config.queries_per_head, 1, 1)),
-            "proj.kernel": Split(1),
-            "gate_up.kernel": Split(2, parts=(1, 1)),
-            "down.kernel": Split(1),
+            "qkv.kernel": Split(2, HEADS, parts=(self.config.queries_per_head, 1, 1)),
+            "proj.kernel": Split(1, HEADS),
+            "gate_up.kernel": Split(2, HIDDEN, parts=(1, 1)),
+            "down.kernel": Split(1, HIDDEN),
         }
+
+    def token_products(self, implementation: str | None) -> TokenProducts | None:
+        return TokenProducts.where_they_fit(self, implementation)
+
+    def why_no_token_products(self) -> str | None:
+        """Why a layer for one token cannot be `TokenProducts`, whatever its sizes, or None."""
+        if self.model_axis is not None:
+            return "its weights are divided over devices"
+        kernel = self.blocks.qkv.kernel.get_value()  # several, where layers are apart
+        if any(map(quantized.is_one, jax.tree.leaves(kernel, is_leaf=quantized.is_one))):
+            return "its weights are in 8 bits"
+        return None
 
     def rms_norm(self, x: Float[Array, "R T D"], scale: nnx.Param) -> Float[Array, "R T D"]:
         """Normalised `x` in the type of the weights."""
@@ -173,6 +192,13 @@ class Llama(Decoder):
     int32 [B]. Positions count from the first token of a row's own prompt, so that padding changes
     nothing.
     """
+
+    halves = True
+
+    def why_no_token_products(self) -> str | None:
+        if self.config.norm_after or self.config.norm_shards:
+            return "its layers normalise queries and keys, or what a branch gives"
+        return super().why_no_token_products()
 
     def condition_shapes(self, images: int, text_tokens: int | None = None):
         slots = self.config.prompt_tokens

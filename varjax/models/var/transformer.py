@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
+from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
@@ -99,7 +100,10 @@ class VAR(NextScaleTransformer):
 
     @staticmethod
     def splits() -> dict[str, Split]:
-        modulation = {"modulation.kernel": Split(2), "modulation.bias": Split(1)}
+        modulation = {
+            "modulation.kernel": Split(2, MODULATION),
+            "modulation.bias": Split(1, MODULATION),
+        }
         return NextScaleTransformer.splits() | modulation
 
     # --- once per image ---------------------------------------------------------------------------

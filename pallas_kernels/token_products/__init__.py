@@ -1,0 +1,27 @@
+"""Products with weights for one token of every row, with norm, gate and residual sum. See `api`."""
+
+from pallas_kernels.token_products.api import (
+    add,
+    gate,
+    has_kernel,
+    no_angles,
+    project,
+    start,
+    why_not,
+)
+from pallas_kernels.token_products.operands import PIECE, Angles, Norm, QuerySum, Stream
+
+__all__ = [
+    "PIECE",
+    "Angles",
+    "Norm",
+    "QuerySum",
+    "Stream",
+    "add",
+    "gate",
+    "has_kernel",
+    "no_angles",
+    "project",
+    "start",
+    "why_not",
+]

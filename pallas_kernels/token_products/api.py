@@ -1,0 +1,102 @@
+"""Products of one token: signature, documentation and dispatch.
+
+A layer that draws token by token has four products with weights. Here each does what comes before
+and after it, too: the norm of the stream, the rotation of queries and keys, the gate, the residual
+sum. See `operands` for `Stream` and `Angles`.
+
+R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import implementations
+from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
+
+MODULES = implementations.modules_of(__package__, "mosaic")
+# `mosaic` runs only where it is named: no chip has confirmed it yet
+AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
+
+
+def has_kernel(implementation: str | None) -> bool:
+    """Whether a name stands for a kernel here. Without one a layer is better left to XLA as it
+    is."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.first_choice(implementation, modules) != "reference"
+
+
+def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | None:
+    """Why the kernel named cannot take a layer, or None.
+
+    Args:
+      dtype: of the weights.
+      hidden: width of the feed-forward.
+      angles: say what heads there are; the width of the stream is that of the queries.
+    """
+    name = implementations.first_choice(implementation, MODULES)
+    module = MODULES[name.removesuffix(implementations.SUFFIX)]()
+    try:
+        module.check_layer(dtype, hidden, angles, name.endswith(implementations.SUFFIX))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def no_angles(size: int) -> Array:
+    """Cosines or sines of no angle, of a head of this size, for all rows."""
+    return jnp.zeros((1, size))
+
+
+def start(
+    x: Float[Array, "R D"],
+    norm: Norm,
+    eps: float,
+    dtype,
+    *,
+    implementation: str | None = None,
+) -> Stream:
+    """The stream before the first product. eps, norm: of the norm that comes next. dtype: of the
+    products. implementation: here and below one of `implementations.NAMES`; None takes the best one
+    that a chip has confirmed."""
+    return _run(implementation, "start", x, norm, eps, dtype)
+
+
+def project(
+    stream: Stream,
+    weights: Float[Array, "D C"],
+    angles: Angles,
+    total: QuerySum | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+    """Finished queries, keys and values of the normalised stream, [R, queries], [R, keys] and
+    [R, keys], and the running sum with these queries.
+
+    Raises:
+      NotImplementedError: here and below, the implementation named cannot run, with the reason.
+    """
+    return _run(implementation, "project", stream, weights, angles, total)
+
+
+def gate(
+    stream: Stream, weights: Float[Array, "D C"], *, implementation: str | None = None
+) -> Float[Array, "R F"]:
+    """silu(gates) * values of the normalised stream; the first half of the columns are gates."""
+    return _run(implementation, "gate", stream, weights)
+
+
+def add(
+    stream: Stream,
+    branch: Float[Array, "R C"],
+    weights: Float[Array, "C D"],
+    norm: Norm,
+    *,
+    implementation: str | None = None,
+) -> Stream:
+    """The stream with `branch @ weights` added. norm: the one that comes next."""
+    return _run(implementation, "add", stream, branch, weights, norm)
+
+
+def _run(implementation: str | None, function: str, *arguments):
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, function, *arguments)

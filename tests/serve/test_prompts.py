@@ -1,0 +1,104 @@
+"""Models that draw from text behind the API: a prompt's picture is that of a `Generator`."""
+
+import base64
+import dataclasses
+import io
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import varjax
+from tests import models_under_test as models
+from tests import prompt_models_under_test as small
+from tests import text_encoder_under_test as encoder
+from tests.serve.server import batcher_of
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.io.images import to_uint8
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+testclient = pytest.importorskip("fastapi.testclient", reason="needs the extra serve")
+
+from experiments.serve.api import Service, make_app  # noqa: E402
+from experiments.serve.drawer import Drawer  # noqa: E402
+from experiments.serve.subjects import subjects  # noqa: E402
+
+POLICY, BUDGET = "streaming", 0.9
+PROMPTS = ("a red apple", "two green pears")
+
+
+def _folder(family, tmp_path):
+    """A checkpoint that can read prompts."""
+    folder = tmp_path / family
+    if family != "infinity":
+        return small.with_tokenizer(family, folder)
+    shutil.copytree(models.checkpoint_folder("infinity_a"), folder)
+    width = models.fixture_model("infinity_a").config.text_channels
+    config = dataclasses.replace(encoder.CONFIG, d_model=width)
+    encoder.write_folder(folder / "text_encoder", config)
+    return folder
+
+
+def _generator(model, size):
+    segments = "auto" if model.draws_tokens else 1
+    return Generator(model, POLICY, BUDGET, batch_size=size, segments=segments)
+
+
+@pytest.fixture(scope="module", params=["infinity", *small.CONFIGS])
+def model(request, tmp_path_factory):
+    return varjax.load(_folder(request.param, tmp_path_factory.mktemp("served")), "float32")
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    batcher = batcher_of(Drawer(model, lambda size: _generator(model, size), (2,)))
+    service = Service(
+        model=model, subjects=subjects(model), batcher=batcher, metrics=batcher.metrics
+    )
+    with testclient.TestClient(make_app(service)) as client:
+        yield client
+
+
+def _pictures(answer):
+    assert answer.status_code == 200
+    data = [base64.b64decode(entry["b64_json"]) for entry in answer.json()["data"]]
+    return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in data]).astype(int)
+
+
+def test_a_prompts_pictures(model, client):
+    """Whatever its length, so that any prompts share a batch; names of classes are none."""
+    assert client.get("/v1/models").json()["data"][0]["classes"] is None
+    generator = _generator(model, 2)
+    for seed, prompt in enumerate(PROMPTS):
+        body = {"prompt": prompt, "seed": seed, "n": 2}
+        found = _pictures(client.post("/v1/images/generations", json=body))
+        expected = to_uint8(generator(prompts=[prompt] * 2, seed=seed))
+        assert np.abs(found - expected).max() <= 1, prompt
+        assert (found[0] != found[1]).any()
+
+
+@pytest.mark.parametrize(
+    "body, param, words",
+    [
+        ({"class": 1}, "class", "give prompt"),
+        ({"prompt": "a" * 4001}, "prompt", "at most 4000"),
+        ({"prompt": 3}, "prompt", ""),
+    ],
+    ids=["class", "long", "number"],
+)
+def test_what_is_no_prompt(client, body, param, words):
+    answer = client.post("/v1/images/generations", json=body)
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+
+
+@pytest.mark.parametrize("family", ["infinity", *small.CONFIGS])
+def test_a_checkpoint_that_reads_no_prompts(family):
+    """The start is refused, not the first request."""
+    folder = small.checkpoint_folder(family) if family != "infinity" else None
+    folder = folder or models.checkpoint_folder("infinity_a")
+    with pytest.raises(UserError, match="text_encoder|tokenizer"):
+        subjects(varjax.load(folder, "float32"))

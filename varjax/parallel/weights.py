@@ -1,0 +1,205 @@
+"""Weights over several devices: how they are divided, whether they can be, and their way there.
+
+A device is given its share and nothing else. Of weights that are on disk (`Stored`) the host holds
+one array at most beside what its devices hold.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from varjax.errors import UserError
+from varjax.nn import quantized, schemes, stacked, stored
+from varjax.nn.quantized import Quantized
+from varjax.nn.split import Split
+from varjax.nn.stacked import Leaf, Turned
+from varjax.nn.stored import WHOLE, Ranges
+from varjax.parallel.split import MeshSpec
+
+
+def map_weights(
+    function: Callable[[Leaf, Split | None], object], networks: Mapping[str, nnx.Module]
+) -> PyTree:
+    """Call `function(array, Split or None)` for every array of the networks; return a tree of the
+    results. None: the array is whole on every device."""
+    splits = networks["transformer"].splits()
+    splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
+
+    def with_split(path: tuple, leaf: Leaf | Quantized | Turned) -> object:
+        # the path down to the parameter; behind "value" it goes on into separate layers
+        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        end = keys.index("value") if "value" in keys else len(keys)
+        split = splits.get(".".join(keys[:end]))
+        if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
+            split = dataclasses.replace(split, axis=split.axis - 1)
+        if isinstance(leaf, Turned):  # a program on another mesh left it so
+            turned = split and dataclasses.replace(split, axis=1 - split.axis)
+            return Turned(function(leaf.array, turned))
+        if not quantized.is_one(leaf):
+            return function(leaf, split)
+        if split is None:
+            return jax.tree.map(lambda array: function(array, None), leaf)
+
+        def along(array: Leaf, axis: int | None) -> object:
+            return function(array, None if axis is None else dataclasses.replace(split, axis=axis))
+
+        return leaf.by_axis(along, split.axis)
+
+    def is_matrix(leaf: object) -> bool:
+        return quantized.is_one(leaf) or isinstance(leaf, Turned)
+
+    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=is_matrix)
+
+
+def check_widths(transformer: nnx.Module, parts: int) -> None:
+    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply, and models
+    of the user's own that do not say how they are divided.
+
+    Raises:
+      UserError: which matrix, and what to do.
+    """
+    splits, where = transformer.splits(), f" on each of model={parts} devices"
+    if parts > 1 and not splits:
+        raise UserError(
+            f"{type(transformer).__name__} has no `splits`, so that its heads cannot be divided: "
+            "use data alone"
+        )
+    for name, kernel in quantized.matrices(transformer).items():
+        split = splits.get(name.removeprefix("blocks/").replace("/", "."))
+        value = kernel.get_value()
+        one = value[0] if stacked.is_one(value) else value
+        if split and parts > 1 and quantized.is_one(one):
+            widths = list(value.shape)  # with the axis of the layers
+            widths[split.axis] //= parts
+            schemes.check_widths(one.scheme, name, widths, where)
+
+
+def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
+    """Bytes of the weights on one device, if `parts` devices share the divided ones."""
+
+    def size(leaf: Leaf, split: Split | None) -> int:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
+
+    return sum(jax.tree.leaves(map_weights(size, networks)))
+
+
+def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:
+    """Raise `UserError` if a matrix cannot be divided evenly over `model`. Shapes are enough."""
+
+    def check(leaf: Leaf, split: Split | None) -> None:
+        if split is None:
+            return
+        # widths of the sections side by side are multiples of this
+        unit = leaf.shape[split.axis] // sum(split.parts)
+        if unit % spec.model:
+            raise UserError(
+                f"layers have a matrix {' x '.join(map(str, leaf.shape[-2:]))}, of which {unit} "
+                f"cannot be split evenly over model={spec.model} devices: choose a divisor of "
+                f"{unit}"
+            )
+
+    if spec.model > 1:
+        map_weights(check, networks)
+
+
+def names(networks: Mapping[str, nnx.Module]) -> PyTree[P]:
+    """What the axes of every array count (`varjax.logical_axes`)."""
+
+    def of(leaf: Leaf, split: Split | None) -> P:
+        if split is None:
+            return P()
+        return P(*(split.name if axis == split.axis else None for axis in range(leaf.ndim)))
+
+    return map_weights(of, networks)
+
+
+# --- their way there ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Placing:
+    """An array, how it is divided, and where it goes."""
+
+    leaf: Leaf
+    split: Split | None
+    where: NamedSharding | None = None
+
+    @property
+    def shares(self) -> dict[Ranges, list[jax.Device]]:
+        """{what of the divided axis: devices of this process that hold it}; (): all."""
+        found = defaultdict(list)
+        places = self.where.addressable_devices_indices_map(self.leaf.shape)
+        for device, index in places.items():
+            found[self._ranges(index)].append(device)
+        return found
+
+    def _ranges(self, index: tuple[slice, ...]) -> Ranges:
+        bounds = index[self.split.axis] if self.split else slice(None)
+        if bounds == slice(None):
+            return ()
+        # [q | k | v] divided in two would give one device q and half of k: every section is
+        # divided, and the shares of a device are put side by side
+        width = self.leaf.shape[self.split.axis]
+        unit, parts = width // sum(self.split.parts), width // (bounds.stop - bounds.start)
+        number, start, found = bounds.start * parts // width, 0, []
+        for section in (unit * part for part in self.split.parts):
+            share = section // parts
+            found.append((start + number * share, start + (number + 1) * share))
+            start += section
+        return tuple(found)
+
+    def part(self, ranges: Ranges) -> np.ndarray:
+        return stored.part_of(self.leaf, self.split.axis if ranges else WHOLE, ranges)
+
+    def made_of(self, arrays: list[jax.Array]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.where, arrays)
+
+
+def place(
+    networks: dict[str, nnx.Module], shardings: PyTree[NamedSharding]
+) -> dict[str, nnx.Module]:
+    """Put the networks on a mesh, parameter by parameter. The sections of side-by-side parameters
+    (queries, keys, values) are interleaved so that every device's share is contiguous. The host
+    does that, so that no device ever holds more than its share.
+
+    Raises:
+      UserError: files of weights that are on disk are damaged.
+    """
+    tree = jax.tree.structure(networks)
+    found = jax.tree.leaves(map_weights(_Placing, networks))
+    places = jax.tree.leaves(shardings)
+    assert tree.num_leaves == len(found) == len(places)
+    found = [dataclasses.replace(f, where=w) for f, w in zip(found, places, strict=True)]
+    together = defaultdict(list)  # layers of one stored array
+    for number, placing in enumerate(found):
+        leaf = placing.leaf
+        together[id(leaf.origin if stored.is_one(leaf) else leaf)].append(number)
+    arrays = [None] * len(found)
+    for numbers in together.values():
+        placed = _placed([found[number] for number in numbers])
+        for number, array in zip(numbers, placed, strict=True):
+            arrays[number] = array
+    return tree.unflatten(arrays)
+
+
+def _placed(group: list[_Placing]) -> list[jax.Array]:
+    """Arrays on their devices: all layers of a share before the next share is read."""
+    arrays = [[] for _ in group]
+    for ranges, devices in group[0].shares.items():
+        for placing, held in zip(group, arrays, strict=True):
+            part = placing.part(ranges)
+            held += [jax.device_put(part, device) for device in devices]
+            jax.block_until_ready(held[-len(devices) :])  # only then the host's copy is free
+            del part
+    if stored.is_one(group[0].leaf):
+        group[0].leaf.forget()
+    return [p.made_of(held) for p, held in zip(group, arrays, strict=True)]
