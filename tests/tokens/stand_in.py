@@ -50,6 +50,9 @@ class StandIn:
 
     config = SimpleNamespace(check_sampling=lambda s: s, is_guided=lambda s: False)
 
+    def token_products(self, implementation: str | None) -> None:
+        """None: its layers are what they are."""
+
     @classmethod
     def random(cls, geometry: Geometry, rows: int, seed: int = 0, padding: bool = True):
         """Queries resemble the keys of some earlier tokens, so that attention is not even."""

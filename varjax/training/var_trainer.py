@@ -84,9 +84,9 @@ class TransformerStage(TrainingStage):
         labels = jnp.where(drop, self.config.null_label, labels)
         parts = self.settings.accumulate
 
-        def loss_of(params, tokens, labels, number=0):
-            # dropout of the parts must not be the same
-            own = key if parts == 1 else jax.random.fold_in(key, number)
+        def loss_of(params, tokens, labels, part=None):
+            # dropout of the parts must not be the same; a part's pictures all have its number
+            own = key if part is None else jax.random.fold_in(key, part[0])
             loss, right = self._predict(params, quantizer, tokens, labels, own)
             return loss.mean(), (right.mean(), ())
 
