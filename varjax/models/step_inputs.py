@@ -43,7 +43,8 @@ class StepInputs:
     token_index: global position of every (padded) token.
     cell: grid cell of every token. token: token of every grid cell.
     down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
-      latent map and the grid have p x p cells per token.
+      latent map and the grid have p x p cells per token. columns: None where they are the rows'
+      (square maps): the same matrix would be read twice for every scale.
     window: the queries that a policy looks at more closely (`Policy.window_tokens`); None: the
       policy does not ask for them.
     neighbours, neighbour_weights: for every token four tokens of the previous scale and their
@@ -58,9 +59,9 @@ class StepInputs:
     cell: Int[AnyArray, "... T"]
     token: Int[AnyArray, "... G"]
     down_rows: Float[AnyArray, "... Gh P"]
-    down_columns: Float[AnyArray, "... Gw Q"]
     up_rows: Float[AnyArray, "... P Gh"]
-    up_columns: Float[AnyArray, "... Q Gw"]
+    down_columns: Float[AnyArray, "... Gw Q"] | None = None
+    up_columns: Float[AnyArray, "... Q Gw"] | None = None
     window: Int[AnyArray, "... W"] | None = None
     neighbours: Int[AnyArray, "... 4 T"] | None = None
     neighbour_weights: Float[AnyArray, "... 4 T"] | None = None
@@ -83,7 +84,9 @@ class StepInputs:
         grid = tuple(int(n) for n in maps.max(0))
         cells = [_cell(h, w, grid, length) for h, w in maps]
         axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
-        (down_rows, up_rows), (down_columns, up_columns) = axes
+        (down_rows, up_rows), columns = axes
+        if np.array_equal(maps[:, 0], maps[:, 1]):
+            columns = None, None
         return cls(
             scale=index.astype(np.int32),
             length=maps.prod(1).astype(np.int32),
@@ -92,9 +95,9 @@ class StepInputs:
             cell=np.stack(cells),
             token=np.stack([_token(h, w, grid) for h, w in maps]),
             down_rows=down_rows,
-            down_columns=down_columns,
             up_rows=up_rows,
-            up_columns=up_columns,
+            down_columns=columns[0],
+            up_columns=columns[1],
             patch=resampling.patch,
             **observed,
         )
@@ -102,14 +105,16 @@ class StepInputs:
     def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T codes"]:
         """The latent map resized to this scale, as a padded token row; with patches the channels of
         a token are those of `patchify`."""
-        grid = patchify(resize(code_map, self.down_rows, self.down_columns), self.patch)
+        columns = self.down_rows if self.down_columns is None else self.down_columns
+        grid = patchify(resize(code_map, self.down_rows, columns), self.patch)
         return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
 
     def enlarge(self, codes: Float[Array, "B T codes"]) -> Float[Array, "B P Q C"]:
         """A padded row of codes enlarged to the latent map."""
-        height, width = (a.shape[-1] // self.patch for a in (self.up_rows, self.up_columns))
+        columns = self.up_rows if self.up_columns is None else self.up_columns
+        height, width = (a.shape[-1] // self.patch for a in (self.up_rows, columns))
         grid = codes[:, self.token].reshape(len(codes), height, width, -1)
-        return resize(unpatchify(grid, self.patch), self.up_rows, self.up_columns)
+        return resize(unpatchify(grid, self.patch), self.up_rows, columns)
 
 
 def _token_index(schedule: Schedule, scales: range, length: int) -> np.ndarray:
