@@ -135,10 +135,11 @@ def resolve() -> Edit:
     policy.check_images(len(condition))
     sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
     plan, calibration = POLICY.plan(policy, model, sampling)
+    kept = None
     if drawn is not None:
         drawn = masks.check_masks(model, drawn, len(target))
         with about(MASK):
-            masks.kept_tokens(model, drawn)
+            kept = masks.kept_tokens(model, drawn)
     return Edit(
         model=model,
         condition=condition,
@@ -151,7 +152,7 @@ def resolve() -> Edit:
         pictures=masks.check_pictures(model, picture, len(target)),
         drawn=drawn,
         by_text=by_text,
-        remarks=(*plan_remarks(plan, calibration), *fitted, *_mask_remarks(drawn)),
+        remarks=(*plan_remarks(plan, calibration), *fitted, *_mask_remarks(drawn, kept)),
     )
 
 
@@ -167,7 +168,9 @@ def _batch_size(program, model, plan, condition, by_text) -> int:
     return size + 1 if size == 1 else size - 1
 
 
-def _mask_remarks(drawn: np.ndarray | None) -> list[str]:
+def _mask_remarks(drawn: np.ndarray | None, kept: np.ndarray | None) -> list[str]:
+    if drawn is not None and drawn[0].any() and kept[0].all():
+        return ["mask      too small: it holds no token by half, so that none is drawn"]
     if drawn is None or drawn[0].any() and not drawn[0].all():
         return []
     if drawn[0].all():

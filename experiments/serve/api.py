@@ -12,7 +12,7 @@ import base64
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from experiments.serve import requests
@@ -35,6 +36,7 @@ from varjax.io import pictures
 from varjax.model import Model
 
 MOST_JSON = 2**16  # bytes of a body
+MOST_WORDS = 2000  # characters of an error
 MOST_UPLOAD = 2**24  # of one with pictures
 MOST_UPLOAD_PIXELS = 2**24
 LOOKING = 1.0  # seconds between two looks whether a client is still there
@@ -52,6 +54,7 @@ TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
+PLAIN = ("/v1/images/generations", "/v1/images/edits")
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -61,6 +64,7 @@ class Service:
 
     api_key: what clients must send as a bearer; None: nothing. body_seconds, seconds: that a
     client may take to send a body, and an answer may take. drain_seconds: that the end may take.
+    closing: what is called at the end, before the last pictures are drawn.
     """
 
     model: Model
@@ -72,6 +76,7 @@ class Service:
     seconds: float = 600.0
     drain_seconds: float = 60.0
     started: int = field(default_factory=lambda: int(time.time()))
+    closing: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def limits(self) -> Limits:
@@ -91,6 +96,8 @@ def make_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.batcher.start()
         yield
+        for close in service.closing:
+            close()
         await asyncio.to_thread(service.batcher.close, service.drain_seconds)
 
     app = FastAPI(title="varjax", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -113,7 +120,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _nothing_here(request: Request) -> JSONResponse:
-    known = request.url.path in ("/v1/models", "/v1/images/generations", "/v1/images/edits")
+    known = request.url.path in ("/v1/models", *PLAIN)
     raise HTTPException(405 if known else 404)
 
 
@@ -121,6 +128,10 @@ async def _nothing_here(request: Request) -> JSONResponse:
 
 
 def _error(status: int, message: str, param: str | None = None, **headers: str) -> JSONResponse:
+    # JSON may hold halves of characters, which no answer can be written with
+    message, param = (
+        text and text[:MOST_WORDS].encode("utf-8", "replace").decode() for text in (message, param)
+    )
     content = {"message": message, "type": TYPES.get(status, "server_error"), "param": param}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return JSONResponse({"error": content}, status, headers=HEADERS | named)
@@ -166,9 +177,11 @@ class Watched:
         try:
             await app(scope, receive, watched)
         finally:
+            # plain routes leave no name in the scope; a client's own paths are no labels
             route = getattr(scope.get("route"), "path", None)
             other = "/v1" if scope["path"].startswith("/v1") else "page"
-            self.service.metrics.answered(route or other, status)
+            path = scope["path"] if scope["path"] in PLAIN else route or other
+            self.service.metrics.answered(path, status)
 
 
 def _is_known(service: Service, request: Request) -> bool:
@@ -265,7 +278,10 @@ async def _drawn(
         return _error(429, str(error), retry_after=str(error.seconds))
     except Closed:
         return _error(503, "the server ends: ask another one", retry_after="5")
-    found = await _while_there(service, request, futures)
+    try:
+        found = await _while_there(service, request, futures)
+    except asyncio.CancelledError:  # the time for the end is over
+        return _error(503, "the server ended before this was drawn", retry_after="5")
     encode = lambda: [base64.b64encode(pictures.png(image, LEVEL)).decode() for image in found]  # noqa: E731
     texts = await asyncio.to_thread(encode)
     service.metrics.served(time.perf_counter() - start)
@@ -278,6 +294,8 @@ async def _while_there(
 ) -> list[np.ndarray]:
     """Wait for pictures; take images back that nobody waits for any more."""
     waiting = asyncio.gather(*map(asyncio.wrap_future, futures))
+    # looked at here, also when nobody waits for it any more: else it is reported as forgotten
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
     end = time.monotonic() + service.seconds
     try:
         while True:
@@ -313,6 +331,8 @@ async def _body(service: Service, request: Request, most: int) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise BadRequest(408, f"no whole body within {service.body_seconds:g} s") from None
+    except ClientDisconnect:
+        raise BadRequest(408, "the client went away") from None
     return b"".join(parts)
 
 

@@ -43,10 +43,15 @@ class Patch:
 
     @classmethod
     def of(cls, model: Model, picture: np.ndarray, drawn: np.ndarray, paste: bool) -> "Patch":
-        """Encode a picture uint8 [H, W, 3] for an edit. `UserError` if the mask cannot be."""
+        """Encode a picture uint8 [H, W, 3] for an edit. `UserError` if the mask cannot be, or lets
+        no token be drawn."""
         pictures = masks.check_pictures(model, picture, 1)
         drawn = masks.check_masks(model, drawn, 1)
         kept = masks.kept_tokens(model, drawn)
+        if kept.all() and drawn.any():
+            raise UserError(
+                "too little is to be drawn: not one token lies in the mask by half; paint more"
+            )
         tokens = source_tokens(model, pictures)
         return cls(pictures[0], drawn[0], tokens[0], kept[0], paste)
 

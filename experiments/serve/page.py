@@ -31,6 +31,7 @@ from varjax.sampling import Sampling
 MOST_FILE = "16mb"  # of an upload
 SHOWN = 384  # pixels of a picture on the page: small ones are enlarged without smoothing
 GALLERY = 24  # pictures that are kept
+CACHE = 600, 3600  # seconds between two looks for old files, and after which they are old
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
 FULL, USUAL, USUAL_BUDGET = "full", "headkv", 0.25
 NEEDS_FILES = ("table", "compose")  # policies that the page cannot ask for
@@ -47,7 +48,9 @@ FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "mon
 def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> FastAPI:
     """Mount the page at /. make: as in `Studio`."""
     Image.MAX_IMAGE_PIXELS = MOST_UPLOAD_PIXELS // 2  # pillow refuses twice as many
-    page = Page(service, Studio(service, make))
+    studio = Studio(service, make)
+    service.closing.append(studio.close)
+    page = Page(service, studio)
     blocks = page.build()
     blocks.queue(max_size=VISITORS, default_concurrency_limit=JOBS, api_open=False)
     key = service.api_key
@@ -57,7 +60,7 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
         path="/",
         auth=None if key is None else (lambda user, given: _same(given, key)),
         auth_message="Any name, and the server's API key as password.",
-        show_error=True,
+        show_error=False,  # messages of ours are shown anyway; others would show internals
         max_file_size=MOST_FILE,
         ssr_mode=False,
         theme=gr.themes.Default(**FONTS),
@@ -87,7 +90,7 @@ class Page:
 
     def build(self) -> gr.Blocks:
         model = self.model
-        with gr.Blocks(title="varjax", analytics_enabled=False) as blocks:
+        with gr.Blocks(title="varjax", analytics_enabled=False, delete_cache=CACHE) as blocks:
             height, width = model.pixels
             gr.Markdown(
                 f"# varjax\n{html.escape(model.name)}: {width} x {height} pixels. Compress the KV "

@@ -62,11 +62,21 @@ class Limits:
 def parse_json(body: bytes) -> Mapping:
     """The fields of a JSON body."""
     try:
-        found = json.loads(body)
+        found = json.loads(body, object_pairs_hook=_once)
+    except BadRequest:
+        raise
     except (ValueError, RecursionError):  # also of bytes that are no text
         raise BadRequest(400, "the body is no JSON: send an object of fields") from None
     if not isinstance(found, dict):
         raise BadRequest(400, f"the body is {show(found)}: send an object of fields, as {{...}}")
+    return found
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict:
+    """An object, none of whose fields is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise BadRequest(400, "a field is given twice: give each once")
     return found
 
 

@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -30,7 +30,7 @@ from varjax.io.images import to_uint8
 from varjax.policies import get_policy
 from varjax.sampling import Sampling
 
-KEPT = 8  # programs
+KEPT = 8  # programs, and programs that may wait to be compiled
 LINES = 2  # of a token model, between two previews
 GREY = np.uint8(128)
 LOOKING = 0.5  # seconds between two signs of life
@@ -100,7 +100,8 @@ class Studio:
         self.service, self._make = service, make
         self.model = service.model
         self._programs: OrderedDict[Choice, Future[_Program]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._waiting: Counter[Choice] = Counter()  # how many look at a program that may compile
+        self._lock = threading.RLock()
         # one at a time: compiling takes all cores
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiling")
         self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
@@ -113,13 +114,31 @@ class Studio:
         planned."""
         with self._lock:
             held = self._programs.get(choice)
-            if held is None or held.done() and held.exception():
+            if held is None or held.cancelled() or held.done() and held.exception():
+                if sum(not other.done() for other in self._programs.values()) >= KEPT:
+                    raise UserError("many programs wait to be compiled: try again in a minute")
                 planned = self._planned(choice)
                 self._programs[choice] = self._compiler.submit(self._compiled, planned)
             self._programs.move_to_end(choice)
-            while len(self._programs) > KEPT:
-                self._programs.popitem(last=False)
+            done = [other for other, future in self._programs.items() if future.done()]
+            for other in done[: max(0, len(self._programs) - KEPT)]:
+                if other != choice:
+                    del self._programs[other]
             return self._programs[choice]
+
+    def _left(self, choice: Choice) -> None:
+        """Nobody waits for a program any more that somebody waited for."""
+        with self._lock:
+            self._waiting[choice] -= 1
+            if not self._waiting[choice]:
+                del self._waiting[choice]
+                held = self._programs.get(choice)
+                if held is not None and held.cancel():  # it had not begun
+                    del self._programs[choice]
+
+    def close(self) -> None:
+        """Compile nothing more than what is being compiled."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, program: _Program) -> _Program:
         shapes = self.model.transformer.condition_shapes(1)
@@ -161,8 +180,15 @@ class Studio:
         Raises:
           UserError: what cannot be planned. QueueFull, Closed: as of `Batcher.run`.
         """
-        compiled = self.program(choice)
-        yield from _until(compiled, "compiling its program, once ...")
+        with self._lock:
+            compiled = self.program(choice)
+            self._waiting[choice] += 1
+        try:
+            yield from _until(compiled, "compiling its program, once ...")
+        finally:
+            self._left(choice)
+        if compiled.cancelled():
+            raise UserError("the server ends, or nobody waited for this program: ask again")
         program, seen = compiled.result(), queue.SimpleQueue()
         future = self.service.batcher.run(lambda: self._run(program, condition, seed, patch, seen))
         future.add_done_callback(lambda future: seen.put(None))

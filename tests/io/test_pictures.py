@@ -32,6 +32,15 @@ def test_pictures_of_all_kinds():
     assert pictures.read_picture(file_of(picture, "P"), "it").shape == (6, 4, 3)
 
 
+def test_sixteen_bits():
+    """The upper eight count: pillow would cut them off at 255."""
+    deep = np.arange(24, dtype=np.uint16).reshape(6, 4) * 2600
+    file = io.BytesIO()
+    Image.fromarray(deep).save(file, format="PNG")
+    found = pictures.read_picture(file.getvalue(), "it")
+    np.testing.assert_array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2))
+
+
 def test_turned_and_transparent_pictures():
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -98,6 +107,7 @@ def test_masks():
         (np.full((6, 4), 128, np.uint8), "grey in 24 of 24"),
         (np.array([[[255, 0, 0]]], np.uint8), "colours"),
         (np.array([[[0, 0, 0, 100]]], np.uint8), "grey in 1 of 1"),
+        (np.array([[0, 300, 65535]], np.uint16), "grey in 1 of 3"),
     ],
 )
 def test_wrong_masks(array, message):

@@ -130,8 +130,10 @@ def test_health_models_metrics(client, address):
     assert found[0]["object"] == "model"
     assert client.get(f"/v1/models/{found[0]['id']}").json() == found[0]
     assert client.get("/v1/models/other").status_code == 404
+    client.post("/v1/images/generations", content=b"{")
     text = httpx.get(f"{address}/metrics", trust_env=False).text
     assert "varjax_queue_limit 6\n" in text and 'path="/healthz",status="200"' in text
+    assert 'path="/v1/images/generations",status="400"' in text
     families = pytest.importorskip("prometheus_client.parser", reason="needs prometheus_client")
     assert list(families.text_string_to_metric_families(text))
 
@@ -155,8 +157,10 @@ def assert_refused(answer, status, param=None):
         ({"content": b"x" * 10_000_000}, 413, None),
         ({"content": iter([b"x" * 2**16] * 3)}, 413, None),
         ({"data": {"prompt": "1"}}, 400, None),
+        ({"content": b'{"prompt": "1", "prompt": "2"}'}, 400, None),
+        ({"content": b'{"\\ud800": 1, "prompt": "1"}'}, 422, "?"),  # half a character
     ],
-    ids=range(9),  # texts of bodies differ between processes
+    ids=range(11),  # texts of bodies differ between processes
 )
 def test_wrong_requests(client, body, status, param):
     assert_refused(client.post("/v1/images/generations", **body), status, param)
@@ -171,6 +175,9 @@ def test_wrong_edits(client):
     for level in (0, 255, 128):  # empty, full, grey
         _, some = edit_files(np.full((height, width), level, np.uint8))
         assert_refused(post(some), 422, "mask")
+    dot = np.zeros((height, width), np.uint8)
+    dot[0, 0] = 255  # no token lies in it by half
+    assert_refused(post(edit_files(dot)[1]), 422, "mask")
     _, small = edit_files(np.zeros((height - 1, width), np.uint8))
     assert_refused(post(small), 422, "mask")
     text = ("a.png", b"no picture", "image/png")

@@ -36,6 +36,7 @@ def read_picture(
       UserError: no such file, no picture, or one that is too large.
     """
     with _opened(source, name, most_pixels) as picture:
+        picture = _of_bytes(picture)
         upright = require("PIL.ImageOps", extra="eval", purpose="reading pictures")
         picture = upright.exif_transpose(picture)
         if picture.has_transparency_data:
@@ -58,10 +59,18 @@ def read_mask(
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
                 return _two_levels(alpha, name) == BLACK
-        values = np.asarray(picture.convert("RGB"))
+        values = np.asarray(_of_bytes(picture).convert("RGB"))
     if (values != values[..., :1]).any():
         raise UserError(f"{name} has colours: a mask is white (to be drawn) and black (kept)")
     return _two_levels(values[..., 0], name) == WHITE
+
+
+def _of_bytes(picture):
+    """The picture; one of 16 bits per grey value has the upper 8 of them. pillow would cut them off
+    at 255."""
+    if not picture.mode.startswith("I"):
+        return picture
+    return _pillow().fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
 
 
 def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray, "H W"]:
