@@ -116,7 +116,7 @@ def test_drawing(visit):
     mine, full = image_of(page, "mine"), image_of(page, "full")
     assert mine.shape == full.shape == (384, 384, 3) and (mine != full).any()
     page.get_by_text("What each head keeps").click()
-    assert page.locator(".keeps svg").is_visible()
+    playwright.expect(page.locator(".keeps svg")).to_be_visible()
     screenshot(page, "page")
     # another policy: other bytes; the gallery has all four
     choose(page, "streaming")
