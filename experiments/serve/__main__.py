@@ -10,6 +10,7 @@ that it accepted is drawn. Anyone who reaches the address may use it: it is this
 unless --host says otherwise; give --api_key then.
 """
 
+import math
 import signal
 import socket
 import sys
@@ -109,6 +110,9 @@ def resolve() -> Resolved:
     """Check every flag and plan the cache. Compile and allocate nothing."""
     model, policy = PROGRAM.stored(MODEL.resolve()), POLICY.resolve()
     sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
+    with about(SECONDS):
+        if not math.isfinite(SECONDS.value):  # bounds of flags let it through
+            raise UserError(f"{SECONDS.value} is no time: give a number of seconds")
     plan, calibration = POLICY.plan(policy, model, sampling)
     with about(KV_BYTES):
         kv_bytes = None if KV_BYTES.value is None else parse_bytes(KV_BYTES.value)
