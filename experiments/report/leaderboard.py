@@ -12,9 +12,8 @@ import math
 import pathlib
 from collections.abc import Iterable, Sequence
 
-import jinja2
-
 from experiments.report import sweep_files
+from experiments.report.templates import template
 from varjax.errors import UserError
 from varjax.metrics import METRICS
 
@@ -134,15 +133,7 @@ def build(given: Sequence[str]) -> str:
     scores = [key for key in (*SCORES, "fid") if any(row[key] is not None for row in rows)]
     columns = {key: METRICS[key].column if key in METRICS else "FID" for key in scores}
     better = {key: METRICS[key].better if key in METRICS else "lower" for key in scores}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
-    return environment.get_template("leaderboard.html").render(
+    return template("leaderboard.html", sort_keys=False).render(
         groups=[{"name": g["name"], "why": g["why"], "count": len(g["rows"])} for g in found],
         data={"rows": rows, "scores": columns, "better": better},
     )

@@ -5,17 +5,16 @@ import base64
 import functools
 import io
 import math
-import pathlib
 import re
 from collections.abc import Iterator
 
-import jinja2
 import markupsafe
 import numpy as np
 import vl_convert
 from PIL import Image
 
 from experiments.report import calibration_charts, charts
+from experiments.report.templates import template
 from experiments.sweep import tables
 from varjax import sequence
 from varjax.cache.allocation import Geometry
@@ -36,15 +35,7 @@ def build(
     """Return the page as HTML. count: how many of the sweep's samples are shown."""
     full, columns = samples[tables.FULL], tables.shown(report)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
-    return environment.get_template("page.html").render(
+    return template("page.html", separators=(",", ":")).render(
         report=report,
         facts=facts(report, calibration),
         header=tables.header(report)[:-1],
