@@ -79,6 +79,14 @@ function draw() {
   plot(shown);
 }
 
+// Round numbers, at most seven, from at most `low` to at least `high`.
+function round_steps(low, high) {
+  const span = high - low || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(span / 5));
+  const step = power * [1, 2, 5, 10].find((m) => span / (m * power) <= 5);
+  const first = Math.floor(low / step + 1e-9), last = Math.max(first + 1, Math.ceil(high / step - 1e-9));
+  return Array.from({ length: last - first + 1 }, (_, i) => +((first + i) * step).toPrecision(12));
+}
+
 function plot(shown) {
   const space = "http://www.w3.org/2000/svg", key = document.getElementById("key");
   const svg = document.createElementNS(space, "svg"), [w, h, l, b] = [900, 340, 70, 40];
@@ -96,15 +104,16 @@ function plot(shown) {
   document.getElementById("plot").replaceChildren(svg);
   key.replaceChildren();
   if (!points.length) { add("text", { x: 20, y: 30 }, "no rows with this score"); return; }
-  const [lowest, highest] = [Math.min, Math.max].map((f) => f(...points.map((p) => p[state.score])));
-  const most = Math.max(...points.map((p) => p.fraction)), span = highest - lowest || 1;
-  const x = (v) => l + (v / most) * (w - l - 20), y = (v) => h - b - ((v - lowest) / span) * (h - b - 20);
-  for (let i = 0; i <= 4; i++) {
-    const [v, f] = [lowest + (span * i) / 4, (most * i) / 4];
+  const rising = round_steps(...[Math.min, Math.max].map((f) => f(...points.map((p) => p[state.score]))));
+  const across = round_steps(0, Math.max(...points.map((p) => p.fraction)));
+  const [lowest, highest, most] = [rising[0], rising.at(-1), across.at(-1)];
+  const x = (v) => l + (v / most) * (w - l - 20), y = (v) => h - b - ((v - lowest) / (highest - lowest)) * (h - b - 20);
+  for (const v of rising) {
     add("line", { x1: l, x2: w - 20, y1: y(v), y2: y(v), class: "axis" });
     add("text", { x: l - 8, y: y(v) + 4, "text-anchor": "end" }, round(4)(v));
-    add("text", { x: x(f), y: h - b + 18, "text-anchor": "middle" }, `${(100 * f).toFixed(0)}%`);
   }
+  for (const f of across)
+    add("text", { x: x(f), y: h - b + 18, "text-anchor": "middle" }, `${+(100 * f).toFixed(1)}%`);
   add("text", { x: w - 20, y: h - 4, "text-anchor": "end" }, "bytes of the full cache");
   add("text", { x: l, y: 12 }, scores[state.score]);
   const lines = [...new Set(points.map((p) => `${p.group}\t${p.policy}\t${p.device}`))];
@@ -116,13 +125,14 @@ function plot(shown) {
     add("path", { d: mine.map((p, j) => `${j ? "L" : "M"}${x(p.fraction)} ${y(p[state.score])}`).join(""), ...dash });
     for (const p of mine) {
       const dot = add("circle", { cx: x(p.fraction), cy: y(p[state.score]), r: 4 });
-      dot.style.fill = colour;
+      dot.style.fill = i < 7 ? colour : "var(--back)";
+      dot.style.stroke = colour;
       const title = document.createElementNS(space, "title");
       title.textContent = `${p.policy} at ${round(4)(p.budget)}: ${round(4)(p[state.score])}`;
       dot.append(title);
     }
     const names = [policy, ...(state.group ? [] : [group]), ...(values("device").length > 1 ? [device] : [])];
-    element("span", `● ${names.join(", ")}`, key).style.color = colour;
+    element("span", `${i < 7 ? "●" : "○"} ${names.join(", ")}`, key).style.color = colour;
   });
 }
 draw();
