@@ -64,17 +64,25 @@ class Drawn:
     keeps: str
 
 
+class _Watch:
+    """Hears what is drawn. JAX keeps what it has traced for a while, and with it who hears: so this
+    knows no generator, whose programs would stay as long."""
+
+    def __init__(self):
+        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
+
+    def __call__(self, number, what) -> None:
+        seen = self.seen
+        if seen is not None:
+            seen.put((int(number), np.array(what)))
+
+
 class _Program:
     """A generator for one image, and the way by which it is watched."""
 
     def __init__(self, make: Callable[..., Generator]):
-        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
-        self.generator = make(watch=self._watch)
-
-    def _watch(self, number, what) -> None:
-        seen = self.seen
-        if seen is not None:
-            seen.put((int(number), np.array(what)))
+        self.watch = _Watch()
+        self.generator = make(watch=self.watch)
 
 
 class Studio:
@@ -217,7 +225,7 @@ class Studio:
     ) -> tuple[dict[str, np.ndarray], Patch | None, float]:
         """On the drawing thread: results on the host, what was edited, and the seconds it took."""
         patch = None if make is None else make()
-        start, program.seen = time.perf_counter(), seen
+        start, program.watch.seen = time.perf_counter(), seen
         try:
             results, _ = program.generator.run_batch(
                 condition,
@@ -229,7 +237,7 @@ class Studio:
             found = {name: np.asarray(results[name]) for name in ("images", "tokens")}
             jax.effects_barrier()  # what was seen is told before anybody else draws
         finally:
-            program.seen = None
+            program.watch.seen = None
         return found, patch, time.perf_counter() - start
 
     def _finished(self, program: _Program, future: Future) -> Drawn:
