@@ -119,13 +119,22 @@ class Drawer:
         start = time.perf_counter()
         encode_once(self.model)
         say(f"pictures to tokens: compiled in {time.perf_counter() - start:.1f} s")
-        for size, generator in self.generators.items():
+        for size in self.sizes:
             start = time.perf_counter()
-            shapes = self.model.transformer.condition_shapes(size)
-            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-            nothing = self._given([None] * size)
-            generator.run_batch(condition, np.zeros(size, np.int32), given=nothing)
+            self._draw_once(size)
             say(f"batches of {size}: compiled in {time.perf_counter() - start:.1f} s")
+
+    def warm(self) -> None:
+        """Call everything once that JAX may have forgotten; what was compiled here stays so."""
+        encode_once(self.model)
+        for size in self.sizes:
+            self._draw_once(size)
+
+    def _draw_once(self, size: int) -> None:
+        shapes = self.model.transformer.condition_shapes(size)
+        condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        nothing = self._given([None] * size)
+        self.generators[size].run_batch(condition, np.zeros(size, np.int32), given=nothing)
 
     def size_for(self, waiting: int) -> int:
         """The batch size for so many items that wait: one that they fill, or nearly."""

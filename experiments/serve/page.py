@@ -26,7 +26,10 @@ from varjax.generator import Generator
 from varjax.sampling import Sampling
 
 GALLERY = 24  # pictures that are kept of a visitor
-SESSION = 3600  # seconds, after which they are forgotten
+SESSIONS, SESSION = (
+    64,
+    3600,
+)  # visitors of whom they are, and seconds after which they are forgotten
 CACHE = 600, 3600  # seconds between two looks for old files, and after which they are old
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
 FULL, USUAL, USUAL_BUDGET = "full", "headkv", 0.25
@@ -46,6 +49,7 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
     service.closing.append(studio.close)
     page = Page(service, studio)
     blocks = page.build()
+    blocks.state_session_capacity = SESSIONS
     blocks.queue(max_size=VISITORS, default_concurrency_limit=JOBS, api_open=False)
     return gr.mount_gradio_app(
         app,

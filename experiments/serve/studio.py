@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from experiments.serve import memory
 from experiments.serve.api import Service
-from experiments.serve.batcher import COMPILING
+from experiments.serve.batcher import COMPILING, Closed, QueueFull
 from experiments.serve.drawer import Patch
 from experiments.serve.previews import Preview, Previews, Waiting
 from varjax.cache.plan import CachePlan
@@ -100,6 +100,7 @@ class Studio:
         # one at a time: compiling takes all cores
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
         self._previews = Previews(self.model)
+        self._count = 0  # of programs that were compiled
         self._nothing = self.model.transformer.no_tokens(1)
 
     # --- programs ---------------------------------------------------------------------------------
@@ -151,7 +152,20 @@ class Studio:
             condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
         )
         memory.give_back()  # what compiling took
+        self._count += 1
+        if self._count % KEPT == 0:
+            self._forget_traces()
         return program
+
+    def _forget_traces(self) -> None:
+        """Forget JAX's traces while nobody draws, and warm up again what the API needs."""
+
+        def forget() -> None:
+            memory.forget_traces()
+            self.service.batcher.drawer.warm()
+
+        with contextlib.suppress(QueueFull, Closed):  # then after as many programs more
+            self.service.batcher.run(forget).result()
 
     def plan(self, choice: Choice) -> CachePlan:
         """The plan of a choice. `UserError` if the model cannot have it."""

@@ -192,6 +192,25 @@ def test_editing(visit, tmp_path):
     screenshot(page, "page_edit")
 
 
+def test_uploads_that_are_too_large(visit, tmp_path):
+    """A file over the limit is told, and nothing of it is drawn; one of another shape is cut, and
+    that is told, too."""
+    (tmp_path / "large.png").write_bytes(bytes(2**24 + 1))
+    page = visit()
+    page.get_by_role("tab", name="Edit").click()
+    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "large.png")
+    page.locator(".toast-wrap").get_by_text("maximum").wait_for()
+    wide = np.full((1500, 3000, 3), 90, np.uint8)
+    pictures.save_png(tmp_path / "wide.png", wide)
+    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "wide.png")
+    page.wait_for_timeout(1500)
+    page.get_by_text("the lower half").click()
+    page.locator("#edit").click()
+    finish(page, "#edit-said")
+    words = page.locator("#of-before").inner_text()
+    assert "3000 x 1500 pixels" in words and "cut out" in words, words
+
+
 def test_two_visitors(visit):
     pages = [visit(), visit()]
     for number, page in enumerate(pages):
