@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -179,9 +180,16 @@ def bound_socket() -> socket.socket:
         ) from None
 
 
-def serve(app: "FastAPI", listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then until what was accepted is drawn."""
+def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], None]]) -> None:
+    """Serve until SIGTERM or SIGINT, then until what was accepted is drawn. closing: as of
+    `Service`."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None) -> None:
+            for close in closing:  # before it waits for connections, which open pages hold
+                close()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN.value
@@ -191,7 +199,7 @@ def serve(app: "FastAPI", listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config).run(sockets=[listening])
     except KeyboardInterrupt:  # of SIGINT, which uvicorn hands on
         leave()
         raise
@@ -233,7 +241,7 @@ def main(argv: list[str]) -> None:
 
             app = mount(app, service, generator)
         drawer.compile(say)
-        serve(app, listening)
+        serve(app, listening, service.closing)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class Service:
 
     api_key: what clients must send (`guard.Watched`); None: nothing. body_seconds, seconds: that a
     client may take to send a body, and an answer may take. drain_seconds: that the end may take.
-    closing: what is called at the end, before the last pictures are drawn.
+    closing: what is called in the event loop when the end begins, before the last pictures are
+    drawn; once or twice.
     """
 
     model: Model

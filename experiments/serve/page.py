@@ -20,7 +20,7 @@ from experiments.serve.drawer import Patch
 from experiments.serve.guard import MOST_FILE
 from experiments.serve.shown import SHOWN, large
 from experiments.serve.studio import Choice, Drawn, Studio
-from experiments.serve.typed import LOWER, WAYS
+from experiments.serve.typed import FULL, LOWER, WAYS
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.sampling import Sampling
@@ -32,7 +32,7 @@ SESSIONS, SESSION = (
 )  # visitors of whom they are, and seconds after which they are forgotten
 CACHE = 600, 3600  # seconds between two looks for old files, and after which they are old
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
-FULL, USUAL, USUAL_BUDGET = "full", "headkv", 0.25
+USUAL, USUAL_BUDGET = "headkv", 0.25
 CSS = """
 .picture img {image-rendering: pixelated}
 .keeps {overflow-x: auto}
@@ -51,7 +51,7 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
     blocks = page.build()
     blocks.state_session_capacity = SESSIONS
     blocks.queue(max_size=VISITORS, default_concurrency_limit=JOBS, api_open=False)
-    return gr.mount_gradio_app(
+    mounted = gr.mount_gradio_app(
         app,
         blocks,
         path="/",
@@ -62,6 +62,10 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
         css=CSS,
         footer_links=[],
     )
+    (page_app,) = (r.app for r in app.routes if isinstance(getattr(r, "app", None), gr.routes.App))
+    # every open page holds a connection, which ends then: else the end would wait for visitors
+    service.closing.append(page_app.stop_event.set)
+    return mounted
 
 
 class Page:
@@ -222,7 +226,7 @@ class Page:
     def prepare(self) -> None:
         """Compile what the first visitor will most likely ask for."""
         usual = Choice(self.usual, USUAL_BUDGET, self.sampling)
-        self.studio.prepare([usual, _choice(FULL, None, self.sampling)])
+        self.studio.prepare([usual, typed.choice(FULL, None, self.sampling)])
 
     def draw(
         self, subject, seed, policy, budget, cfg, tau, top_k, top_p, greedy, kept
@@ -232,7 +236,7 @@ class Page:
             condition = self._condition(subject)
             seed = typed.seed(seed)
             sampling = self._sampling(cfg, tau, top_k, top_p, greedy)
-            mine, full = _choice(policy, budget, sampling), _choice(FULL, None, sampling)
+            mine, full = typed.choice(policy, budget, sampling), typed.choice(FULL, None, sampling)
             found, nothing = {}, (gr.skip(),) * 2
             for name, choice in (("mine", mine), ("full", full)):
                 for seen in self.studio.draw(choice, condition, seed):
@@ -256,7 +260,7 @@ class Page:
         with shown.told():
             picture, drawn, done_to_it = typed.canvas(canvas, way, self.model.pixels)
             condition, seed = self._condition(subject), typed.seed(seed)
-            choice = _choice(policy, budget, self._sampling(cfg, tau, top_k, top_p, greedy))
+            choice = typed.choice(policy, budget, self._sampling(cfg, tau, top_k, top_p, greedy))
             hole = np.where(drawn[..., None], np.uint8(255), picture)
             before = large(hole), f"{drawn.mean():.0%} are drawn anew{done_to_it}"
 
@@ -291,8 +295,3 @@ def _picture(label: str, name: str) -> tuple[gr.Image, gr.Markdown]:
             buttons=["download", "fullscreen"],
         )
         return image, gr.Markdown("", elem_id=f"of-{name}")
-
-
-def _choice(policy: str, budget: float | None, sampling: Sampling) -> Choice:
-    """The full cache has one budget only."""
-    return Choice(policy, None if policy == FULL else budget, sampling)

@@ -5,9 +5,12 @@ import secrets
 import numpy as np
 
 from experiments.serve.requests import LARGEST_SEED
+from experiments.serve.studio import Choice
 from varjax.errors import UserError
 from varjax.io import pictures
+from varjax.sampling import Sampling
 
+FULL = "full"
 PAINTED, LOWER, MIDDLE = WAYS = ("what I paint", "the lower half", "the middle")
 HALF = 127  # of full opacity: more of it is painted
 
@@ -27,6 +30,11 @@ def whole(name: str, value: float | None) -> int:
     if value is None or not float(value).is_integer():
         raise UserError(f"{name}={value}: a whole number")
     return int(value)
+
+
+def choice(policy: str, budget: float | None, sampling: Sampling) -> Choice:
+    """How to draw. The full cache has one budget only."""
+    return Choice(policy, None if policy == FULL else budget, sampling)
 
 
 def canvas(
