@@ -236,3 +236,24 @@ def test_a_phone(visit):
     left, right = (page.locator(f"#{name} img").first.bounding_box() for name in ("mine", "full"))
     assert left["width"] > 120 and right["width"] > 120
     screenshot(page, "page_phone")
+
+
+def test_a_page_with_a_key(browser, tmp_path):
+    """The browser asks for a password; with it everything works, without it nothing is shown."""
+    (tmp_path / "key").write_text("of the tests\n")
+    with process("--max_batch=1", f"--api_key={tmp_path / 'key'}") as server:
+        stranger = browser.new_context().new_page()
+        assert stranger.goto(server.address).status == 401
+        assert not stranger.locator("#draw").count()
+        known = {"username": "anybody", "password": "of the tests"}
+        page = browser.new_context(http_credentials=known).new_page()
+        page.goto(server.address)
+        page.wait_for_selector("#draw")
+        choose(page, "full")
+        page.get_by_label("Seed (empty: any)").first.fill("5")
+        page.locator("#draw").click()
+        page.wait_for_function("document.querySelector('#said').innerText.includes('Seed 5')")
+        finish(page)
+        assert image_of(page, "mine").shape == (384, 384, 3)
+        for one in (stranger, page):
+            one.context.close()
