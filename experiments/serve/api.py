@@ -36,6 +36,7 @@ from varjax.model import Model
 MOST_UPLOAD_PIXELS = 2**24
 UPLOADS = 16  # forms with pictures that are in memory at once; others are read later
 LOOKING = 1.0  # seconds between two looks whether a client is still there
+AGAIN = "5"  # seconds, after which another server may be there
 LEVEL = 3  # of PNG's compression: half the time of the usual 6, files a fifteenth larger
 METHODS = {  # of all paths that are no page
     "/healthz": "GET",
@@ -93,6 +94,8 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="varjax", lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(BadRequest, _bad_request)
+    app.add_exception_handler(QueueFull, _full)
+    app.add_exception_handler(Closed, _closed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     app.add_middleware(guard.Limited, most=guard.most_bytes, seconds=service.body_seconds)
@@ -103,7 +106,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", _one_model(service), methods=["GET"])
     for path, answer in ((GENERATIONS, _generations), (EDITS, _edits)):
         # plain routes: the body is read here, with limits, and never by the framework
-        app.add_route(path, partial(answer, service), methods=["POST"])
+        app.add_route(path, partial(_answered, service, answer), methods=["POST"])
     # before the page, which is mounted at / and would answer in its own words
     for path, allowed in METHODS.items():
         app.router.routes.append(Route(path, _Elsewhere(allowed)))
@@ -118,6 +121,14 @@ def make_app(service: Service) -> FastAPI:
 
 async def _bad_request(request: Request, error: BadRequest) -> JSONResponse:
     return answers.error(error.status, error.message, error.param)
+
+
+async def _full(request: Request, error: QueueFull) -> JSONResponse:
+    return answers.error(429, str(error), retry_after=str(error.seconds))
+
+
+async def _closed(request: Request, error: Closed) -> JSONResponse:
+    return answers.error(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -178,24 +189,45 @@ def _gauges(service: Service) -> dict[str, int]:
     }
 
 
+async def _answered(service: Service, answer: Callable, request: Request) -> JSONResponse:
+    """The answer of a route, also if the time for the end is over meanwhile."""
+    start = time.perf_counter()
+    try:
+        found = await answer(service, request)
+    except asyncio.CancelledError:
+        words = "the server ended before this was drawn"
+        return answers.error(503, words, retry_after=AGAIN)
+    service.metrics.served(time.perf_counter() - start)
+    return found
+
+
 async def _generations(service: Service, request: Request) -> JSONResponse:
     asked = requests.check(requests.parse_json(await forms.body(request)), service.limits)
-    # a class is looked up at once; a text encoder takes its time
-    quick = service.subjects.names is not None
-    return await _drawn(service, request, asked, lambda: service.items(asked), quick=quick)
+    with service.batcher.reserve(asked.n) as places:
+        # a class is looked up at once; a text encoder takes its time
+        quick = service.subjects.names is not None
+        items = service.items(asked) if quick else await asyncio.to_thread(service.items, asked)
+        futures = places.fill(items)
+    return await _drawn(service, request, asked, futures)
 
 
 async def _edits(service: Service, request: Request) -> JSONResponse:
-    async with service.uploads:
-        form = await forms.form(request)
-        files = {name: form.pop(name, None) for name in forms.FILES}
-        asked = requests.check(requests.parse_form(form), service.limits, edit=True)
-        for name, content in files.items():
-            if not isinstance(content, bytes):
-                raise BadRequest(422, f"{name} is missing: send it as a file of the form", name)
-        return await _drawn(
-            service, request, asked, lambda: _edited_items(service, asked, files), quick=False
-        )
+    async with service.uploads:  # while what was sent is in memory
+        asked, futures = await _taken_edits(service, request)
+    return await _drawn(service, request, asked, futures)
+
+
+async def _taken_edits(service: Service, request: Request) -> tuple[ImageRequest, list[Future]]:
+    form = await forms.form(request)
+    files = {name: form.pop(name, None) for name in forms.FILES}
+    asked = requests.check(requests.parse_form(form), service.limits, edit=True)
+    for name, content in files.items():
+        if not isinstance(content, bytes):
+            raise BadRequest(422, f"{name} is missing: send it as a file of the form", name)
+    # a place before anything is decoded: who is refused costs nothing
+    with service.batcher.reserve(asked.n) as places:
+        items = await asyncio.to_thread(_edited_items, service, asked, files)
+        return asked, places.fill(items)
 
 
 def _edited_items(service: Service, asked: ImageRequest, files: dict[str, bytes]) -> list[Item]:
@@ -219,30 +251,12 @@ def _edited_items(service: Service, asked: ImageRequest, files: dict[str, bytes]
 
 
 async def _drawn(
-    service: Service,
-    request: Request,
-    asked: ImageRequest,
-    make: Callable[[], list[Item]],
-    *,
-    quick: bool,
+    service: Service, request: Request, asked: ImageRequest, futures: list[Future]
 ) -> JSONResponse:
-    """Have images drawn, and answer with them. make: returns them; unless that is quick, beside
-    the event loop. It is called when there is room for them: who is refused costs nothing."""
-    start = time.perf_counter()
-    try:
-        with service.batcher.reserve(asked.n) as places:
-            futures = places.fill(make() if quick else await asyncio.to_thread(make))
-        found = await _while_there(service, request, futures)
-    except QueueFull as error:
-        return answers.error(429, str(error), retry_after=str(error.seconds))
-    except Closed:
-        return answers.error(503, "the server ends: ask another one", retry_after="5")
-    except asyncio.CancelledError:  # the time for the end is over
-        words = "the server ended before this was drawn"
-        return answers.error(503, words, retry_after="5")
+    """Answer with pictures, when they are drawn."""
+    found = await _while_there(service, request, futures)
     encode = lambda: [base64.b64encode(pictures.png(image, LEVEL)).decode() for image in found]  # noqa: E731
     texts = await asyncio.to_thread(encode)
-    service.metrics.served(time.perf_counter() - start)
     data = [{"b64_json": text, "seed": asked.seed} for text in texts]
     return JSONResponse({"created": int(time.time()), "data": data}, headers=answers.HEADERS)
 

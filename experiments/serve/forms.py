@@ -14,7 +14,8 @@ FILES = ("image", "mask")
 async def body(request: Request) -> bytes:
     """The body. `BadRequest` if the client goes away meanwhile."""
     try:
-        return await request.body()
+        # `request.body()` would keep it as long as the request is answered
+        return b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise BadRequest(408, "the client went away") from None
 
