@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
 
 from varjax.io.images import to_uint8
 from varjax.model import Model
@@ -29,12 +31,20 @@ class Preview:
     words: str
 
 
+@jax.jit
+def _decode(codec: nnx.Module, code_map: Float[Array, "B P Q C"]) -> Array:
+    return codec.decode(code_map)
+
+
 class Previews:
     """Pictures of what a model has drawn so far."""
 
     def __init__(self, model: Model):
         self.model = model
-        self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
+
+    def warm(self) -> None:
+        """Compile what decodes, so that the first preview does not wait for it."""
+        self._pixels(np.zeros((1, *self.model.code_map), np.float32))
 
     def of(self, seen: Iterator) -> Iterator[Waiting | Preview]:
         """Previews of what is seen, (number, code map or token); what is `Waiting` stays that."""
@@ -72,5 +82,5 @@ class Previews:
         return show
 
     def _pixels(self, code_map) -> np.ndarray:
-        decoded = self._decode(self.model.codec, jax.numpy.asarray(code_map))
+        decoded = _decode(self.model.codec, jax.numpy.asarray(code_map))
         return to_uint8((np.asarray(decoded) + 1) / 2)[0]

@@ -155,6 +155,7 @@ class Studio:
         self._count += 1
         if self._count % KEPT == 0:
             self._forget_traces()
+        self._previews.warm()
         return program
 
     def _forget_traces(self) -> None:

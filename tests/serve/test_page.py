@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="needs the extra serve")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SECONDS = 300_000  # milliseconds: programs are compiled meanwhile
+SECONDS = 600_000  # milliseconds: programs are compiled, on a machine that does other things, too
+playwright.expect.set_options(timeout=SECONDS)
 PHONE = {"width": 390, "height": 844}
 WINDOW = {"width": 1280, "height": 900}
 
@@ -48,6 +49,7 @@ def visit(browser, server):
 
     def open_page(viewport=WINDOW):
         page = browser.new_context(viewport=viewport).new_page()
+        page.set_default_timeout(SECONDS)
         page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("response", lambda r: wrong.append(r.url) if r.status >= 400 else None)
@@ -247,6 +249,7 @@ def test_a_page_with_a_key(browser, tmp_path):
         assert not stranger.locator("#draw").count()
         known = {"username": "anybody", "password": "of the tests"}
         page = browser.new_context(http_credentials=known).new_page()
+        page.set_default_timeout(SECONDS)
         page.goto(server.address)
         page.wait_for_selector("#draw")
         choose(page, "full")
