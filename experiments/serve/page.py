@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import FastAPI
 from PIL import Image
 
-from experiments.serve import shown, typed
+from experiments.serve import look, shown, typed
 from experiments.serve.api import MOST_UPLOAD_PIXELS, Service
 from experiments.serve.drawer import Patch
 from experiments.serve.guard import MOST_FILE
@@ -33,13 +33,6 @@ SESSIONS, SESSION = (
 CACHE = 600, 3600  # seconds between two looks for old files, and after which they are old
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
 USUAL, USUAL_BUDGET = "headkv", 0.25
-CSS = """
-.picture img {image-rendering: pixelated}
-.keeps {overflow-x: auto}
-.keeps svg {max-width: none; background: white}
-footer {display: none !important}
-"""
-FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 
 
 def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> FastAPI:
@@ -58,8 +51,9 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
         show_error=False,  # messages of ours are shown anyway; others would show internals
         max_file_size=MOST_FILE,
         ssr_mode=False,
-        theme=gr.themes.Default(**FONTS),
-        css=CSS,
+        theme=gr.themes.Default(**look.FONTS),
+        css=look.CSS,
+        js=look.SCRIPT,
         footer_links=[],
     )
     (page_app,) = (r.app for r in app.routes if isinstance(getattr(r, "app", None), gr.routes.App))
