@@ -11,9 +11,12 @@ unless --host says otherwise; give --api_key then.
 """
 
 import math
+import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +25,7 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
-from experiments.serve.batcher import Batcher
+from experiments.serve.batcher import COMPILING, DRAWING, Batcher
 from experiments.serve.drawer import Drawer, fitting, ladder
 from experiments.serve.metrics import Metrics
 from experiments.serve.subjects import subjects
@@ -68,7 +71,9 @@ KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Bytes that keys and values may take, as 2GiB: decides how many images fit."
 )
 API_KEY = FLAGS.string(
-    "api_key", None, "File whose first line clients must send as `Authorization: Bearer KEY`."
+    "api_key",
+    None,
+    "File whose first line clients must send as `Authorization: Bearer KEY`; the page's password.",
 )
 SECONDS = FLAGS.floating(
     "request_seconds", 600.0, "Seconds that an answer may take.", lower_bound=1
@@ -157,12 +162,15 @@ def generator(model: Model, plan: CachePlan, sampling: Sampling, size: int, **mo
 
 
 def bound_socket() -> socket.socket:
-    """Return the socket to listen at. `UserError` if the address is taken or is none."""
+    """Return a socket that listens. `UserError` if the address is taken or is none."""
     try:
         family = socket.getaddrinfo(HOST.value, PORT.value, type=socket.SOCK_STREAM)[0][0]
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((HOST.value, PORT.value))
+        # from now on: only a socket that listens keeps another server from the same port. Clients
+        # that come while programs are compiled wait to be accepted.
+        found.listen(BACKLOG)
         return found
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -172,19 +180,40 @@ def bound_socket() -> socket.socket:
         ) from None
 
 
-def serve(app: "FastAPI", listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then until what was accepted is drawn."""
+def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], None]]) -> None:
+    """Serve until SIGTERM or SIGINT, then until what was accepted is drawn. closing: as of
+    `Service`."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None) -> None:
+            for close in closing:  # before it waits for connections, which open pages hold
+                close()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN.value
     )
     # uvicorn drains at the first signal, and hands it on at the end: by then all is done
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    listening.listen(BACKLOG)
     host, port = listening.getsockname()[:2]
     say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
-    uvicorn.Server(config).run(sockets=[listening])
+    try:
+        Server(config).run(sockets=[listening])
+    except KeyboardInterrupt:  # of SIGINT, which uvicorn hands on
+        leave()
+        raise
+    leave()
+
+
+def leave() -> None:
+    """End the process at once if a thread still works for nobody: a program that is being compiled
+    cannot be stopped, and an interpreter that ends waits for it."""
+    names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+    if any(name.startswith((COMPILING, DRAWING)) for name in names):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def main(argv: list[str]) -> None:
@@ -212,7 +241,7 @@ def main(argv: list[str]) -> None:
 
             app = mount(app, service, generator)
         drawer.compile(say)
-        serve(app, listening)
+        serve(app, listening, service.closing)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Errors are {"error": {"message", "type", "param"}}. Nothing that a client sends 
 import asyncio
 import base64
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -20,51 +19,43 @@ from functools import partial
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from experiments.serve import requests
+from experiments.serve import answers, forms, guard, requests
 from experiments.serve.batcher import Batcher, Closed, QueueFull
 from experiments.serve.drawer import Item, Patch
+from experiments.serve.guard import EDITS, GENERATIONS
 from experiments.serve.metrics import Metrics
 from experiments.serve.requests import BadRequest, ImageRequest, Limits
 from experiments.serve.subjects import Subjects
 from varjax.io import pictures
 from varjax.model import Model
 
-MOST_JSON = 2**16  # bytes of a body
-MOST_WORDS = 2000  # characters of an error
-MOST_UPLOAD = 2**24  # of one with pictures
 MOST_UPLOAD_PIXELS = 2**24
+UPLOADS = 16  # forms with pictures that are in memory at once; others are read later
 LOOKING = 1.0  # seconds between two looks whether a client is still there
+AGAIN = "5"  # seconds, after which another server may be there
 LEVEL = 3  # of PNG's compression: half the time of the usual 6, files a fifteenth larger
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    504: "timeout_error",
+METHODS = {  # of all paths that are no page
+    "/healthz": "GET",
+    "/metrics": "GET",
+    "/v1/models": "GET",
+    GENERATIONS: "POST",
+    EDITS: "POST",
 }
-PLAIN = ("/v1/images/generations", "/v1/images/edits")
-HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+NOTHING = ("/openapi.json", "/docs", "/redoc", "/gradio_api/openapi.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
     """What answers requests: the model's side of a server.
 
-    api_key: what clients must send as a bearer; None: nothing. body_seconds, seconds: that a
+    api_key: what clients must send (`guard.Watched`); None: nothing. body_seconds, seconds: that a
     client may take to send a body, and an answer may take. drain_seconds: that the end may take.
-    closing: what is called at the end, before the last pictures are drawn.
+    closing: what is called in the event loop when the end begins, before the last pictures are
+    drawn; once or twice.
     """
 
     model: Model
@@ -77,6 +68,7 @@ class Service:
     drain_seconds: float = 60.0
     started: int = field(default_factory=lambda: int(time.time()))
     closing: list[Callable[[], None]] = field(default_factory=list)
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPLOADS))
 
     @property
     def limits(self) -> Limits:
@@ -100,95 +92,65 @@ def make_app(service: Service) -> FastAPI:
             close()
         await asyncio.to_thread(service.batcher.close, service.drain_seconds)
 
-    app = FastAPI(title="varjax", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="varjax", lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(BadRequest, _bad_request)
+    app.add_exception_handler(QueueFull, _full)
+    app.add_exception_handler(Closed, _closed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
-    app.add_middleware(Watched, service=service)
+    app.add_middleware(guard.Limited, most=guard.most_bytes, seconds=service.body_seconds)
+    app.add_middleware(guard.Watched, key=service.api_key, metrics=service.metrics)
     app.get("/healthz")(lambda: {"status": "ok"})
     app.get("/metrics")(lambda: PlainTextResponse(service.metrics.text(_gauges(service))))
     app.get("/v1/models")(lambda: {"object": "list", "data": [_model(service)]})
     app.add_api_route("/v1/models/{name:path}", _one_model(service), methods=["GET"])
-    generations, edits = partial(_generations, service), partial(_edits, service)
-    for path, answer in (("generations", generations), ("edits", edits)):
+    for path, answer in ((GENERATIONS, _generations), (EDITS, _edits)):
         # plain routes: the body is read here, with limits, and never by the framework
-        app.add_route(f"/v1/images/{path}", answer, methods=["POST"])
+        app.add_route(path, partial(_answered, service, answer), methods=["POST"])
     # before the page, which is mounted at / and would answer in its own words
-    methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    app.add_route("/v1/{rest:path}", _nothing_here, methods=methods)
+    for path, allowed in METHODS.items():
+        app.router.routes.append(Route(path, _Elsewhere(allowed)))
+    app.router.routes.append(Route("/v1/models/{name:path}", _Elsewhere("GET")))
+    for path in (*NOTHING, "/v1", "/v1/{rest:path}"):
+        app.router.routes.append(Route(path, _Elsewhere()))
     return app
 
 
-async def _nothing_here(request: Request) -> JSONResponse:
-    known = request.url.path in ("/v1/models", *PLAIN)
-    raise HTTPException(405 if known else 404)
-
-
-# --- around every request -------------------------------------------------------------------------
-
-
-def _error(status: int, message: str, param: str | None = None, **headers: str) -> JSONResponse:
-    # JSON may hold halves of characters, which no answer can be written with
-    message, param = (
-        text and text[:MOST_WORDS].encode("utf-8", "replace").decode() for text in (message, param)
-    )
-    content = {"message": message, "type": TYPES.get(status, "server_error"), "param": param}
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return JSONResponse({"error": content}, status, headers=HEADERS | named)
+# --- what is no picture ---------------------------------------------------------------------------
 
 
 async def _bad_request(request: Request, error: BadRequest) -> JSONResponse:
-    return _error(error.status, error.message, error.param)
+    return answers.error(error.status, error.message, error.param)
+
+
+async def _full(request: Request, error: QueueFull) -> JSONResponse:
+    return answers.error(429, str(error), retry_after=str(error.seconds))
+
+
+async def _closed(request: Request, error: Closed) -> JSONResponse:
+    return answers.error(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
-    words = {404: "there is nothing here", 405: f"{request.method} does not work here"}
-    return _error(error.status_code, words.get(error.status_code, str(error.detail)))
+    return answers.error(error.status_code, str(error.detail))
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
-    return _error(500, "the server failed at this request; its log says why")
+    return answers.error(500, "the server failed at this request; its log says why")
 
 
-class Watched:
-    """Checks the key of every request, and counts its answer.
+class _Elsewhere:
+    """Answers what no route takes: a method that does not work at a path (None: anything there)."""
 
-    A plain ASGI application: the framework's own kind of middleware would keep from the routes that
-    a client went away.
-    """
-
-    def __init__(self, app: ASGIApp, service: Service):
-        self.app, self.service = app, service
+    def __init__(self, allowed: str | None = None):
+        self.allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        status = 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        app, words = self.app, "wrong or missing API key: send Authorization: Bearer KEY"
-        if scope["path"].startswith("/v1") and not _is_known(self.service, Request(scope)):
-            app = _error(401, words)
-        try:
-            await app(scope, receive, watched)
-        finally:
-            # plain routes leave no name in the scope; a client's own paths are no labels
-            route = getattr(scope.get("route"), "path", None)
-            other = "/v1" if scope["path"].startswith("/v1") else "page"
-            path = scope["path"] if scope["path"] in PLAIN else route or other
-            self.service.metrics.answered(path, status)
-
-
-def _is_known(service: Service, request: Request) -> bool:
-    if service.api_key is None:
-        return True
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    return hmac.compare_digest(given.encode(), service.api_key.encode())
+        answer = answers.error(404, "there is nothing here")
+        if self.allowed is not None:
+            words = f"{scope['method'][:20]} does not work here, {self.allowed} does"
+            answer = answers.error(405, words, allow=self.allowed)
+        await answer(scope, receive, send)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -227,24 +189,45 @@ def _gauges(service: Service) -> dict[str, int]:
     }
 
 
+async def _answered(service: Service, answer: Callable, request: Request) -> JSONResponse:
+    """The answer of a route, also if the time for the end is over meanwhile."""
+    start = time.perf_counter()
+    try:
+        found = await answer(service, request)
+    except asyncio.CancelledError:
+        words = "the server ended before this was drawn"
+        return answers.error(503, words, retry_after=AGAIN)
+    service.metrics.served(time.perf_counter() - start)
+    return found
+
+
 async def _generations(service: Service, request: Request) -> JSONResponse:
-    fields = requests.parse_json(await _body(service, request, MOST_JSON))
-    asked = requests.check(fields, service.limits)
-    # a class is looked up at once; a text encoder takes its time
-    quick = service.subjects.names is not None
-    items = service.items(asked) if quick else await asyncio.to_thread(service.items, asked)
-    return await _drawn(service, request, asked, items)
+    asked = requests.check(requests.parse_json(await forms.body(request)), service.limits)
+    with service.batcher.reserve(asked.n) as places:
+        # a class is looked up at once; a text encoder takes its time
+        quick = service.subjects.names is not None
+        items = service.items(asked) if quick else await asyncio.to_thread(service.items, asked)
+        futures = places.fill(items)
+    return await _drawn(service, request, asked, futures)
 
 
 async def _edits(service: Service, request: Request) -> JSONResponse:
-    form = await _form(service, request)
-    files = {name: form.pop(name, None) for name in ("image", "mask")}
+    async with service.uploads:  # while what was sent is in memory
+        asked, futures = await _taken_edits(service, request)
+    return await _drawn(service, request, asked, futures)
+
+
+async def _taken_edits(service: Service, request: Request) -> tuple[ImageRequest, list[Future]]:
+    form = await forms.form(request)
+    files = {name: form.pop(name, None) for name in forms.FILES}
     asked = requests.check(requests.parse_form(form), service.limits, edit=True)
     for name, content in files.items():
         if not isinstance(content, bytes):
             raise BadRequest(422, f"{name} is missing: send it as a file of the form", name)
-    items = await asyncio.to_thread(_edited_items, service, asked, files)
-    return await _drawn(service, request, asked, items)
+    # a place before anything is decoded: who is refused costs nothing
+    with service.batcher.reserve(asked.n) as places:
+        items = await asyncio.to_thread(_edited_items, service, asked, files)
+        return asked, places.fill(items)
 
 
 def _edited_items(service: Service, asked: ImageRequest, files: dict[str, bytes]) -> list[Item]:
@@ -268,25 +251,14 @@ def _edited_items(service: Service, asked: ImageRequest, files: dict[str, bytes]
 
 
 async def _drawn(
-    service: Service, request: Request, asked: ImageRequest, items: list[Item]
+    service: Service, request: Request, asked: ImageRequest, futures: list[Future]
 ) -> JSONResponse:
-    """Have the images drawn, and answer with them."""
-    start = time.perf_counter()
-    try:
-        futures = service.batcher.submit(items)
-    except QueueFull as error:
-        return _error(429, str(error), retry_after=str(error.seconds))
-    except Closed:
-        return _error(503, "the server ends: ask another one", retry_after="5")
-    try:
-        found = await _while_there(service, request, futures)
-    except asyncio.CancelledError:  # the time for the end is over
-        return _error(503, "the server ended before this was drawn", retry_after="5")
+    """Answer with pictures, when they are drawn."""
+    found = await _while_there(service, request, futures)
     encode = lambda: [base64.b64encode(pictures.png(image, LEVEL)).decode() for image in found]  # noqa: E731
     texts = await asyncio.to_thread(encode)
-    service.metrics.served(time.perf_counter() - start)
     data = [{"b64_json": text, "seed": asked.seed} for text in texts]
-    return JSONResponse({"created": int(time.time()), "data": data}, headers=HEADERS)
+    return JSONResponse({"created": int(time.time()), "data": data}, headers=answers.HEADERS)
 
 
 async def _while_there(
@@ -310,51 +282,3 @@ async def _while_there(
             waiting.cancel()
             for future in futures:
                 future.cancel()
-
-
-# --- bodies ---------------------------------------------------------------------------------------
-
-
-async def _body(service: Service, request: Request, most: int) -> bytes:
-    """The body, up to a number of bytes and within some seconds."""
-    too_large = BadRequest(413, f"the body has more than {most} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 12 or int(length) > most):
-        raise too_large
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(service.body_seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise too_large
-                parts.append(part)
-    except TimeoutError:
-        raise BadRequest(408, f"no whole body within {service.body_seconds:g} s") from None
-    except ClientDisconnect:
-        raise BadRequest(408, "the client went away") from None
-    return b"".join(parts)
-
-
-async def _form(service: Service, request: Request) -> dict[str, str | bytes]:
-    """The fields of a form, files as bytes."""
-    if "multipart/form-data" not in request.headers.get("content-type", ""):
-        raise BadRequest(400, "send a form (multipart/form-data) with the files image and mask")
-    body = await _body(service, request, MOST_UPLOAD)
-
-    async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    parsed = Request(request.scope, receive)
-    try:
-        async with parsed.form(max_files=4, max_fields=32, max_part_size=MOST_JSON) as form:
-            return {
-                # OpenAI's clients name several pictures image[]
-                name.removesuffix("[]"): (
-                    await value.read() if isinstance(value, UploadFile) else value
-                )
-                for name, value in form.multi_items()
-            }
-    except (MultiPartException, HTTPException, KeyError, ValueError) as error:
-        reason = getattr(error, "message", None) or getattr(error, "detail", "")
-        raise BadRequest(400, f"the form cannot be read: {reason!s:.120}") from None

@@ -1,6 +1,7 @@
 """The waiting room of a server: a bounded queue of images, and the thread that draws them.
 
-A request's images are taken together or not at all. What was taken is drawn, also while the server
+A request's images are taken together or not at all, and places are kept for them before they are
+made: decoding what somebody sent comes after that. What was taken is drawn, also while the server
 ends; only a client that went away takes its images back, as long as nobody draws them.
 """
 
@@ -16,8 +17,10 @@ import numpy as np
 
 from experiments.serve.drawer import Drawer, Item
 from experiments.serve.metrics import Metrics
+from varjax.errors import UserError
 
 LOG = logging.getLogger("varjax.serve")
+DRAWING, COMPILING = "drawing", "compiling"  # names of threads
 USUAL_SECONDS = 1.0  # of a batch, before one was drawn
 
 
@@ -39,6 +42,28 @@ class _Waiting:
     future: Future = field(default_factory=Future)
 
 
+class Places:
+    """Room for so many images of a `Batcher`, until it is filled or left."""
+
+    def __init__(self, batcher: "Batcher", count: int):
+        self._batcher, self._count = batcher, count
+
+    def fill(self, works: Sequence[Item | Callable[[], object]]) -> list[Future]:
+        """Have as many images drawn as there are places. This works also while the server ends."""
+        assert len(works) == self._count, "a place for each image"
+        found, self._count = [_Waiting(work) for work in works], 0
+        self._batcher._take(len(found), found)
+        return [one.future for one in found]
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(self, *error) -> None:
+        count, self._count = self._count, 0
+        if count:
+            self._batcher._take(count, [])
+
+
 class Batcher:
     """Draws what waits, in the order in which it came, in batches.
 
@@ -49,9 +74,9 @@ class Batcher:
         self.drawer, self.most, self.metrics = drawer, most, metrics
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed, self._reserved = False, 0
         self._seconds = USUAL_SECONDS  # of a batch, lately
-        self._thread = threading.Thread(target=self._work, name="drawing", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=DRAWING, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -59,31 +84,41 @@ class Batcher:
     @property
     def depth(self) -> int:
         """Images that wait."""
-        return len(self._waiting)
+        return len(self._waiting) + self._reserved
 
-    def submit(self, items: Sequence[Item]) -> list[Future]:
-        """Take all images of a request. Their futures give pictures uint8 [H, W, 3].
+    def reserve(self, count: int) -> "Places":
+        """Keep room for all images of a request, before anything is done for it.
 
         Raises:
           QueueFull: there is no room for all of them. Closed: the server ends.
         """
-        return self._take([_Waiting(item) for item in items])
-
-    def run(self, work: Callable[[], object]) -> Future:
-        """Take something else that needs the device, as one more image; raises as `submit` does."""
-        return self._take([_Waiting(work)])[0]
-
-    def _take(self, found: list[_Waiting]) -> list[Future]:
         with self._changed:
             if self._closed:
                 raise Closed("the server ends")
             self._forget_cancelled()
-            if len(self._waiting) + len(found) > self.most:
-                rounds = 1 + len(self._waiting) / self.drawer.largest
+            if self.depth + count > self.most:
+                rounds = 1 + self.depth / self.drawer.largest
                 raise QueueFull(max(1, round(rounds * self._seconds)))
+            self._reserved += count
+        return Places(self, count)
+
+    def submit(self, items: Sequence[Item]) -> list[Future]:
+        """Take all images of a request. Their futures give pictures uint8 [H, W, 3]. Raises as
+        `reserve` does."""
+        with self.reserve(len(items)) as places:
+            return places.fill(items)
+
+    def run(self, work: Callable[[], object]) -> Future:
+        """Take something else that needs the device, as one more image; raises as `reserve`."""
+        with self.reserve(1) as places:
+            return places.fill([work])[0]
+
+    def _take(self, places: int, found: list[_Waiting]) -> None:
+        """Put something in the place of what was reserved; nothing gives the places back."""
+        with self._changed:
+            self._reserved -= places
             self._waiting.extend(found)
             self._changed.notify()
-        return [one.future for one in found]
 
     def _forget_cancelled(self) -> None:
         if any(one.future.cancelled() for one in self._waiting):
@@ -120,7 +155,7 @@ class Batcher:
                     batch = [one for one in batch if one.future.set_running_or_notify_cancel()]
                     if batch:
                         return batch
-                elif self._closed:
+                elif self._closed and not self._reserved:
                     return []
                 else:
                     self._changed.wait()
@@ -147,7 +182,8 @@ class Batcher:
             for one, result in zip(batch, do([one.work for one in batch]), strict=True):
                 one.future.set_result(result)
         except Exception as error:  # one batch that fails must not end the server
-            LOG.exception("drawing failed")
+            if not isinstance(error, UserError):  # that is told to who asked
+                LOG.exception("drawing failed")
             for one in batch:
                 if not one.future.done():
                     one.future.set_exception(error)

@@ -56,6 +56,11 @@ class Patch:
         return cls(pictures[0], drawn[0], tokens[0], kept[0], paste)
 
 
+def encode_once(model: Model) -> None:
+    """Compile what encodes a picture, by encoding one."""
+    source_tokens(model, np.zeros((1, *model.pixels, 3), np.float32))
+
+
 @dataclass(frozen=True, eq=False)
 class Item:
     """One image that is to be drawn.
@@ -109,14 +114,27 @@ class Drawer:
         return self.sizes[-1]
 
     def compile(self, say: Callable[[str], None]) -> None:
-        """Compile all programs, and draw once with each, so that no request pays for it."""
-        for size, generator in self.generators.items():
+        """Compile all programs, and draw once with each, so that no request pays for it. The first
+        edit would pay for what encodes pictures."""
+        start = time.perf_counter()
+        encode_once(self.model)
+        say(f"pictures to tokens: compiled in {time.perf_counter() - start:.1f} s")
+        for size in self.sizes:
             start = time.perf_counter()
-            shapes = self.model.transformer.condition_shapes(size)
-            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-            nothing = self._given([None] * size)
-            generator.run_batch(condition, np.zeros(size, np.int32), given=nothing)
+            self._draw_once(size)
             say(f"batches of {size}: compiled in {time.perf_counter() - start:.1f} s")
+
+    def warm(self) -> None:
+        """Call everything once that JAX may have forgotten; what was compiled here stays so."""
+        encode_once(self.model)
+        for size in self.sizes:
+            self._draw_once(size)
+
+    def _draw_once(self, size: int) -> None:
+        shapes = self.model.transformer.condition_shapes(size)
+        condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        nothing = self._given([None] * size)
+        self.generators[size].run_batch(condition, np.zeros(size, np.int32), given=nothing)
 
     def size_for(self, waiting: int) -> int:
         """The batch size for so many items that wait: one that they fill, or nearly."""

@@ -6,7 +6,6 @@ is shown, names no file, and reaches no template. Fonts and scripts come from th
 
 import contextlib
 import html
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 
@@ -15,34 +14,25 @@ import numpy as np
 from fastapi import FastAPI
 from PIL import Image
 
+from experiments.serve import look, shown, typed
 from experiments.serve.api import MOST_UPLOAD_PIXELS, Service
-from experiments.serve.batcher import Closed, QueueFull
 from experiments.serve.drawer import Patch
-from experiments.serve.requests import LARGEST_SEED
-from experiments.serve.studio import Choice, Drawn, Preview, Studio, Waiting
-from varjax import metrics
-from varjax.engine.memory import show_bytes
+from experiments.serve.guard import MOST_FILE
+from experiments.serve.shown import SHOWN, large
+from experiments.serve.studio import Choice, Drawn, Studio
+from experiments.serve.typed import FULL, LOWER, WAYS
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.io import pictures
-from varjax.policies import POLICIES
 from varjax.sampling import Sampling
 
-MOST_FILE = "16mb"  # of an upload
-SHOWN = 384  # pixels of a picture on the page: small ones are enlarged without smoothing
-GALLERY = 24  # pictures that are kept
+GALLERY = 24  # pictures that are kept of a visitor
+SESSIONS, SESSION = (
+    64,
+    3600,
+)  # visitors of whom they are, and seconds after which they are forgotten
 CACHE = 600, 3600  # seconds between two looks for old files, and after which they are old
 VISITORS, JOBS = 32, 8  # that may wait, and that are served at once
-FULL, USUAL, USUAL_BUDGET = "full", "headkv", 0.25
-NEEDS_FILES = ("table", "compose")  # policies that the page cannot ask for
-PAINTED, LOWER, MIDDLE = WAYS = ("what I paint", "the lower half", "the middle")
-CSS = """
-.picture img {image-rendering: pixelated}
-.keeps {overflow-x: auto}
-.keeps svg {max-width: none; background: white}
-footer {display: none !important}
-"""
-FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+USUAL, USUAL_BUDGET = "headkv", 0.25
 
 
 def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> FastAPI:
@@ -52,25 +42,24 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
     service.closing.append(studio.close)
     page = Page(service, studio)
     blocks = page.build()
+    blocks.state_session_capacity = SESSIONS
     blocks.queue(max_size=VISITORS, default_concurrency_limit=JOBS, api_open=False)
-    key = service.api_key
-    return gr.mount_gradio_app(
+    mounted = gr.mount_gradio_app(
         app,
         blocks,
         path="/",
-        auth=None if key is None else (lambda user, given: _same(given, key)),
-        auth_message="Any name, and the server's API key as password.",
         show_error=False,  # messages of ours are shown anyway; others would show internals
         max_file_size=MOST_FILE,
         ssr_mode=False,
-        theme=gr.themes.Default(**FONTS),
-        css=CSS,
+        theme=gr.themes.Default(**look.FONTS),
+        css=look.CSS,
+        js=look.SCRIPT,
         footer_links=[],
     )
-
-
-def _same(given: str, key: str) -> bool:
-    return secrets.compare_digest(given.encode(), key.encode())
+    (page_app,) = (r.app for r in app.routes if isinstance(getattr(r, "app", None), gr.routes.App))
+    # every open page holds a connection, which ends then: else the end would wait for visitors
+    service.closing.append(page_app.stop_event.set)
+    return mounted
 
 
 class Page:
@@ -80,10 +69,11 @@ class Page:
         self.service, self.studio, self.model = service, studio, service.model
         self.names = service.subjects.names
         sampling = self.model.sampling()
-        self.cfg = sampling.cfg if isinstance(sampling.cfg, float) else None
+        one = lambda value: value if isinstance(value, (int, float)) else None  # noqa: E731
+        self.cfg, self.tau = one(sampling.cfg), one(sampling.tau)
         self.sampling = sampling
         self._stops: dict[str, threading.Event] = {}  # of the jobs in progress, by visitor and tab
-        self.policies = [name for name in POLICIES if name not in NEEDS_FILES]
+        self.policies = studio.offered(USUAL_BUDGET)
         self.usual = USUAL if USUAL in self.policies else self.policies[0]
 
     # --- what it is made of -----------------------------------------------------------------------
@@ -121,10 +111,11 @@ class Page:
             budget = gr.Slider(0.02, 1, USUAL_BUDGET, step=0.01, label="Budget")
         with gr.Accordion("Advanced", open=False):
             cfg = gr.Number(self.cfg, label="Guidance (cfg; empty: the checkpoint's)")
+            tau = gr.Number(self.tau, label="Temperature (tau; empty: the checkpoint's)")
             top_k = gr.Number(self.sampling.top_k, label="Keep the k best (top_k; 0: all)")
             top_p = gr.Slider(0, 1, self.sampling.top_p, step=0.01, label="Nucleus (top_p; 0: all)")
             greedy = gr.Checkbox(False, label="Always the best token (greedy)")
-        return [seed, policy, budget, cfg, top_k, top_p, greedy]
+        return [seed, policy, budget, cfg, tau, top_k, top_p, greedy]
 
     def _draw_tab(self) -> None:
         with gr.Row():
@@ -150,7 +141,7 @@ class Page:
                     elem_id="gallery",
                     buttons=["fullscreen"],
                 )
-        kept = gr.State([])
+        kept = gr.State([], time_to_live=SESSION)
         outputs = [said, mine, of_mine, full, of_full, keeps, gallery, kept]
         self._on(go, subject, stop, self.draw, [subject, *how, kept], outputs)
 
@@ -229,46 +220,50 @@ class Page:
     def prepare(self) -> None:
         """Compile what the first visitor will most likely ask for."""
         usual = Choice(self.usual, USUAL_BUDGET, self.sampling)
-        self.studio.prepare([usual, _choice(FULL, None, self.sampling)])
+        self.studio.prepare([usual, typed.choice(FULL, None, self.sampling)])
 
     def draw(
-        self, subject, seed, policy, budget, cfg, top_k, top_p, greedy, kept
+        self, subject, seed, policy, budget, cfg, tau, top_k, top_p, greedy, kept
     ) -> Iterator[tuple]:
         """Draw with the policy, then with the full cache; yields what is shown."""
-        with _told():
+        with shown.told():
             condition = self._condition(subject)
-            seed = _seed(seed)
-            sampling = self._sampling(cfg, top_k, top_p, greedy)
-            mine, full = _choice(policy, budget, sampling), _choice(FULL, None, sampling)
+            seed = typed.seed(seed)
+            sampling = self._sampling(cfg, tau, top_k, top_p, greedy)
+            mine, full = typed.choice(policy, budget, sampling), typed.choice(FULL, None, sampling)
             found, nothing = {}, (gr.skip(),) * 2
             for name, choice in (("mine", mine), ("full", full)):
                 for seen in self.studio.draw(choice, condition, seed):
                     if isinstance(seen, Drawn):
                         found[name] = seen
-                    shown = _shown(seen)
-                    pair = (*shown, *nothing) if name == "mine" else (*nothing, *shown)
-                    yield _line(choice, seed, seen), *pair, *(gr.skip(),) * 3
-            words = _compared(found["mine"], found["full"])
-            kept = [*_pair(found, subject, seed, policy), *kept][:GALLERY]
+                    seen_now = shown.shown(seen)
+                    pair = (*seen_now, *nothing) if name == "mine" else (*nothing, *seen_now)
+                    yield shown.line(choice, seed, seen), *pair, *(gr.skip(),) * 3
+            words = shown.compared(found["mine"], found["full"])
+            kept = [*shown.pair(found, subject, seed, policy), *kept][:GALLERY]
             mine_shown = large(found["mine"].picture), words
-            full_shown = large(found["full"].picture), _cost(found["full"])
+            full_shown = large(found["full"].picture), shown.cost(found["full"])
+            gallery = [(large(picture), caption) for picture, caption in kept]
             done = f"Seed {seed}: done."
-            yield done, *mine_shown, *full_shown, found["mine"].keeps, kept, kept
+            yield done, *mine_shown, *full_shown, found["mine"].keeps, gallery, kept
 
     def edit(
-        self, canvas, way, subject, paste, seed, policy, budget, cfg, top_k, top_p, greedy
+        self, canvas, way, subject, paste, seed, policy, budget, cfg, tau, top_k, top_p, greedy
     ) -> Iterator[tuple]:
         """Edit the picture on the canvas."""
-        with _told():
-            picture, drawn = self._canvas(canvas, way)
-            condition, seed = self._condition(subject), _seed(seed)
-            choice = _choice(policy, budget, self._sampling(cfg, top_k, top_p, greedy))
-            patch = Patch.of(self.model, picture, drawn, bool(paste))
+        with shown.told():
+            picture, drawn, done_to_it = typed.canvas(canvas, way, self.model.pixels)
+            condition, seed = self._condition(subject), typed.seed(seed)
+            choice = typed.choice(policy, budget, self._sampling(cfg, tau, top_k, top_p, greedy))
             hole = np.where(drawn[..., None], np.uint8(255), picture)
-            before = large(hole), f"{drawn.mean():.0%} are drawn anew"
+            before = large(hole), f"{drawn.mean():.0%} are drawn anew{done_to_it}"
+
+            def patch() -> Patch:
+                return Patch.of(self.model, picture, drawn, bool(paste))
+
             for seen in self.studio.draw(choice, condition, seed, patch):
-                after = _shown(seen)
-                yield _line(choice, seed, seen), *before, *after
+                after = shown.shown(seen)
+                yield shown.line(choice, seed, seen), *before, *after
             yield f"Seed {seed}: done.", *before, *after
 
     def _condition(self, subject):
@@ -276,31 +271,11 @@ class Page:
             raise UserError("say what to draw")
         return self.service.subjects.of(subject, None)
 
-    def _sampling(self, cfg, top_k, top_p, greedy) -> Sampling:
-        found = {"top_k": _whole("top_k", top_k), "top_p": top_p, "greedy": bool(greedy)}
-        return self.model.sampling(cfg=None if cfg is None else float(cfg), **found)
-
-    def _canvas(self, canvas, way: str) -> tuple[np.ndarray, np.ndarray]:
-        """The picture and its mask, in the model's size."""
-        background = (canvas or {}).get("background")
-        if background is None:
-            raise UserError("upload a picture first")
-        size = self.model.pixels
-        picture = np.asarray(background.convert("RGB"))
-        drawn = np.zeros(size, bool)
-        if way == LOWER:
-            drawn[size[0] // 2 :] = True
-        elif way == MIDDLE:
-            (h, w) = size
-            drawn[h // 4 : h - h // 4, w // 4 : w - w // 4] = True
-        else:
-            painted = np.zeros(picture.shape[:2], bool)
-            for layer in canvas.get("layers") or ():
-                painted |= np.asarray(layer.convert("RGBA").resize(background.size))[..., 3] > 127
-            drawn = pictures.fit_mask(painted, size)
-        if not drawn.any() or drawn.all():
-            raise UserError("paint over a part of the picture: that part is drawn anew")
-        return pictures.fit_picture(picture, size), drawn
+    def _sampling(self, cfg, tau, top_k, top_p, greedy) -> Sampling:
+        found = {"top_k": typed.whole("top_k", top_k), "top_p": top_p, "greedy": bool(greedy)}
+        for name, value in (("cfg", cfg), ("tau", tau)):
+            found[name] = None if value is None else float(value)
+        return self.model.sampling(**found)
 
 
 def _picture(label: str, name: str) -> tuple[gr.Image, gr.Markdown]:
@@ -314,75 +289,3 @@ def _picture(label: str, name: str) -> tuple[gr.Image, gr.Markdown]:
             buttons=["download", "fullscreen"],
         )
         return image, gr.Markdown("", elem_id=f"of-{name}")
-
-
-class _told:
-    """Turns what a visitor can help into a message on the page, escaped."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, (UserError, QueueFull, Closed)):
-            raise gr.Error(html.escape(str(error)), print_exception=False) from None
-
-
-def _seed(text: str | None) -> int:
-    text = (text or "").strip()
-    if not text:
-        return secrets.randbelow(LARGEST_SEED)
-    if not text.isdecimal() or len(text) > 10 or int(text) > LARGEST_SEED:
-        raise UserError(f"seed {text[:20]!r}: a whole number, 0 to {LARGEST_SEED}, or nothing")
-    return int(text)
-
-
-def _whole(name: str, value: float | None) -> int:
-    if value is None or value != int(value):
-        raise UserError(f"{name}={value}: a whole number")
-    return int(value)
-
-
-def large(picture: np.ndarray) -> np.ndarray:
-    """A small picture enlarged without smoothing, so that its pixels can be compared."""
-    times = max(1, SHOWN // max(picture.shape[:2]))
-    return picture.repeat(times, axis=0).repeat(times, axis=1)
-
-
-def _choice(policy: str, budget: float | None, sampling: Sampling) -> Choice:
-    """The full cache has one budget only."""
-    return Choice(policy, None if policy == FULL else budget, sampling)
-
-
-def _line(choice: Choice, seed: int, seen: Waiting | Preview | Drawn) -> str:
-    """What is going on."""
-    words = "drawn" if isinstance(seen, Drawn) else seen.words
-    part = f" ({seen.part:.0%})" if isinstance(seen, Preview) else ""
-    return f"Seed {seed}, {html.escape(choice.policy)}: {words}{part}"
-
-
-def _shown(seen: Waiting | Preview | Drawn) -> tuple:
-    """A picture and the words under it."""
-    if isinstance(seen, Waiting):
-        return gr.skip(), gr.skip()
-    return large(seen.picture), seen.words if isinstance(seen, Preview) else _cost(seen)
-
-
-def _cost(drawn: Drawn) -> str:
-    part = drawn.num_bytes / max(1, drawn.dense_bytes)
-    size = show_bytes(drawn.num_bytes)
-    return f"**{size}** of keys and values ({part:.0%}), **{drawn.seconds:.2f} s**"
-
-
-def _compared(mine: Drawn, full: Drawn) -> str:
-    decibels = float(metrics.psnr(full.pixels[None], mine.pixels[None])[0])
-    equal = float(metrics.token_agreement(full.tokens, mine.tokens)[0])
-    near = f"{decibels:.1f} dB" if np.isfinite(decibels) else "the same picture"
-    return f"{_cost(mine)}; beside the full cache: PSNR **{near}**, **{equal:.0%}** equal tokens"
-
-
-def _pair(found: dict[str, Drawn], subject: str, seed: int, policy: str) -> list[tuple]:
-    what = f"{subject[:40]}, seed {seed}"
-    return [
-        (large(found["mine"].picture), f"{what}, {policy}"),
-        (large(found["full"].picture), f"{what}, full"),
-    ]

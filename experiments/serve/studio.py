@@ -2,7 +2,7 @@
 picture of the full cache.
 
 Every combination of policy, budget and sampling is a program of its own, compiled when somebody
-first asks for it; the last few are kept. Programs wait in the server's queue like everything else.
+first asks for it; the last few are kept. Drawing waits in the server's queue like everything else.
 """
 
 import contextlib
@@ -19,20 +19,23 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from experiments.serve import memory
 from experiments.serve.api import Service
+from experiments.serve.batcher import COMPILING, Closed, QueueFull
 from experiments.serve.drawer import Patch
+from experiments.serve.previews import Preview, Previews, Waiting
+from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.engine.given import Given
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
-from varjax.policies import get_policy
+from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
 
 KEPT = 8  # programs, and programs that may wait to be compiled
-LINES = 2  # of a token model, between two previews
-GREY = np.uint8(128)
+NEEDS_MORE = ("table", "compose")  # policies that want more than a budget
 LOOKING = 0.5  # seconds between two signs of life
 
 
@@ -43,22 +46,6 @@ class Choice:
     policy: str
     budget: float | None
     sampling: Sampling
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Nothing can be seen yet, and why."""
-
-    words: str
-
-
-@dataclass(frozen=True, eq=False)
-class Preview:
-    """What can be seen so far: a picture uint8 [H, W, 3], and the part that is done."""
-
-    picture: np.ndarray
-    part: float
-    words: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +64,25 @@ class Drawn:
     keeps: str
 
 
+class _Watch:
+    """Hears what is drawn. JAX keeps what it has traced for a while, and with it who hears: so this
+    knows no generator, whose programs would stay as long."""
+
+    def __init__(self):
+        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
+
+    def __call__(self, number, what) -> None:
+        seen = self.seen
+        if seen is not None:
+            seen.put((int(number), np.array(what)))
+
+
 class _Program:
     """A generator for one image, and the way by which it is watched."""
 
     def __init__(self, make: Callable[..., Generator]):
-        self.seen: queue.SimpleQueue | None = None  # of the run in progress, if somebody looks
-        self.generator = make(watch=self._watch)
-
-    def _watch(self, number, what) -> None:
-        seen = self.seen
-        if seen is not None:
-            seen.put((int(number), np.array(what)))
+        self.watch = _Watch()
+        self.generator = make(watch=self.watch)
 
 
 class Studio:
@@ -103,8 +98,9 @@ class Studio:
         self._waiting: Counter[Choice] = Counter()  # how many look at a program that may compile
         self._lock = threading.RLock()
         # one at a time: compiling takes all cores
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiling")
-        self._decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
+        self._previews = Previews(self.model)
+        self._count = 0  # of programs that were compiled
         self._nothing = self.model.transformer.no_tokens(1)
 
     # --- programs ---------------------------------------------------------------------------------
@@ -117,14 +113,19 @@ class Studio:
             if held is None or held.cancelled() or held.done() and held.exception():
                 if sum(not other.done() for other in self._programs.values()) >= KEPT:
                     raise UserError("many programs wait to be compiled: try again in a minute")
-                planned = self._planned(choice)
-                self._programs[choice] = self._compiler.submit(self._compiled, planned)
+                plan = self.plan(choice)
+                self._programs.pop(choice, None)
+                self._make_room()
+                self._programs[choice] = self._compiler.submit(self._compiled, choice, plan)
             self._programs.move_to_end(choice)
-            done = [other for other, future in self._programs.items() if future.done()]
-            for other in done[: max(0, len(self._programs) - KEPT)]:
-                if other != choice:
-                    del self._programs[other]
             return self._programs[choice]
+
+    def _make_room(self) -> None:
+        """Forget the programs that were asked for longest ago, so that with one more there are at
+        most `KEPT`. One that waits to be compiled stays; one that draws goes when it has drawn."""
+        done = [choice for choice, future in self._programs.items() if future.done()]
+        for choice in done[: max(0, len(self._programs) + 1 - KEPT)]:
+            del self._programs[choice]
 
     def _left(self, choice: Choice) -> None:
         """Nobody waits for a program any more that somebody waited for."""
@@ -140,22 +141,52 @@ class Studio:
         """Compile nothing more than what is being compiled."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self, program: _Program) -> _Program:
+    def _compiled(self, choice: Choice, plan: CachePlan) -> _Program:
+        memory.give_back()  # programs that were forgotten, before there is another one
+        sampling = self.model.resolve_sampling(choice.sampling)
+        program = _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more))
         shapes = self.model.transformer.condition_shapes(1)
         condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         # once for nothing: the first run is slower, and its time would be compared
         program.generator.run_batch(
             condition, np.zeros(1, np.int32), given=self._given(None), keep_cache=False
         )
+        memory.give_back()  # what compiling took
+        self._count += 1
+        if self._count % KEPT == 0:
+            self._forget_traces()
+        self._previews.warm()
         return program
 
-    def _planned(self, choice: Choice) -> _Program:
+    def _forget_traces(self) -> None:
+        """Forget JAX's traces while nobody draws, and warm up again what the API needs."""
+
+        def forget() -> None:
+            memory.forget_traces()
+            self.service.batcher.drawer.warm()
+
+        with contextlib.suppress(QueueFull, Closed):  # then after as many programs more
+            self.service.batcher.run(forget).result()
+
+    def plan(self, choice: Choice) -> CachePlan:
+        """The plan of a choice. `UserError` if the model cannot have it."""
         policy = get_policy(choice.policy, choice.budget, {})
         sampling = self.model.resolve_sampling(choice.sampling)
         calibration = calibration_lib.find(policy, self.model, None, sampling.guidance)
         plan = plan_cache(self.model.geometry_for(sampling), policy, calibration)
         policy.check_images(1)
-        return _Program(lambda **more: self._make(self.model, plan, sampling, 1, **more))
+        return plan
+
+    def offered(self, budget: float) -> list[str]:
+        """Names of the policies that this model can have: at this budget, or at their own."""
+        return [name for name in POLICIES if name not in NEEDS_MORE and self._can(name, budget)]
+
+    def _can(self, name: str, budget: float) -> bool:
+        for one in (budget, None):
+            with contextlib.suppress(UserError):
+                self.plan(Choice(name, one, self.model.sampling()))
+                return True
+        return False
 
     def prepare(self, choices: list[Choice]) -> None:
         """Compile programs in the background, before somebody asks for them."""
@@ -171,14 +202,20 @@ class Studio:
     # --- drawing ----------------------------------------------------------------------------------
 
     def draw(
-        self, choice: Choice, condition: PyTree, seed: int, patch: Patch | None = None
+        self,
+        choice: Choice,
+        condition: PyTree,
+        seed: int,
+        patch: Callable[[], Patch] | None = None,
     ) -> Iterator[Waiting | Preview | Drawn]:
         """Draw a picture: what it waits for, previews as they come, then the picture. Something
         comes every now and then, so that the iterator can be closed: that takes the picture out of
         the queue, or leaves it to itself if it is being drawn.
 
+        patch: returns what is edited; it is called when it is this picture's turn.
+
         Raises:
-          UserError: what cannot be planned. QueueFull, Closed: as of `Batcher.run`.
+          UserError: what cannot be planned, or of `patch`. QueueFull, Closed: as of `Batcher.run`.
         """
         with self._lock:
             compiled = self.program(choice)
@@ -193,14 +230,17 @@ class Studio:
         future = self.service.batcher.run(lambda: self._run(program, condition, seed, patch, seen))
         future.add_done_callback(lambda future: seen.put(None))
         try:
-            yield from self._previews(_told(seen))
-            yield self._finished(program, future, patch)
+            yield from self._previews.of(_told(seen))
+            yield self._finished(program, future)
         finally:
             future.cancel()
 
-    def _run(self, program, condition, seed, patch, seen) -> tuple[dict[str, np.ndarray], float]:
-        """On the drawing thread: results on the host, and the seconds they took."""
-        start, program.seen = time.perf_counter(), seen
+    def _run(
+        self, program, condition, seed, make, seen
+    ) -> tuple[dict[str, np.ndarray], Patch | None, float]:
+        """On the drawing thread: results on the host, what was edited, and the seconds it took."""
+        patch = None if make is None else make()
+        start, program.watch.seen = time.perf_counter(), seen
         try:
             results, _ = program.generator.run_batch(
                 condition,
@@ -212,11 +252,11 @@ class Studio:
             found = {name: np.asarray(results[name]) for name in ("images", "tokens")}
             jax.effects_barrier()  # what was seen is told before anybody else draws
         finally:
-            program.seen = None
-        return found, time.perf_counter() - start
+            program.watch.seen = None
+        return found, patch, time.perf_counter() - start
 
-    def _finished(self, program: _Program, future: Future, patch: Patch | None) -> Drawn:
-        found, seconds = future.result()
+    def _finished(self, program: _Program, future: Future) -> Drawn:
+        found, patch, seconds = future.result()
         generator, pixels = program.generator, found["images"][0]
         if patch is not None and patch.paste:
             pixels = np.where(patch.drawn[..., None], pixels, patch.picture)
@@ -230,46 +270,6 @@ class Studio:
             seconds=seconds,
             keeps=plan.picture(),
         )
-
-    # --- previews ---------------------------------------------------------------------------------
-
-    def _previews(self, seen: Iterator) -> Iterator[Waiting | Preview]:
-        show = self._token_preview() if self.model.draws_tokens else self._scale_preview
-        for one in seen:
-            shown = one if isinstance(one, Waiting) else show(*one)
-            if shown is not None:
-                yield shown
-
-    def _scale_preview(self, number: int, code_map: np.ndarray) -> Preview | None:
-        maps = self.model.config.schedule.maps
-        if number + 1 == len(maps):
-            return None  # the picture itself comes at once
-        (h, w), part = maps[number], (number + 1) / len(maps)
-        return Preview(self._pixels(code_map), part, f"scale {number + 1}: {h} x {w}")
-
-    def _token_preview(self) -> Callable[[int, np.ndarray], Preview | None]:
-        rows, columns = self.model.code_map[:2]
-        places = {int(p): i for i, p in enumerate(self.model.geometry.schedule.places)}
-        tokens = np.zeros((1, rows * columns), np.int32)
-
-        def show(number: int, token: np.ndarray) -> Preview | None:
-            place = places.get(number)
-            if place is None:  # a new line
-                return None
-            tokens[0, place] = token.reshape(-1)[0]
-            done = place + 1
-            if done % (LINES * columns) or done == tokens.size:
-                return None
-            codes = self.model.codec.code_map(jax.numpy.asarray(tokens), (rows, columns))
-            picture = self._pixels(codes)
-            picture[done // columns * (picture.shape[0] // rows) :] = GREY
-            return Preview(picture, done / tokens.size, f"line {done // columns} of {rows}")
-
-        return show
-
-    def _pixels(self, code_map) -> np.ndarray:
-        decoded = self._decode(self.model.codec, jax.numpy.asarray(code_map))
-        return to_uint8((np.asarray(decoded) + 1) / 2)[0]
 
 
 def _until(future: Future, words: str) -> Iterator[Waiting]:

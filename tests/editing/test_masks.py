@@ -1,5 +1,6 @@
 """Which tokens a mask keeps, against VAR's notebook rule written anew in NumPy."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -82,6 +83,14 @@ def test_tokens_one_by_one_end_the_picture():
         (lambda h, w: np.zeros((3, h, w), bool), "3 mask for 2"),
         (lambda h, w: np.zeros((h, w), complex), "type complex"),
         (lambda h, w: "white", "give an array"),
+        (lambda h, w: [[0, 1], [1]], "different lengths"),
+        (lambda h, w: [np.zeros((h, w)), np.zeros((h, w + 1))], "different lengths"),
+        (lambda h, w: [], "give an array"),
+        (lambda h, w: np.zeros((0, h, w)), "give an array"),
+        (lambda h, w: np.array([[None] * w] * h), "give an array"),
+        (lambda h, w: np.arange(h * w).reshape(h, w) % 2 * 254 + 1, "holds 1, which is grey"),
+        (lambda h, w: np.full((h, w), -1, np.int8), "holds -1, which is grey"),
+        (lambda h, w: np.full((h, w), 256, np.int64), "holds 256, which is grey"),
     ],
 )
 def test_wrong_masks(wrong, message):
@@ -98,6 +107,10 @@ def test_wrong_masks(wrong, message):
         (lambda h, w: np.zeros((h, w), np.uint8), "3"),
         (lambda h, w: np.full((h, w, 3), 2.0), "outside"),
         (lambda h, w: np.full((h, w, 3), np.inf), "outside"),
+        (lambda h, w: np.zeros((h, w, 3), np.int64), "give uint8"),
+        (lambda h, w: np.zeros((0, h, w, 3)), "give uint8"),
+        (lambda h, w: [np.zeros((h, w, 3)), np.zeros((h, w))], "different lengths"),
+        (lambda h, w: [], "give uint8"),
         (lambda h, w: np.zeros((3, h, w, 3), np.uint8), "3 images for 2"),
     ],
 )
@@ -111,8 +124,13 @@ def test_pixels_and_levels_of_masks():
     model = models.fixture_model(VAR)
     drawn = np.zeros(model.pixels, bool)
     drawn[0] = True
-    for mask in (drawn, drawn.astype(np.uint8), drawn.astype(np.uint8) * 255, drawn * 1.0):
+    bfloat16 = jax.numpy.bfloat16
+    kinds = (np.uint8, np.int16, np.int64, np.uint64, np.float16, np.float32, np.float64, bfloat16)
+    numbers = [drawn.astype(kind) * kind(white) for kind in kinds for white in (1, 255)]
+    for mask in (drawn, drawn.astype(np.int8), *numbers):
         found = masks.check_masks(model, mask, 2)
+        assert found.dtype == bool
         np.testing.assert_array_equal(found, np.stack([drawn, drawn]))
+    np.testing.assert_array_equal(masks.check_masks(model, drawn.tolist(), 1)[0], drawn)
     picture = np.full((*model.pixels, 3), 51, np.uint8)
     np.testing.assert_allclose(masks.check_pictures(model, picture, 1), 0.2)

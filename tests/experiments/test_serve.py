@@ -1,8 +1,10 @@
 """Flags of `python -m experiments.serve`: what is wrong with them is said before it serves. The
 server itself: tests/serve."""
 
+import importlib
 import socket
 import sys
+import types
 
 import pytest
 
@@ -49,6 +51,18 @@ def test_a_port_that_is_taken(refused):
         refused(
             "serve", "choose another address or port", ALONE, f"--port={other.getsockname()[1]}"
         )
+
+
+def test_a_server_that_still_compiles_holds_its_port(refused, monkeypatch):
+    """A socket that is only bound would let another server bind it, too, and fail after minutes."""
+    server = importlib.import_module("experiments.serve.__main__")
+    for name, value in (("HOST", "127.0.0.1"), ("PORT", 0)):
+        monkeypatch.setattr(server, name, types.SimpleNamespace(value=value))
+    with server.bound_socket() as first:
+        monkeypatch.undo()
+        monkeypatch.setattr(server, "resolve", lambda: pytest.fail("it went on"))
+        port = first.getsockname()[1]
+        refused("serve", "choose another address or port", ALONE, f"--port={port}")
 
 
 def test_a_missing_extra(refused, monkeypatch):

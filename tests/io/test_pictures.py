@@ -52,6 +52,23 @@ def test_turned_and_transparent_pictures():
     assert (found[:3] == 255).all() and (found[3:] == 0).all()
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_and_masks_are_turned_alike(orientation):
+    """Each by what its own file says, in all eight ways."""
+    drawn = np.zeros((6, 4), np.uint8)
+    drawn[:2, 0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture = pictures.read_picture(file_of(drawn, exif=exif), "it")
+    mask = pictures.read_mask(file_of(drawn, exif=exif), "it")
+    assert mask.shape == ((6, 4) if orientation < 5 else (4, 6))
+    np.testing.assert_array_equal(mask, picture[..., 0] == 255)
+    assert mask.sum() == 2 and (orientation == 1) == np.array_equal(mask, drawn == 255)
+    clear = np.dstack([np.full((6, 4, 3), 9, np.uint8), 255 - drawn])
+    np.testing.assert_array_equal(pictures.read_mask(file_of(clear, "RGBA", exif=exif), "it"), mask)
+    np.testing.assert_array_equal(pictures.read_mask(file_of(drawn), "it"), drawn == 255)
+
+
 def test_files(tmp_path):
     path = tmp_path / "a.png"
     pictures.save_png(path, some_picture())

@@ -10,7 +10,9 @@ import threading
 
 from tests.conftest import ROOT
 
-START_SECONDS = 600  # compiling, on a machine that does other things, too
+SILENT_SECONDS = (
+    600  # between two lines at the start: compiling, on a machine that does other things
+)
 
 
 def users_environment() -> dict[str, str]:
@@ -30,8 +32,22 @@ class Process:
         )
         self.lines, self._found = [], queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.address = self._found.get(timeout=START_SECONDS)
-        assert self.address, "\n".join(self.lines)
+        try:
+            self.address = self._ready()
+        except BaseException:
+            self.process.kill()  # nobody else knows it
+            raise
+
+    def _ready(self) -> str:
+        """The address, once it serves. As long as it says something, it is waited for."""
+        said = -1
+        while said < len(self.lines):
+            said = len(self.lines)
+            with contextlib.suppress(queue.Empty):
+                address = self._found.get(timeout=SILENT_SECONDS)
+                assert address, "\n".join(self.lines)
+                return address
+        raise AssertionError("\n".join([*self.lines, f"... and nothing for {SILENT_SECONDS} s"]))
 
     def _read(self) -> None:
         for line in self.process.stderr:

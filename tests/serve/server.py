@@ -50,14 +50,15 @@ def batcher_of(drawer, most=8) -> Batcher:
 
 
 @contextlib.contextmanager
-def running(app):
-    """The address of an application that is served on the loopback address."""
+def running(app, seconds=20):
+    """The address of an application that is served on the loopback address. seconds: for what was
+    accepted, at the end."""
     import uvicorn
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=20)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -3,19 +3,30 @@
 import base64
 import contextlib
 import io
+import socket
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests import models_under_test as models
-from tests.serve.server import BUDGET, MODEL, POLICY, batcher_of, running, small_drawer
+from tests.serve.server import (
+    BUDGET,
+    MODEL,
+    POLICY,
+    FakeDrawer,
+    batcher_of,
+    running,
+    small_drawer,
+)
 from varjax.generator import Generator
 from varjax.io import pictures
 from varjax.io.images import to_uint8
 from varjax.models.labels import Labels
+from varjax.models.transformer import _images_to_tokens
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -23,6 +34,7 @@ pytest.importorskip("python_multipart", reason="needs the extra serve")
 httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
 
 from experiments.serve.api import Service, make_app  # noqa: E402
+from experiments.serve.drawer import Patch, encode_once  # noqa: E402
 from experiments.serve.subjects import subjects  # noqa: E402
 
 KEY = "of-the-tests"
@@ -97,6 +109,20 @@ def test_pictures_are_those_of_run(client):
     again = {"prompt": "1", "seed": answer["data"][0]["seed"]}
     again = client.post("/v1/images/generations", json=again).json()
     assert again["data"] == answer["data"] and isinstance(answer["created"], int)
+
+
+def test_pictures_of_a_request_are_those_drawn_one_by_one(client):
+    """n = 3: picture i is what a generator of single images draws for number i of that seed."""
+    model = models.fixture_model(MODEL)
+    body = {"class": 3, "seed": 11, "n": 3}
+    found = pictures_of(client.post("/v1/images/generations", json=body))
+    alone = Generator(model, POLICY, BUDGET, batch_size=1, segments=1)
+    condition = Labels.of([3] * 3, model.num_classes)
+    singles = [alone.draw(condition, np.array([i]), seed=11)["images"][0] for i in range(3)]
+    assert close(found, to_uint8(np.stack(singles)))
+    assert (found[0] != found[1]).any() and (found[1] != found[2]).any()
+    body["n"] = 1
+    assert close(pictures_of(client.post("/v1/images/generations", json=body)), found[:1])
 
 
 def edit_files(drawn=None, kind="PNG"):
@@ -186,6 +212,12 @@ def test_wrong_edits(client):
     assert_refused(post(files, n="x"), 422, "n")
     assert_refused(client.post("/v1/images/edits", json={"prompt": "1"}), 400)
     assert_refused(post(files | {"image": ("a.png", bytes(2**24 + 1), "image/png")}), 413)
+    pair = [(f"image{end}", files["image"]) for end in ("[]", "[]")]
+    twice = client.post("/v1/images/edits", files=[*pair, ("mask", files["mask"])])
+    assert_refused(twice, 400, "image")
+    twice = client.post("/v1/images/edits", files=[("image", files["image"]), *pair[:1]])
+    assert_refused(twice, 400, "image")
+    assert_refused(post(files, prompt=["1", "2"]), 400, "prompt")
     broken = {"Content-Type": "multipart/form-data; boundary=a"}
     assert_refused(client.post("/v1/images/edits", content=b"--b\r\n", headers=broken), 400)
 
@@ -242,6 +274,94 @@ def test_a_full_queue(client, service):
     assert len(refused) == 5 and all(int(a.headers["retry-after"]) >= 1 for a in refused)
     assert_refused(refused[0], 429)
     assert sum(answer.status_code == 200 for answer in answers) == 1
+
+
+def test_who_is_refused_costs_nothing(client, service, monkeypatch):
+    """With a full queue no picture is decoded, and no place is lost when one is none."""
+    _, files = edit_files()
+    read = pictures.read_picture
+    with busy(service), service.batcher.reserve(5) as places:
+        monkeypatch.setattr(pictures, "read_picture", lambda *a, **k: pytest.fail("decoded"))
+        answer = client.post("/v1/images/edits", files=files, data={"class": "1", "n": "2"})
+        assert_refused(answer, 429)
+        monkeypatch.setattr(pictures, "read_picture", read)
+        text = {"image": ("a.png", b"no picture", "image/png")}
+        for _ in range(3):
+            assert_refused(
+                client.post("/v1/images/edits", files=files | text, data={"class": "1"}),
+                422,
+                "image",
+            )
+        assert service.batcher.depth == 5
+    del places
+    wait_until(lambda: service.batcher.depth == 0)
+
+
+def test_a_client_that_vanishes_in_its_body(client, service, address):
+    """Nothing is drawn for it, nothing fails, and the server goes on."""
+    host, port = address.removeprefix("http://").split(":")
+    head = f"Host: {host}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 500\r\n"
+    form = "Content-Type: multipart/form-data; boundary=b\r\n"
+    for path, more in (("generations", ""), ("edits", form)):
+        with socket.create_connection((host, int(port))) as gone:
+            start = f"POST /v1/images/{path} HTTP/1.1\r\n{head}{more}\r\n--b"
+            gone.sendall(start.encode())
+            time.sleep(0.1)
+        label = f'path="/v1/images/{path}",status="408"'
+        wait_until(lambda label=label: label in client.get("/metrics").text)
+    assert 'status="500"' not in client.get("/metrics").text
+    assert service.batcher.depth == 0
+    assert len(pictures_of(client.post("/v1/images/generations", json={"class": 1}))) == 1
+
+
+def test_what_is_not_drawn_in_time_at_the_end():
+    """Requests that wait longer than the end may take get 503 in OpenAI's form."""
+    drawer = FakeDrawer()
+    drawer.go.clear()
+    batcher, model = batcher_of(drawer), models.fixture_model(MODEL)
+    service = Service(
+        model=model,
+        subjects=subjects(model),
+        batcher=batcher,
+        metrics=batcher.metrics,
+        drain_seconds=1.0,
+    )
+    answers = []
+    with running(make_app(service), seconds=1) as address:
+        url = f"{address}/v1/images/generations"
+
+        def ask():
+            answers.append(httpx.post(url, json={"class": 1}, timeout=60, trust_env=False))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: batcher.depth or len(answers) == 3)
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(30)
+    drawer.go.set()
+    assert len(answers) == 3
+    for answer in answers:
+        assert_refused(answer, 503)
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_the_first_edit_compiles_no_encoder():
+    """Encoding a picture is compiled when the server starts."""
+    model = models.fixture_model(MODEL)
+    encode_once(model)
+    before = _images_to_tokens._cache_size()
+    picture, _ = edit_files()
+    drawn = np.zeros(model.pixels, bool)
+    drawn[model.pixels[0] // 2 :] = True
+    Patch.of(model, picture, drawn, True)
+    assert _images_to_tokens._cache_size() == before > 0
+    said = []
+    drawer = small_drawer((1,))
+    drawer.generators = {1: types.SimpleNamespace(run_batch=lambda *a, **k: None)}
+    drawer.compile(said.append)
+    assert [line.split(":")[0] for line in said] == ["pictures to tokens", "batches of 1"]
 
 
 def test_a_client_that_goes_away(client, service):

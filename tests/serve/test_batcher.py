@@ -57,6 +57,29 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing():
     batcher.close()
 
 
+def test_places_before_images():
+    """Places count as soon as they are kept; what is not filled is given back; the end waits for
+    what is not filled yet."""
+    batcher, drawer, first = held(most=3)
+    with batcher.reserve(2) as places:
+        assert batcher.depth == 2
+        with pytest.raises(QueueFull):
+            batcher.submit(items(1, 2))
+        with pytest.raises(KeyError), batcher.reserve(1):
+            raise KeyError("decoding fails")
+        assert batcher.depth == 2
+        closing = threading.Thread(target=batcher.close)
+        closing.start()
+        drawer.go.set()
+        seeds_of(first)
+        with pytest.raises(Closed):
+            while True:
+                batcher.submit(items(9))[0].cancel()
+        found = places.fill(items(4, 5))
+    closing.join(30)
+    assert not closing.is_alive() and seeds_of(found) == [4, 5] and batcher.depth == 0
+
+
 def test_images_of_a_client_that_went_away_make_room():
     batcher, drawer, _ = held(most=2)
     gone = batcher.submit(items(1, 2))

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="needs the extra serve")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SECONDS = 300_000  # milliseconds: programs are compiled meanwhile
+SECONDS = 600_000  # milliseconds: programs are compiled, on a machine that does other things, too
+playwright.expect.set_options(timeout=SECONDS)
 PHONE = {"width": 390, "height": 844}
 WINDOW = {"width": 1280, "height": 900}
 
@@ -48,6 +49,7 @@ def visit(browser, server):
 
     def open_page(viewport=WINDOW):
         page = browser.new_context(viewport=viewport).new_page()
+        page.set_default_timeout(SECONDS)
         page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("response", lambda r: wrong.append(r.url) if r.status >= 400 else None)
@@ -192,6 +194,26 @@ def test_editing(visit, tmp_path):
     screenshot(page, "page_edit")
 
 
+def test_uploads_that_are_too_large(visit, tmp_path):
+    """A file over the limit is told, and nothing of it is drawn; one of another shape is cut, and
+    that is told, too."""
+    (tmp_path / "large.png").write_bytes(bytes(2**24 + 1))
+    page = visit()
+    page.get_by_role("tab", name="Edit").click()
+    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "large.png")
+    page.get_by_text("This file is too large: at most 16 MiB").wait_for()
+    wide = np.full((1500, 3000, 3), 90, np.uint8)
+    pictures.save_png(tmp_path / "wide.png", wide)
+    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "wide.png")
+    playwright.expect(page.locator("#too-large")).to_have_text("")
+    page.wait_for_timeout(1500)
+    page.get_by_text("the lower half").click()
+    page.locator("#edit").click()
+    finish(page, "#edit-said")
+    words = page.locator("#of-before").inner_text()
+    assert "3000 x 1500 pixels" in words and "cut out" in words, words
+
+
 def test_two_visitors(visit):
     pages = [visit(), visit()]
     for number, page in enumerate(pages):
@@ -217,3 +239,25 @@ def test_a_phone(visit):
     left, right = (page.locator(f"#{name} img").first.bounding_box() for name in ("mine", "full"))
     assert left["width"] > 120 and right["width"] > 120
     screenshot(page, "page_phone")
+
+
+def test_a_page_with_a_key(browser, tmp_path):
+    """The browser asks for a password; with it everything works, without it nothing is shown."""
+    (tmp_path / "key").write_text("of the tests\n")
+    with process("--max_batch=1", f"--api_key={tmp_path / 'key'}") as server:
+        stranger = browser.new_context().new_page()
+        assert stranger.goto(server.address).status == 401
+        assert not stranger.locator("#draw").count()
+        known = {"username": "anybody", "password": "of the tests"}
+        page = browser.new_context(http_credentials=known).new_page()
+        page.set_default_timeout(SECONDS)
+        page.goto(server.address)
+        page.wait_for_selector("#draw")
+        choose(page, "full")
+        page.get_by_label("Seed (empty: any)").first.fill("5")
+        page.locator("#draw").click()
+        page.wait_for_function("document.querySelector('#said').innerText.includes('Seed 5')")
+        finish(page)
+        assert image_of(page, "mine").shape == (384, 384, 3)
+        for one in (stranger, page):
+            one.context.close()

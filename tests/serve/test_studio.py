@@ -1,17 +1,25 @@
-"""Programs of the page: few wait, those that nobody waits for are not compiled."""
+"""Programs of the page: few wait, few are kept, those that nobody waits for are not compiled."""
 
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 
+import numpy as np
 import pytest
 
+from tests.conftest import ROOT
+from tests.serve.process import users_environment
 from tests.serve.server import batcher_of, small_drawer
 from varjax.errors import UserError
+from varjax.generator import Generator
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 
 from experiments.serve import studio as studio_lib  # noqa: E402
 from experiments.serve.api import Service  # noqa: E402
-from experiments.serve.studio import Choice, Studio, Waiting  # noqa: E402
+from experiments.serve.studio import Choice, Preview, Studio, Waiting  # noqa: E402
 from experiments.serve.subjects import subjects  # noqa: E402
 
 
@@ -32,6 +40,8 @@ class SlowGenerator:
 def studio():
     drawer = small_drawer(sizes=(1,))
     batcher = batcher_of(drawer)
+    batcher.start()
+    drawer.warm = lambda: None
     SlowGenerator.go, SlowGenerator.compiled = threading.Event(), []
     service = Service(
         model=drawer.model,
@@ -43,6 +53,7 @@ def studio():
     yield found
     SlowGenerator.go.set()
     found.close()
+    batcher.close(30)
 
 
 def choice(studio, number):
@@ -74,6 +85,52 @@ def test_few_programs_may_wait(studio):
     studio.program(choice(studio, studio_lib.KEPT - 1)).result(30)
     studio.program(choice(studio, studio_lib.KEPT)).result(30)
     assert len(SlowGenerator.compiled) == studio_lib.KEPT + 1
+
+
+def test_programs_that_are_forgotten_are_freed(studio, monkeypatch):
+    """Generator, executables and plan, also while JAX still remembers how they were traced; and
+    its traces are forgotten after as many programs as are kept."""
+    monkeypatch.setattr(studio_lib, "KEPT", 1)
+    forgotten, held, model = [], [], studio.model
+    monkeypatch.setattr(studio_lib.memory, "forget_traces", lambda: forgotten.append(len(held)))
+
+    def make(model, plan, sampling, size, watch):
+        found = Generator(model, plan=plan, batch_size=1, segments=1, watch=watch)
+        held.append((weakref.ref(found), weakref.ref(plan)))
+        return found
+
+    studio._make = make
+    condition = studio.service.subjects.of("1", None)
+
+    def draw(number):
+        *seen, found = studio.draw(choice(studio, number), condition, 7)
+        assert any(isinstance(one, Preview) for one in seen)
+        return found.pixels
+
+    first = draw(0)
+    held.append((weakref.ref(studio.program(choice(studio, 0)).result().generator.compiled),))
+    draw(10)
+    gc.collect()
+    assert [one() for one in (*held[0], *held[1])] == [None] * 3
+    assert held[2][0]() is not None and len(forgotten) == 2
+    np.testing.assert_array_equal(draw(0), first)
+    assert model is studio.model
+
+
+@pytest.mark.slow
+def test_memory_has_a_bound():
+    """The resident memory of a process that draws with many more choices than are kept."""
+    command = [sys.executable, "-m", "tests.serve.page_memory", "32", "small"]
+    environment = users_environment()
+    done = subprocess.run(
+        command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    sizes = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:1].isdigit()]
+    kept, whole = studio_lib.KEPT, len(sizes)
+    assert whole == 32
+    # between two times of forgetting traces it rises: those times are compared
+    grown = max(sizes[-kept:]) - max(sizes[2 * kept : 3 * kept])
+    assert grown < 8, sizes  # MiB, over eight choices
 
 
 def test_the_end_compiles_nothing_more(studio):

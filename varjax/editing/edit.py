@@ -107,7 +107,8 @@ def edit(
       model: from `load`.
       images: pictures [N, H, W, 3], uint8 or floats in [0, 1], of the size that the model draws;
         a single one [H, W, 3] serves all edits.
-      mask: what is to be drawn, [N, H, W] or [H, W]: True, 1 or 255; the rest is kept.
+      mask: what is to be drawn, [N, H, W] or [H, W], of any type of numbers: True, 1
+        or 255; the rest, False or 0, is kept.
       source, by_text: instead of a mask, texts that describe the pictures as they are (prompts or
         `TextFeatures`, one for each edit) and how bits are mixed (`ByText`).
       paste: put the pictures' own pixels back outside the mask; an edit by text has none.

@@ -8,6 +8,7 @@ is what `varjax.generate` draws.
 Letters: N images, H x W pixels, L tokens of an image.
 """
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
 
@@ -17,7 +18,12 @@ from varjax.model import Model
 
 WHOLE = 3  # scales of at most so many tokens are wholly the picture's
 CUT = 0.5 + 1e-6  # a place on the edge is drawn; the margin is for rounding
-MASK_WANTED = "give an array [H, W] or [N, H, W] of True (to be drawn) and False (kept)"
+WHITE = 255
+MASK_WANTED = (
+    "give an array [H, W] or [N, H, W] of True (to be drawn) and False (kept), of 1 and 0 or of 255"
+    " and 0"
+)
+PICTURES_WANTED = "give uint8, or floats in [0, 1], [H, W, 3] or [N, H, W, 3]"
 
 
 def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray, "N H W 3"]:
@@ -26,11 +32,11 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
     Raises:
       UserError: they are no pictures, or of another size than the model draws.
     """
-    array = np.asarray(images)
-    if array.dtype.kind not in "uif" or array.ndim not in (3, 4) or array.shape[-1] != 3:
+    array = _array("images", images, PICTURES_WANTED)
+    whole = array.dtype == np.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
+    if not whole or array.ndim not in (3, 4) or array.shape[-1] != 3 or not array.size:
         raise UserError(
-            f"images have shape {array.shape} and type {array.dtype}: give uint8, or floats in "
-            f"[0, 1], [H, W, 3] or [N, H, W, 3]"
+            f"images have shape {array.shape} and type {array.dtype}: {PICTURES_WANTED}"
         )
     array = array[None] if array.ndim == 3 else array
     _check_size("images", array.shape[1:3], model)
@@ -50,18 +56,34 @@ def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H
     Raises:
       UserError: a mask that is none, grey, or of another size than the model draws.
     """
-    array = np.asarray(mask)
-    if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or 0 in array.shape:
+    array = _array("mask", mask, MASK_WANTED)
+    number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
+    complex_ = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    if not number or complex_ or array.ndim not in (2, 3) or not array.size:
         raise UserError(f"mask has shape {array.shape} and type {array.dtype}: {MASK_WANTED}")
     array = array[None] if array.ndim == 2 else array
     _check_size("mask", array.shape[1:], model)
-    if array.dtype != bool:
-        white = array == array.dtype.type(255 if array.dtype == np.uint8 and array.max() > 1 else 1)
-        if not (white | (array == 0)).all():
-            grey = array[~(white | (array == 0))].flat[0]
-            raise UserError(f"mask holds {show(grey.item())}, which is grey: {MASK_WANTED}")
-        array = white
-    return _one_each("mask", array, count)
+    return _one_each("mask", array if array.dtype == bool else _white(array), count)
+
+
+def _array(name: str, value: object, wanted: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError):  # lists of lists of different lengths
+        raise UserError(
+            f"{name} is no array of numbers, or its rows have different lengths: {wanted}"
+        ) from None
+
+
+def _white(array: np.ndarray) -> np.ndarray:
+    """Where a mask of numbers is white. `UserError` for other values than 0 and 1, or 0 and 255."""
+    values = array.astype(np.float64)  # exact for all that matter; types of 8 bits lack 255
+    white = values == (WHITE if (values == WHITE).any() else 1)
+    grey = ~(white | (values == 0))
+    if grey.any():
+        found = show(array[grey].flat[0].item())
+        raise UserError(f"mask holds {found}, which is grey: {MASK_WANTED}")
+    return white
 
 
 def _check_size(name: str, size: tuple[int, int], model: Model) -> None:

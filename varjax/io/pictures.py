@@ -36,9 +36,7 @@ def read_picture(
       UserError: no such file, no picture, or one that is too large.
     """
     with _opened(source, name, most_pixels) as picture:
-        picture = _of_bytes(picture)
-        upright = require("PIL.ImageOps", extra="eval", purpose="reading pictures")
-        picture = upright.exif_transpose(picture)
+        picture = _of_bytes(_upright(picture))
         if picture.has_transparency_data:
             picture = picture.convert("RGBA")
             white = _pillow().new("RGBA", picture.size, "white")
@@ -49,12 +47,14 @@ def read_picture(
 def read_mask(
     source: str | os.PathLike | bytes, name: str, *, most_pixels: int = MOST_PIXELS
 ) -> Bool[np.ndarray, "H W"]:
-    """Read a mask: True where it is white, or where it is transparent if anything of it is.
+    """Read a mask: True where it is white, or where it is transparent if anything of it is. It is
+    turned upright by what its own file says, as pictures are.
 
     Raises:
       UserError: as `read_picture`; or something is neither black nor white.
     """
     with _opened(source, name, most_pixels) as picture:
+        picture = _upright(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
@@ -63,6 +63,12 @@ def read_mask(
     if (values != values[..., :1]).any():
         raise UserError(f"{name} has colours: a mask is white (to be drawn) and black (kept)")
     return _two_levels(values[..., 0], name) == WHITE
+
+
+def _upright(picture):
+    """The picture as cameras mean it: they store it as it was held, and how (EXIF)."""
+    turning = require("PIL.ImageOps", extra="eval", purpose="reading pictures")
+    return turning.exif_transpose(picture)
 
 
 def _of_bytes(picture):
