@@ -46,7 +46,8 @@ def _checkpoint(folder, settings, names=None):
         name: _random(kinds[name].module(config, rngs=nnx.Rngs(0)), 1)
         for name, config in configs.items()
     }
-    metadata = {"sampling": {"cfg": 1.25}} | ({"class_names": list(names)} if names else {})
+    sampling = {"cfg": 1.25 if settings.label_drop else 1.0}
+    metadata = {"sampling": sampling} | ({"class_names": list(names)} if names else {})
     family = registry.family(settings.family)
     checkpoint.save(folder, family, parts, metadata=metadata, dtype="bfloat16")
     return str(folder)
@@ -60,8 +61,8 @@ def made(shared_tiny, tmp_path_factory):
     return {f: (_checkpoint(folder / f, own[f]), pictures) for f in own}
 
 
-def _tuned(made, family, **given):
-    init, pictures = made[family]
+def _tuned(made, which, **given):
+    init, pictures = made[which]
     return fine_tuning.settings(init, data=pictures, **{**SHORT, **given})
 
 
