@@ -12,7 +12,7 @@ from tests.training.conftest import _discs
 from varjax.errors import MissingExtra, UserError
 from varjax.training import ahead, data, session
 from varjax.training.decoding import InFiles
-from varjax.training.stage import OwnRows, pictures_of_step
+from varjax.training.stage import pictures_of_step
 from varjax.training.vqvae_trainer import VQVAEStage
 
 SHORT = {"log_every": 2, "checkpoint_every": 4, "validate_every": 8, "var_steps": 4}
@@ -86,7 +86,7 @@ def test_processes_share_a_batch(folder, grain, processes):
         return pictures_of_step(len(pictures), 8, 3, step)
 
     parts = np.split(np.arange(8), processes)
-    batches = [OwnRows(pictures, rows_of, 4, own).batch(2) for own in parts]
+    batches = [ahead.OwnRows(pictures, rows_of, 4, own).batch(2) for own in parts]
     assert np.array_equal(np.sum(batches, axis=0), pictures[rows_of(2)])
     others = np.delete(batches[0], parts[0], axis=0)
     assert not others.any()

@@ -147,8 +147,12 @@ def test_a_resumed_run_does_not_begin_again(made, run, tmp_path, monkeypatch):
         patch.setattr(TransformerStage, "step", dying)
         with pytest.raises(Killed):
             session.train(settings, "var", tmp_path / "run", quiet=True)
+
+    def not_again(*given):
+        raise AssertionError("the weights are those of the run")
+
     with monkeypatch.context() as patch:
-        patch.setattr(fine_tuning.Start, "transformer_parameters", None)
+        patch.setattr(fine_tuning.Start, "transformer_parameters", not_again)
         session.train(settings, "var", tmp_path / "run", quiet=True)
     assert _history(tmp_path / "run") == _history(out)
 

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.training.conftest import _write_discs
+from tests.training.conftest import _discs, _write_discs
 
 # a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
@@ -26,13 +27,17 @@ TINY = (
 ).split()
 
 
+# of a run that begins with a checkpoint, which has its codes
+TUNING = [f for f in TINY if not f.startswith(("--autoencoder_steps", "--reseed_every"))]
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
-def start(folder, out, each, *flags):
+def start(folder, out, each, *flags, tiny=TINY):
     """Train in processes, whose own things are in `each`: [{"when": signal, "flags": ...}]. Returns
     [(exit status, standard output, standard error, seconds after the first of them ended)]."""
     port, started = free_port(), []
@@ -42,7 +47,7 @@ def start(folder, out, each, *flags):
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
-        command += [*TINY, *flags, *own.get("flags", ())]
+        command += [*tiny, *flags, *own.get("flags", ())]
         command += [f"--compilation_cache={folder / 'programs'}"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # quick compilation, too
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -134,6 +139,22 @@ def test_one_of_two_is_asked_to_end(folder, tokens):
     before, after = steps_of(folder, tokens, 1), steps_of(folder, tokens, 0)
     assert before == list(range(int(done))) and after == list(range(12)), (before, after)
     check_losses(folder / tokens, folder / "one")
+
+
+@pytest.mark.slow
+def test_two_fine_tune_from_files(folder):
+    """A checkpoint's codec and transformer, on pictures of which each process reads its own."""
+    pytest.importorskip("grain", reason="pictures in files need grain")
+    for i, (image, label) in enumerate(zip(*_discs(64), strict=True)):
+        (folder / "files" / f"{label}").mkdir(exist_ok=True, parents=True)
+        Image.fromarray(image).save(folder / "files" / f"{label}" / f"{i}.png")
+    flags = (f"--init={folder / 'one' / 'model'}", f"--data={folder / 'files'}", "--stage=both")
+    assert start(folder, "tuned", [{}], *flags, "--loader=memory", tiny=TUNING)[0][0] == 0
+    two = start(folder, "tuned-by-two", [{}] * 2, *flags, "--loader=grain", tiny=TUNING)
+    assert [status for status, *_ in two] == [0, 0], two
+    assert "4 of 4 classes are classes of" in two[0][2], two
+    check_losses(folder / "tuned-by-two", folder / "tuned")
+    assert losses(folder / "tuned", "var")[0] < losses(folder / "one", "var")[0] - 0.1
 
 
 @pytest.mark.parametrize(

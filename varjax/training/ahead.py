@@ -67,3 +67,22 @@ class _Order:
     def __getitem__(self, place: int) -> int:
         batch, i = divmod(place, self._size)
         return int(self._rows_of(self._first + batch)[i])
+
+
+class OwnRows:
+    """Pictures of steps, of which each process decodes those that its devices take.
+
+    steps: how many there are. own: which of the pictures of a step, int [rows].
+    """
+
+    def __init__(
+        self, pictures: InFiles, rows_of: Callable[[int], np.ndarray], steps: int, own: np.ndarray
+    ):
+        self._own, self._shape = own, (len(rows_of(0)), *pictures.shape[1:])
+        self._ahead = Ahead(pictures, lambda n: rows_of(n)[own], steps)
+
+    def batch(self, n: int) -> np.ndarray:
+        """Return uint8 [B, S, S, 3]; pictures of other processes are black."""
+        found = np.zeros(self._shape, np.uint8)
+        found[self._own] = self._ahead.batch(n)
+        return found

@@ -103,22 +103,9 @@ def load(
       UserError: the files are unreadable, or contradict each other, or the loader cannot have them.
       MissingExtra: grain is needed and not installed.
     """
-    path, names = Path(path), ()
-    if choose("loader", loader, LOADERS) == "grain":
-        ahead.library()
-        if path.is_file() or (path / "train.npz").is_file():
-            raise UserError(f"loader=grain reads folders of pictures, {path} is .npz: leave it out")
-    if path.is_file():
-        parts = [_read_npz(path, image_size, max_images)]
-    elif (path / "train.npz").is_file():
-        files = [path / "train.npz", path / "val.npz"]
-        parts = [_read_npz(file, image_size, max_images) for file in files if file.is_file()]
-        names = _class_names(path / "classes.json")
-    elif path.is_dir():
-        files, labels, names = _list_folders(path, max_images)
-        parts = [(files, labels)]
-    else:
-        raise UserError(f"there is no file or folder {path}")
+    path = Path(path)
+    _check_loader(loader, path)
+    parts, names = _parts(path, image_size, max_images)
     if len(parts) == 1:
         parts = _hold_out(*parts[0], val_fraction, path)
     (train, train_labels), (val, val_labels) = parts
@@ -132,6 +119,28 @@ def load(
     if names and top > len(names):
         raise UserError(f"{path}: label {top - 1} has no name, classes.json names {len(names)}")
     return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
+
+
+def _check_loader(loader: str, path: Path) -> None:
+    if choose("loader", loader, LOADERS) == "grain":
+        ahead.library()
+        if path.is_file() or (path / "train.npz").is_file():
+            raise UserError(f"loader=grain reads folders of pictures, {path} is .npz: leave it out")
+
+
+def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[str, ...]]:
+    """Return [(pictures, labels)], for training and for validation if there is such a set, and the
+    names of classes. Pictures of class folders are names of files."""
+    if path.is_file():
+        return [_read_npz(path, image_size, limit)], ()
+    if (path / "train.npz").is_file():
+        files = [path / "train.npz", path / "val.npz"]
+        found = [_read_npz(file, image_size, limit) for file in files if file.is_file()]
+        return found, _class_names(path / "classes.json")
+    if path.is_dir():
+        files, labels, names = _list_folders(path, limit)
+        return [(files, labels)], names
+    raise UserError(f"there is no file or folder {path}")
 
 
 def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:

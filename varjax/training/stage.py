@@ -20,7 +20,7 @@ from varjax.nn import parameters
 from varjax.parallel import processes
 from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
-from varjax.training.ahead import Ahead
+from varjax.training.ahead import OwnRows
 from varjax.training.data import Dataset
 from varjax.training.decoding import InFiles
 from varjax.training.settings import TrainingSettings
@@ -160,7 +160,7 @@ class TrainingStage:
         return _take(self._train_data, index)
 
     @cached_property
-    def ahead(self) -> "OwnRows | None":
+    def ahead(self) -> OwnRows | None:
         """The steps' pictures where these stay in their files."""
         if not isinstance(self.data.train, InFiles):
             return None
@@ -180,25 +180,6 @@ class TrainingStage:
         data = self.data.train  # many processes hand over what is their devices'
         resident = data.nbytes <= RESIDENT and processes.count() == 1
         return jnp.asarray(data) if resident else data
-
-
-class OwnRows:
-    """Pictures of steps, of which each process decodes those that its devices take.
-
-    steps: how many there are. own: which of the pictures of a step, int [rows].
-    """
-
-    def __init__(
-        self, pictures: InFiles, rows_of: Callable[[int], np.ndarray], steps: int, own: np.ndarray
-    ):
-        self._own, self._shape = own, (len(rows_of(0)), *pictures.shape[1:])
-        self._ahead = Ahead(pictures, lambda n: rows_of(n)[own], steps)
-
-    def batch(self, n: int) -> np.ndarray:
-        """Return uint8 [B, S, S, 3]; pictures of other processes are black."""
-        found = np.zeros(self._shape, np.uint8)
-        found[self._own] = self._ahead.batch(n)
-        return found
 
 
 # --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
