@@ -262,11 +262,11 @@ def test_what_cannot_be_trained(made, tmp_path, models_that_cannot):
 
 @pytest.fixture
 def models_that_cannot(tmp_path):
-    """[(checkpoint, message)]; published names without weights here."""
+    """[(checkpoint, message)]; the published names have no weights here."""
     return [
         ("infinity-2b", "is of the family infinity: var and llamagen can be trained, which draw"),
         ("var-d16", "has no weights here"),
-        ("llamagen-t2i-xl-256", "draws from text|has no weights"),
+        ("llamagen-t2i-xl-256", "draws from text: training takes labels"),
         (str(tmp_path / "none"), "none"),
     ]
 

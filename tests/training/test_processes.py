@@ -63,7 +63,7 @@ def start(folder, out, each, *flags, tiny=TINY):
 
 
 def _end_of(process: subprocess.Popen) -> tuple[int, str, str, float]:
-    texts = process.communicate(timeout=500)
+    texts = process.communicate(timeout=1200)
     return process.returncode, *texts, time.monotonic()
 
 

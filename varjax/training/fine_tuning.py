@@ -194,10 +194,10 @@ def _problems(
             f"init={path} is of the family {family}: {' and '.join(FAMILIES)} can be trained, which"
             " draw from labels"
         )
-    if directory is None:
-        yield f"init={path} has no weights here: give the folder of a converted checkpoint"
     if transformer.condition != "labels":
         yield f"init={path} draws from {transformer.condition}: training takes labels"
+    if directory is None:
+        yield f"init={path} has no weights here: give the folder of a converted checkpoint"
     if family == "var" and any(h != w for h, w in transformer.schedule.maps):
         yield f"init={path} has token maps that are no squares: training takes square pictures"
     if getattr(codec, "in_channels", 3) != 3:
