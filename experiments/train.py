@@ -6,6 +6,7 @@
 
 `--family=var` trains a VQVAE and a VAR, `--family=llamagen` a VQ and a LlamaGen, which draws token
 by token; stage `vqvae` is the codec of either, `var` the transformer.
+`--init=CHECKPOINT` begins with the weights of a VAR or a LlamaGen instead of random ones.
 `--data` is a folder with one sub-folder per class, an .npz file with `images` and `labels`, or a
 folder with train.npz and val.npz. A run that was stopped continues from its last checkpoint when
 the same command is given again. Progress goes to standard error, losses to RUN/STAGE/history.jsonl,
@@ -26,7 +27,7 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
-from varjax.training import loop, session
+from varjax.training import fine_tuning, loop, session
 from varjax.training.loop import Stopped
 from varjax.training.settings import FAMILIES, TrainingSettings
 
@@ -40,6 +41,13 @@ STAGE = FLAGS.enum(
     session.STAGES,
     "What to train: codec, transformer, or both; or, in a folder of its own, a classifier to judge "
     "samples with.",
+)
+INIT = FLAGS.string(
+    "init",
+    None,
+    "Checkpoint to begin with: a folder, a converted published model's name, demo or "
+    "demo-llamagen. Family and sizes are its own. Without --stage only its transformer is trained; "
+    f"defaults are then {', '.join(f'--{n}={v}' for n, v in fine_tuning.DEFAULTS.items())}.",
 )
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
 MESH = FLAGS.string(
@@ -98,7 +106,13 @@ def read_settings() -> TrainingSettings:
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
     values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
+    if INIT.value is not None:
+        return fine_tuning.settings(INIT.value, **values | lists)
     return TrainingSettings.for_family(**values | lists)
+
+
+def _stage() -> str:
+    return STAGE.value if STAGE.present or INIT.value is None else "var"
 
 
 @contextlib.contextmanager
@@ -121,7 +135,7 @@ def main(argv: list[str]) -> None:
             with about(MESH):
                 mesh = TrainingMesh.parse(MESH.value, _devices())
         try:
-            model = session.train(settings, STAGE.value, OUT.value, QUIET.value, mesh)
+            model = session.train(settings, _stage(), OUT.value, QUIET.value, mesh)
         except Stopped as stopped:
             loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
             return

@@ -28,6 +28,18 @@ WRONG = {
     "other family": (["--dropout=0.2"], "--dropout=0.2 is for --family=llamagen only"),
     "depth": ([f"--depth={10**12}"], "depth is 1000000000000, it must be at most 1024"),
     "codec first": (["--stage=var"], "holds no trained codec"),
+    "init": (["--init=nowhere"], "nowhere"),
+    "no path": (["--init="], "--init= is empty"),
+    "size of init": (
+        ["--init=demo", "--depth=9"],
+        "--depth=9 given, but --init=demo has --depth=4, which training does not change",
+    ),
+    "Infinity": (["--init=infinity-2b"], "--init=infinity-2b is of the family infinity: var and"),
+    "family of init": (
+        ["--init=demo-llamagen", "--family=var"],
+        "--family=var given, but --init=demo-llamagen is of the family llamagen",
+    ),
+    "loader": (["--loader=disk"], "unknown loader 'disk'"),
 }
 
 
@@ -61,6 +73,24 @@ def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     assert (settings.shared_aln, settings.depth, stage, quiet) == (False, 4, "vqvae", False)
     assert out == f"{tmp_path}/x" and settings.log_every == 20 and mesh.size == 1
     assert "continue with --stage=var" in capsys.readouterr().out
+
+
+def test_init_has_defaults_of_its_own(pictures, tmp_path, monkeypatch, capsys):
+    """Without a stage the codec stays as it is."""
+    seen = []
+    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
+    flags = [f"--data={pictures}", f"--out={tmp_path}/x"]
+    assert _run(*flags, "--init=demo") == 0
+    assert _run(*flags, "--init=demo-llamagen", "--stage=both", "--var_lr=1e-3", "--shifts=1") == 0
+    assert _run(*flags) == 0
+    assert [stage for _, stage, *_ in seen] == ["var", "both", "both"]
+    demo, llamagen, nothing = (settings for settings, *_ in seen)
+    assert (demo.family, demo.depth, demo.ch, demo.image_size) == ("var", 4, 32, 64)
+    assert (demo.var_lr, demo.autoencoder_steps, llamagen.var_lr) == (1e-4, 0, 1e-3)
+    assert (llamagen.family, llamagen.shifts, nothing.start) == ("llamagen", 1, None)
+    assert demo.start.digest != llamagen.start.digest
+    assert demo.deciding("var")["init"] == demo.start.digest
+    capsys.readouterr()
 
 
 def test_defaults_of_a_family(pictures, tmp_path, monkeypatch, capsys):

@@ -4,19 +4,31 @@ repeated, and errors are said by all of them."""
 import json
 import os
 import pathlib
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from tests.training.conftest import _discs, _write_discs
+
+# a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
-    "--image_size=8 --patch_nums=1,2,4 --vocab_size=32 --z_channels=8 --ch=8 --norm_groups=4"
-    " --ch_mult=1,2 --num_res_blocks=1 --vqvae_steps=12 --vqvae_batch_size=12 --vqvae_lr=3e-3"
-    " --autoencoder_steps=4 --reseed_every=4 --depth=2 --width=32 --heads=2 --var_steps=12"
+    "--image_size=4 --patch_nums=1,2,4 --vocab_size=32 --z_channels=8 --ch=8 --norm_groups=4"
+    " --ch_mult=1 --num_res_blocks=1 --vqvae_steps=12 --vqvae_batch_size=12 --vqvae_lr=3e-3"
+    " --autoencoder_steps=0 --reseed_every=4 --depth=2 --width=32 --heads=2 --var_steps=12"
     " --var_batch_size=12 --var_lr=3e-3 --log_every=1 --checkpoint_every=5 --validate_every=6"
 ).split()
+
+
+# of a run that begins with a checkpoint, which has its codes
+TUNING = [f for f in TINY if not f.startswith(("--autoencoder_steps", "--reseed_every"))]
 
 
 def free_port() -> int:
@@ -25,9 +37,9 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start(folder, out, each, *flags):
+def start(folder, out, each, *flags, tiny=TINY):
     """Train in processes, whose own things are in `each`: [{"when": signal, "flags": ...}]. Returns
-    [(exit status, standard output, standard error)]."""
+    [(exit status, standard output, standard error, seconds after the first of them ended)]."""
     port, started = free_port(), []
     for i, own in enumerate(each):
         notes = folder / f"notes-{out}-{i}"
@@ -35,17 +47,24 @@ def start(folder, out, each, *flags):
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
-        command += [*TINY, *flags, *own.get("flags", ())]
+        command += [*tiny, *flags, *own.get("flags", ())]
         command += [f"--compilation_cache={folder / 'programs'}"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # quick compilation, too
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
     try:
-        texts = [process.communicate(timeout=400) for process in started]
+        with ThreadPoolExecutor(len(started)) as waiting:
+            ended = list(waiting.map(_end_of, started))
     finally:
         for process in started:
             process.kill()
-    return [(p.returncode, o, e) for p, (o, e) in zip(started, texts, strict=True)]
+    first = min(when for *_, when in ended)
+    return [(*result, when - first) for *result, when in ended]
+
+
+def _end_of(process: subprocess.Popen) -> tuple[int, str, str, float]:
+    texts = process.communicate(timeout=1200)
+    return process.returncode, *texts, time.monotonic()
 
 
 def losses(out: pathlib.Path, stage: str) -> np.ndarray:
@@ -55,36 +74,87 @@ def losses(out: pathlib.Path, stage: str) -> np.ndarray:
 
 
 def check_losses(found: pathlib.Path, whole: pathlib.Path) -> None:
+    """A finished run has the losses of the run `whole`."""
     for stage in ("vqvae", "var"):
         ours, theirs = losses(found, stage), losses(whole, stage)
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=stage)
     assert (found / "model" / "model.json").is_file()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures, and in `one` what one process makes of them; programs are compiled once for all."""
+    folder = tmp_path_factory.mktemp("many")
+    _write_discs(folder)
+    assert start(folder, "one", [{}])[0][0] == 0
+    return folder
+
+
+@pytest.fixture
+def tokens(folder, request):
+    """Name of a run whose codec is trained, by one process, and whose transformer is not."""
+    name = request.node.name
+    shutil.copytree(folder / "one" / "vqvae", folder / name / "vqvae")
+    (folder / name / "var").mkdir()
+    shutil.copy(folder / "one" / "var" / "tokens.npz", folder / name / "var")
+    return name
+
+
+def steps_of(folder, out, process) -> list[int]:
+    """The transformer's steps that a process began, in the order in which it did."""
+    return [int(line) for line in (folder / f"notes-{out}-{process}").read_text().split()]
+
+
 @pytest.mark.slow
-def test_many_processes_train_what_one_trains(pictures, tmp_path):
-    """Two, four with fsdp, and two of which one dies; three go on, of which one is asked to end."""
-    assert start(tmp_path, "one", [{}])[0][0] == 0
-    two = start(tmp_path, "two", [{}, {}])
-    assert [status for status, *_ in two] == [0, 0], two
-    assert "images/s" in two[0][2] and not two[1][2], two
-    check_losses(tmp_path / "two", tmp_path / "one")
-    four = start(tmp_path, "four", [{}] * 4, "--mesh=data=-1,fsdp=2")
-    assert [status for status, *_ in four] == [0] * 4, four
-    check_losses(tmp_path / "four", tmp_path / "one")
-    killed = start(tmp_path, "killed", [{}, {"when": "SIGKILL:7"}])
+@pytest.mark.parametrize(("count", "flags"), [(2, ()), (4, ("--mesh=data=-1,fsdp=2",))])
+def test_many_processes_train_what_one_trains(folder, count, flags):
+    found = start(folder, f"{count}", [{}] * count, *flags)
+    assert [status for status, *_ in found] == [0] * count, found
+    assert ["images/s" in err for _, _, err, _ in found] == [True] + [False] * (count - 1), found
+    check_losses(folder / f"{count}", folder / "one")
+
+
+@pytest.mark.slow
+def test_one_of_two_is_killed_and_three_go_on(folder, tokens):
+    """Every step is in the losses once, every picture is seen once an epoch."""
+    killed = start(folder, tokens, [{}, {"when": "SIGKILL:7"}], "--stage=var")
     assert killed[1][0] == -9 and killed[0][0] not in (0, 2), killed
     assert "another process is gone" in killed[0][2] or "died" in killed[0][2], killed
-    three = start(tmp_path, "killed", [{}, {"when": "SIGTERM:8"}, {}], "--mesh=fsdp=3")
+    assert killed[0][3] < 60, killed  # seconds until the other one has ended, too
+    three = start(folder, tokens, [{}] * 3, "--stage=var", "--mesh=fsdp=3")
     assert [status for status, *_ in three] == [0] * 3, three
-    assert "resuming after step 5" in three[0][2] and "steps are stored: resume by" in three[0][2]
-    assert not (tmp_path / "killed" / "model").exists()
-    again = start(tmp_path, "killed", [{}] * 3)
-    assert [status for status, *_ in again] == [0] * 3, again
-    check_losses(tmp_path / "killed", tmp_path / "one")
-    # after the checkpoint at 5 the three took every step once, over both runs
-    steps = [int(line) for line in (tmp_path / "notes-killed-2").read_text().split()]
-    assert steps == list(range(5, 12)), steps
+    assert "resuming after step 5" in three[0][2], three
+    assert steps_of(folder, tokens, 2) == list(range(5, 12))
+    check_losses(folder / tokens, folder / "one")
+
+
+@pytest.mark.slow
+def test_one_of_two_is_asked_to_end(folder, tokens):
+    """All end after the same step with status 0; one process goes on after it."""
+    asked = start(folder, tokens, [{}, {"when": "SIGTERM:7"}], "--stage=var")
+    assert [status for status, *_ in asked] == [0, 0], asked
+    (done,) = re.findall(r"(\d+) of 12 steps are stored: resume by the same", asked[0][2])
+    assert not (folder / tokens / "model").exists()
+    assert start(folder, tokens, [{}], "--stage=var")[0][0] == 0
+    before, after = steps_of(folder, tokens, 1), steps_of(folder, tokens, 0)
+    assert before == list(range(int(done))) and after == list(range(12)), (before, after)
+    check_losses(folder / tokens, folder / "one")
+
+
+@pytest.mark.slow
+def test_two_fine_tune_from_files(folder):
+    """A checkpoint's codec and transformer, on pictures of which each process reads its own."""
+    pytest.importorskip("grain", reason="pictures in files need grain")
+    for i, (image, label) in enumerate(zip(*_discs(64), strict=True)):
+        (folder / "files" / f"{label}").mkdir(exist_ok=True, parents=True)
+        Image.fromarray(image).save(folder / "files" / f"{label}" / f"{i}.png")
+    flags = (f"--init={folder / 'one' / 'model'}", f"--data={folder / 'files'}", "--stage=both")
+    assert start(folder, "tuned", [{}], *flags, "--loader=memory", tiny=TUNING)[0][0] == 0
+    two = start(folder, "tuned-by-two", [{}] * 2, *flags, "--loader=grain", tiny=TUNING)
+    assert [status for status, *_ in two] == [0, 0], two
+    assert "4 of 4 classes are classes of" in two[0][2], two
+    check_losses(folder / "tuned-by-two", folder / "tuned")
+    assert losses(folder / "tuned", "var")[0] < losses(folder / "one", "var")[0] - 0.1
 
 
 @pytest.mark.parametrize(
@@ -112,6 +182,6 @@ def test_what_one_process_is_asked_for_all_must_be(pictures, discs, tmp_path, ow
     images, labels = discs(64, seed=1)
     np.savez(tmp_path / "other" / "discs.npz", images=images, labels=labels)
     flags = [flag.replace("=other", f"={tmp_path}/other") for flag in own.get("flags", ())]
-    for status, _, err in start(tmp_path, "out", [{}, {**own, "flags": flags}]):
+    for status, _, err, _ in start(tmp_path, "out", [{}, {**own, "flags": flags}]):
         assert status == 2 and message in err and err.count("error:") == 1, err
     assert not (tmp_path / "out").exists() and not list((tmp_path / "elsewhere").iterdir())

@@ -40,7 +40,7 @@ class ClassifierStage(TrainingStage):
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         chosen, mirrored = self.pictures(n)
-        images = self.data.train[chosen]
+        images = self.ahead.batch(n) if self.ahead else self.data.train[chosen]
         images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
         images = shifted(images, np.random.default_rng((self.settings.seed, n, 2)))
         return self._train(state, *self.spread(images, self.data.train_labels[chosen]))

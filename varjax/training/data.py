@@ -16,6 +16,9 @@ One folder of pictures per class:
 
     DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp
 
+The pictures of class folders can stay in their files (`decoding.InFiles`), which are then decoded
+when they are trained on.
+
 Where there is no validation set, the last part of the shuffled pictures is held out. Pictures of
 another size are cropped to the square in the middle and resized.
 """
@@ -23,22 +26,24 @@ another size are cropped to the square in the middle and resized.
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, require, some
+from varjax.errors import UserError, choose, some
 from varjax.storage import npz
 from varjax.storage.manifest import is_text, read_json
+from varjax.training import ahead
+from varjax.training.decoding import InFiles, draw_moves, moved, pillow, squares, with_edges
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 LARGEST_LABEL = 10**6
-REACH = 2  # the largest move of a copied picture, in pixels
+LOADERS = ("auto", "memory", "grain")
+MEMORY = 0.5  # part of this machine's that `auto` fills with pictures
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
 
@@ -47,13 +52,14 @@ class Dataset:
     """Pictures and their labels, for training and validation.
 
     Attributes:
-      train, val: uint8 [N, S, S, 3], or tokens of pictures (`var_trainer.read_tokens`).
+      train: uint8 [N, S, S, 3], or tokens of pictures (`var_trainer.read_tokens`).
+      val: likewise, always in memory.
       train_labels, val_labels: int32 [N].
       num_classes: one more than the largest label, or the number of names.
       class_names: empty where classes have only numbers.
     """
 
-    train: np.ndarray
+    train: np.ndarray | InFiles
     train_labels: np.ndarray
     val: np.ndarray
     val_labels: np.ndarray
@@ -61,16 +67,24 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Return a checksum of the pictures, their labels and names."""
+        """Return a checksum of the pictures, their labels and names; of pictures in files one of
+        the files' names and sizes."""
         found = hashlib.sha256(repr((self.num_classes, self.class_names)).encode())
         for array in (self.train, self.train_labels, self.val, self.val_labels):
             found.update(f"{array.dtype} {array.shape}".encode())
-            found.update(np.ascontiguousarray(array))
+            is_here = isinstance(array, np.ndarray)
+            found.update(np.ascontiguousarray(array) if is_here else array.digest())
         return found.hexdigest()
 
 
 def load(
-    path: str | os.PathLike, image_size: int, val_fraction: float = 0.05, max_images: int = 0
+    path: str | os.PathLike,
+    image_size: int,
+    val_fraction: float = 0.05,
+    max_images: int = 0,
+    loader: str = "memory",
+    copies: int = 0,
+    max_validation: int = 0,
 ) -> Dataset:
     """Read the pictures at `path`, in one of the layouts above.
 
@@ -79,50 +93,73 @@ def load(
       image_size: side of the pictures in pixels.
       val_fraction: the part that is held out where the data has no validation set.
       max_images: use so many training pictures, and as many for validation; 0: all.
+      loader: one of `LOADERS`. "grain" leaves training pictures in their files, "auto" if they
+        would take more than `MEMORY` of this machine's.
+      copies: that will be made of every picture (`with_shifts`).
+      max_validation: so many validation pictures are enough where the others stay in their files;
+        0: all.
 
     Raises:
-      UserError: the files are unreadable, or contradict each other.
+      UserError: the files are unreadable, or contradict each other, or the loader cannot have them.
+      MissingExtra: grain is needed and not installed.
     """
-    path, names = Path(path), ()
-    if path.is_file():
-        parts = [_read_npz(path, image_size, max_images)]
-    elif (path / "train.npz").is_file():
-        files = [path / "train.npz", path / "val.npz"]
-        parts = [_read_npz(file, image_size, max_images) for file in files if file.is_file()]
-        names = _class_names(path / "classes.json")
-    elif path.is_dir():
-        images, labels, names = _read_folders(path, image_size, max_images)
-        parts = [(images, labels)]
-    else:
-        raise UserError(f"there is no file or folder {path}")
+    path = Path(path)
+    _check_loader(loader, path)
+    parts, names = _parts(path, image_size, max_images)
     if len(parts) == 1:
         parts = _hold_out(*parts[0], val_fraction, path)
     (train, train_labels), (val, val_labels) = parts
+    if train.dtype == object:  # names of files
+        stay = loader == "grain" or (loader == "auto" and _fill(len(train), image_size, copies))
+        if stay:
+            ahead.library()
+            val, val_labels = (a[: max_validation or None] for a in (val, val_labels))
+        train, val = _read_files(path, train, image_size, stay), _read_files(path, val, image_size)
     top = int(max(train_labels.max(), val_labels.max())) + 1
     if names and top > len(names):
         raise UserError(f"{path}: label {top - 1} has no name, classes.json names {len(names)}")
     return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
 
 
+def _check_loader(loader: str, path: Path) -> None:
+    if choose("loader", loader, LOADERS) == "grain":
+        ahead.library()
+        if path.is_file() or (path / "train.npz").is_file():
+            raise UserError(f"loader=grain reads folders of pictures, {path} is .npz: leave it out")
+
+
+def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[str, ...]]:
+    """Return [(pictures, labels)], for training and for validation if there is such a set, and the
+    names of classes. Pictures of class folders are names of files."""
+    if path.is_file():
+        return [_read_npz(path, image_size, limit)], ()
+    if (path / "train.npz").is_file():
+        files = [path / "train.npz", path / "val.npz"]
+        found = [_read_npz(file, image_size, limit) for file in files if file.is_file()]
+        return found, _class_names(path / "classes.json")
+    if path.is_dir():
+        files, labels, names = _list_folders(path, limit)
+        return [(files, labels)], names
+    raise UserError(f"there is no file or folder {path}")
+
+
 def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
-    """Add `count` copies of every training picture, each moved by up to `REACH` pixels.
+    """Add `count` copies of every training picture, each moved by up to two pixels.
 
     No two copies of a picture have the same move, and none has no move. Edges are repeated.
     """
     if not count:
         return pictures
-    moves = [(y, x) for y in range(2 * REACH + 1) for x in range(2 * REACH + 1)]
-    moves.remove((REACH, REACH))
-    height, width = pictures.train.shape[1:3]
-    train = np.empty((1 + count, *pictures.train.shape), np.uint8)
-    rng = np.random.default_rng((seed, count))
-    for i, picture in enumerate(pictures.train):
-        edged = np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
-        train[0, i] = picture
-        for copy, move in enumerate(rng.choice(len(moves), count, replace=False), start=1):
-            y, x = moves[move]
-            train[copy, i] = edged[y : y + height, x : x + width]
     labels = np.tile(pictures.train_labels, 1 + count)
+    moves = draw_moves(len(pictures.train), count, seed)
+    if isinstance(pictures.train, InFiles):
+        return replace(pictures, train=replace(pictures.train, moves=moves), train_labels=labels)
+    train = np.empty((1 + count, *pictures.train.shape), np.uint8)
+    for i, picture in enumerate(pictures.train):
+        edged = with_edges(picture)
+        train[0, i] = picture
+        for copy, move in enumerate(moves[i], start=1):
+            train[copy, i] = moved(edged, move, len(picture))
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
@@ -194,7 +231,7 @@ def _unpack(
     raw = data.tobytes()
     files = [(a, b) for a, b in pairwise(offsets)][: limit or None]
     names = [f"{path}, picture {i}" for i in range(len(files))]
-    return _squares((io.BytesIO(raw[a:b]) for a, b in files), _pillow().open, names, image_size)
+    return squares((io.BytesIO(raw[a:b]) for a, b in files), pillow().open, names, image_size)
 
 
 def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
@@ -206,7 +243,7 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
     images = images[: limit or None]
     if images.shape[1:3] == (image_size, image_size):
         return images
-    return _squares(images, _pillow().fromarray, range(len(images)), image_size)
+    return squares(images, pillow().fromarray, range(len(images)), image_size)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
@@ -226,10 +263,9 @@ def _class_names(path: Path) -> tuple[str, ...]:
 # --- folders ---
 
 
-def _read_folders(
-    path: Path, image_size: int, limit: int
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return shuffled pictures of class folders, labels, and class names in alphabetical order."""
+def _list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Return names of pictures below `path` in random order, labels, and class names in
+    alphabetical order."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     files = [(f, i) for i, c in enumerate(classes) for f in sorted(c.rglob("*"))]
     files = [(f, i) for f, i in files if f.suffix.lower() in SUFFIXES]
@@ -244,10 +280,28 @@ def _read_folders(
     if odd := [c for c in classes if not is_text(c.name)]:
         raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
-    chosen = [files[i][0] for i in order]
-    images = _squares(chosen, _pillow().open, chosen, image_size)
+    chosen = np.array([str(files[i][0].relative_to(path)) for i in order], object)
     labels = np.array([files[i][1] for i in order], np.int32)
-    return images, labels, tuple(c.name for c in classes)
+    return chosen, labels, tuple(c.name for c in classes)
+
+
+def _read_files(
+    path: Path, names: np.ndarray, image_size: int, stay: bool = False
+) -> np.ndarray | InFiles:
+    """Return pictures of these names, which may stay in their files."""
+    if stay:
+        return InFiles(path, tuple(names), image_size, np.empty((len(names), 0), np.int8))
+    files = [path / name for name in names]
+    return squares(files, pillow().open, files, image_size)
+
+
+def _fill(pictures: int, image_size: int, copies: int) -> bool:
+    """Whether so many pictures and their copies would take more than `MEMORY` of this machine's."""
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):  # not a system that says it
+        return False
+    return pictures * (1 + copies) * 3 * image_size**2 > MEMORY * whole
 
 
 def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Path) -> list[tuple]:
@@ -259,33 +313,7 @@ def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Pat
     return [(images[part], labels[part]) for part in (order[:-count], order[-count:])]
 
 
-# --- decoding ---
-
-
-def _squares(sources: Iterable, read: Callable, names: Sequence, image_size: int) -> np.ndarray:
-    """Return the pictures `read(source)` as uint8 [N, S, S, 3]. names: for messages."""
-    images = np.empty((len(names), image_size, image_size, 3), np.uint8)
-    for i, source in enumerate(sources):
-        try:
-            images[i] = np.asarray(_square(read(source).convert("RGB"), image_size))
-        except Exception as error:  # pillow raises many kinds over damaged files
-            raise UserError(f"cannot read {names[i]} as a picture: {error}") from error
-    return images
-
-
-def _square(picture, image_size: int):
-    """Cut the square in the middle out of a pillow picture, and resize it if needed."""
-    if picture.size == (image_size, image_size):
-        return picture
-    side = min(picture.size)
-    left, top = ((length - side) // 2 for length in picture.size)
-    # resize(box=...) would look at pixels outside the square
-    square = picture.crop((left, top, left + side, top + side))
-    return square.resize((image_size, image_size), _pillow().Resampling.BICUBIC)
-
-
-def _pillow():
-    return require("PIL.Image", extra="eval", purpose="reading picture files")
+# --- numbers ---
 
 
 def to_float(images: np.ndarray) -> np.ndarray:

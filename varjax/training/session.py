@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -57,6 +58,8 @@ def train(
         choose("stage", stage, STAGES)
         needed = NEEDED.get(stage, ("vqvae", "var"))
         mesh = TrainingMesh() if mesh is None else mesh
+        if settings.start:
+            _check_start(stage, Path(out))
         for name in needed:
             size = getattr(settings, f"{name}_batch_size")
             mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
@@ -65,7 +68,8 @@ def train(
         if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone: no model
             check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     # the folder of the data may have another path on another machine; its content is compared
-    own = dataclasses.asdict(settings) | {"data": Path(settings.data).name}
+    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    own |= {"data": Path(settings.data).name, "start": settings.start and settings.start.digest}
     processes.agree({"stage": stage, "mesh": str(mesh)} | own)
     with shared_folder.held(
         Path(out),
@@ -86,17 +90,24 @@ def _pictures(
 ) -> data.Dataset:
     """Read the data, and check that it is enough, and the same in all processes."""
     with processes.together():
-        if stage == "var" and not (out / "vqvae" / loop.SETTINGS).is_file():
+        if stage == "var" and not (settings.start or _has_codec(out)):
             raise UserError(
                 f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
             )
         pictures = data.load(
-            settings.data, settings.image_size, settings.val_fraction, settings.max_images
+            settings.data,
+            settings.image_size,
+            settings.val_fraction,
+            settings.max_images,
+            settings.loader,
+            settings.shifts,
+            settings.max_validation,
         )
         used = (stage,) if stage == "var" else needed
         settings.check_pictures(len(pictures.train), used)
     if processes.count() > 1:
-        processes.agree({"data": pictures.digest()})
+        where = type(pictures.train).__name__  # machines may differ in memory
+        processes.agree({"loader": where, "data": pictures.digest()})
     return pictures
 
 
@@ -118,14 +129,9 @@ def _train(
     """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh)
-    if stage == "var":
-        state = _finished_state(codec_stage, out)
-    else:
-        state = loop.run(codec_stage, out, quiet)
+    codec = _codec(settings, stage, pictures, Path(out), quiet, mesh)
     if stage == "vqvae":
         return None
-    codec = codec_stage.model(gathered(state["ema"]))
     path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
     if not processes.say_all(np.array(path.exists()))[0]:
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
@@ -133,13 +139,56 @@ def _train(
     with processes.together():
         tokens = read_tokens(path, pictures, config)
     quantizer = getattr(codec, "quantizer", None)
-    made = TRANSFORMERS[settings.family]
-    transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh)
+    made, given = TRANSFORMERS[settings.family], None
+    if start := settings.start:
+        rows, line = start.classes(pictures)
+        loop.say(f"var: {line}", quiet)
+        given = partial(start.transformer_parameters, rows, settings.seed)
+    transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
     state = loop.run(transformer_stage, out, quiet)
     transformer = transformer_stage.model(gathered(state["ema"]))
     with processes.together():
         _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
     return Path(out) / MODEL
+
+
+def _codec(
+    settings: TrainingSettings,
+    stage: str,
+    pictures: data.Dataset,
+    out: Path,
+    quiet: bool,
+    mesh: TrainingMesh,
+) -> ImageCodec:
+    """Return the trained codec: it is trained now or was before, or it is that of the checkpoint
+    that the run begins with."""
+    start = settings.start
+    if stage == "var" and start and not _has_codec(out):
+        with processes.together():
+            return start.codec_module()
+    given = start.codec_parameters if start else None
+    codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=given)
+    if stage == "var":
+        state = _finished_state(codec_stage, out)
+    else:
+        state = loop.run(codec_stage, out, quiet)
+    return codec_stage.model(gathered(state["ema"]))
+
+
+def _has_codec(out: Path) -> bool:
+    """Whether a codec was trained in `out`, at least in part."""
+    return (out / "vqvae" / loop.SETTINGS).is_file()
+
+
+def _check_start(stage: str, out: Path) -> None:
+    """`UserError` if a stage cannot begin with a checkpoint in `out`."""
+    if stage == "classifier":
+        raise UserError("a classifier begins with nothing: leave init out")
+    if stage != "var" and not _has_codec(out) and (out / "var" / loop.SETTINGS).is_file():
+        raise UserError(
+            f"the transformer in out={out} was begun with the codec of init: train the codec in"
+            " another folder"
+        )
 
 
 def _finished_state(stage: VQVAEStage, out: str | os.PathLike) -> dict:
@@ -174,6 +223,7 @@ def _save_model(
             "var_steps": settings.var_steps,
             "pictures": len(pictures.train) // (1 + settings.shifts),
             "shifts": settings.shifts,
+            **({"init": settings.start.digest} if settings.start else {}),
             "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }
@@ -185,6 +235,8 @@ def _save_model(
 
 def _sampling(settings: TrainingSettings) -> dict:
     """Return the sampling that is recommended for what was trained."""
+    if settings.start and "sampling" in settings.start.description:
+        return dict(settings.start.description["sampling"])
     found = dict(SAMPLING[settings.family])
     found["top_k"] = min(found["top_k"], settings.vocab_size)
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained

@@ -13,6 +13,7 @@ from varjax.errors import UserError, choose
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
 from varjax.schedule import Schedule
+from varjax.training.data import LOADERS
 
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
@@ -70,6 +71,8 @@ def _interval(default: int, what: str):
 class TrainingSettings:
     """Settings of all stages. `UserError` if a value is impossible or two of them do not fit."""
 
+    start = None  # a checkpoint that the run begins with (`fine_tuning.FineTuning`)
+
     # the last step logs, validates and saves in any case
     log_every: int = _interval(20, "log line")
     checkpoint_every: int = _interval(200, "checkpoint")
@@ -80,6 +83,12 @@ class TrainingSettings:
     image_size: int = _flag(64, "side of the pictures in pixels", ALL)
     val_fraction: float = _flag(0.05, "part held out where the data has no validation set", ALL)
     max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL)
+    loader: str = _flag(
+        "auto",
+        "where training pictures are kept: memory; grain (in a folder of pictures, and decoded"
+        " while steps run); auto: memory, unless they would take more than half of it",
+        (),
+    )
     shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", only="var")
@@ -122,6 +131,7 @@ class TrainingSettings:
         choose("model family", self.family, FAMILIES)
         choose("dtype", self.dtype, DTYPES)
         choose("save_dtype", self.save_dtype, DTYPES)
+        choose("loader", self.loader, LOADERS)
         if not self.data:
             raise UserError("data is required: a folder or an .npz file of pictures")
         for given, fits, allowed in self._conditions():

@@ -20,7 +20,9 @@ from varjax.nn import parameters
 from varjax.parallel import processes
 from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
+from varjax.training.ahead import OwnRows
 from varjax.training.data import Dataset
+from varjax.training.decoding import InFiles
 from varjax.training.settings import TrainingSettings
 
 Tree = TypeVar("Tree")
@@ -46,6 +48,10 @@ class TrainingStage:
     config: object
     data: Dataset = field(compare=False, repr=False)
     mesh: TrainingMesh = field(default=TrainingMesh(), kw_only=True)
+    # {name: sharding} -> {name: array}, the parameters before step 0; None: they are drawn
+    given: Callable[[Mapping], Mapping] | None = field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
 
     name: ClassVar[str]
     part: ClassVar[str]  # which part of the model is trained: "codec" or "transformer"
@@ -79,13 +85,14 @@ class TrainingStage:
     def first_state(self) -> dict:
         """Return the state before step 0, where it belongs. On a mesh each device makes its own
         part of averages and moments."""
-        params = self.first_parameters()
+        places = self.places(self.shapes)
+        params = self.given(places["params"]) if self.given else self.first_parameters()
         if self.mesh.size == 1:
-            state = self.state_of(params)
-            return jax.device_put(state, self.places(state))
-        # a compiled initialisation of all parameters takes minutes to compile
-        params = {name: place(array, self.mesh.state(array)) for name, array in params.items()}
-        return jax.jit(self.state_of, out_shardings=self.places(self.shapes))(params)
+            return jax.device_put(self.state_of(params), places)
+        if not self.given:
+            # a compiled initialisation of all parameters takes minutes to compile
+            params = {name: place(array, self.mesh.state(array)) for name, array in params.items()}
+        return jax.jit(self.state_of, out_shardings=places)(params)
 
     @cached_property
     def shapes(self) -> dict:
@@ -151,6 +158,22 @@ class TrainingStage:
         Steps then wait for no transfer.
         """
         return _take(self._train_data, index)
+
+    @cached_property
+    def ahead(self) -> OwnRows | None:
+        """The steps' pictures where these stay in their files."""
+        if not isinstance(self.data.train, InFiles):
+            return None
+        return OwnRows(self.data.train, lambda n: self.pictures(n)[0], self.steps, self._rows_here)
+
+    @property
+    def _rows_here(self) -> np.ndarray:
+        """Which pictures of a step this process's devices take, int [rows]."""
+        every = np.arange(self.batch_size)
+        if processes.count() == 1:
+            return every
+        parts = self.mesh.batch().addressable_devices_indices_map((self.batch_size,))
+        return np.unique(np.concatenate([every[index] for index in parts.values()]))
 
     @cached_property
     def _train_data(self) -> jax.Array | np.ndarray:

@@ -23,7 +23,9 @@ from varjax.models.var.config import VARConfig
 from varjax.parallel import processes
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
+from varjax.training.ahead import Ahead
 from varjax.training.data import Dataset, to_float
+from varjax.training.decoding import InFiles
 from varjax.training.settings import TrainingSettings
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
@@ -131,24 +133,11 @@ def write_tokens(
     path: Path, codec: ImageCodec, pictures: Dataset, settings: TrainingSettings
 ) -> None:
     """Write the tokens of all training pictures, plain and mirrored, and of some for validation."""
-    encode = jax.jit(type(codec).images_to_tokens)
-
-    def tokens_of(images: np.ndarray) -> np.ndarray:
-        size, found = min(settings.var_batch_size, len(images)), []
-        together = size * processes.count()  # each process encodes a batch
-        for start in range(0, len(images), together):
-            # copies of the last picture fill up the last batch, so that one program serves all
-            own = start + size * processes.index()
-            rows = np.minimum(np.arange(own, own + size), len(images) - 1)
-            made = np.asarray(encode(codec, to_float(images[rows])))
-            found.append(processes.say_all(made).reshape(-1, *made.shape[1:]))
-        return np.concatenate(found)[: len(images)]
-
     most = settings.max_validation
     arrays = {
-        "train": np.stack([tokens_of(pictures.train), tokens_of(pictures.train[:, :, ::-1])]),
+        "train": _tokens(codec, pictures.train, settings.var_batch_size, mirrored=True),
         "train_labels": pictures.train_labels,
-        "val": tokens_of(pictures.val[:most]),
+        "val": _tokens(codec, pictures.val[:most], settings.var_batch_size)[0],
         "val_labels": pictures.val_labels[:most],
     }
     with processes.together():
@@ -156,6 +145,33 @@ def write_tokens(
             path.parent.mkdir(parents=True, exist_ok=True)
             with new_file(path) as file:
                 np.savez_compressed(file, **arrays)
+
+
+def _tokens(
+    codec: ImageCodec, images: np.ndarray | InFiles, batch_size: int, mirrored: bool = False
+) -> np.ndarray:
+    """Return tokens of pictures [1, N, L], or [2, N, L]: plain and mirrored."""
+    size, found = min(batch_size, len(images)), []
+    together = size * processes.count()  # each process encodes a batch
+    batches = -(-len(images) // together)
+
+    def rows_of(batch: int) -> np.ndarray:
+        # copies of the last picture fill up the last batch, so that one program serves all
+        own = together * batch + size * processes.index()
+        return np.minimum(np.arange(own, own + size), len(images) - 1)
+
+    ahead = Ahead(images, rows_of, batches) if isinstance(images, InFiles) else None
+    for batch in range(batches):
+        pixels = to_float(ahead.batch(batch) if ahead else images[rows_of(batch)])
+        views = (pixels, pixels[:, :, ::-1]) if mirrored else (pixels,)
+        made = np.stack([_encode(codec, view) for view in views], axis=1)
+        found.append(processes.say_all(made).reshape(-1, *made.shape[1:]))
+    return np.concatenate(found)[: len(images)].swapaxes(0, 1)
+
+
+@jax.jit
+def _encode(codec: ImageCodec, images) -> jax.Array:
+    return codec.images_to_tokens(images)
 
 
 def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> Dataset:

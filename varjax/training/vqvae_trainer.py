@@ -56,6 +56,8 @@ class VQVAEStage(TrainingStage):
         settings, images = self.settings, self._images(n)
         quantise = n >= settings.autoencoder_steps
         since = n - settings.autoencoder_steps
+        if self.given:  # codes of a checkpoint are trained, and never moved
+            return self._train(state, images, quantise)
         if since == 0:
             state = self._place_codes(state, n)
         elif quantise and since % settings.reseed_every == 0:
@@ -84,7 +86,8 @@ class VQVAEStage(TrainingStage):
     def _images(self, n: int) -> jax.Array:
         """Return the pictures of step n, [B, S, S, 3] in [-1, 1], half of them mirrored."""
         chosen, mirrored = self.pictures(n)
-        return _pixels(*self.spread(self.train_items(chosen), mirrored))
+        images = self.ahead.batch(n) if self.ahead else self.train_items(chosen)
+        return _pixels(*self.spread(images, mirrored))
 
     def _place_codes(self, state: dict, n: int) -> dict:
         """Put the first codes into the state: k-means of the vectors of some batches."""

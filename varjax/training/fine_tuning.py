@@ -1,0 +1,227 @@
+"""Fine-tuning: runs that begin with the weights of a checkpoint, a VAR or a LlamaGen.
+
+Sizes are the checkpoint's. Its weights are read by part, straight to where training keeps them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from varjax import model, model_names
+from varjax.calibration.files import model_digest
+from varjax.codecs.autoencoder import ImageCodec
+from varjax.codecs.vq.config import VQConfig
+from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.errors import UserError
+from varjax.models import registry
+from varjax.models.llamagen.config import LlamaGenConfig
+from varjax.models.var.config import VARConfig
+from varjax.nn import parameters
+from varjax.nn.stored import WHOLE, Stored
+from varjax.storage import checkpoint
+from varjax.training.data import Dataset
+from varjax.training.settings import FAMILIES, TrainingSettings
+
+CLASSES = "class_embedding"  # the parameter of both families that has a row for each class
+# defaults: smaller steps than from nothing, and a codec that has its codes already
+DEFAULTS = {"vqvae_lr": 1e-4, "var_lr": 1e-4, "autoencoder_steps": 0}
+FROM_NOTHING = ("autoencoder_steps", "reseed_every")
+
+
+def settings(init: str, **given) -> "FineTuning":
+    """Return the settings of a run that begins with the checkpoint `init`.
+
+    init: a folder, or a name that `varjax.load` knows. given: fields of `TrainingSettings`; sizes
+      may be left out, and have to be the checkpoint's.
+
+    Raises:
+      UserError: there is no such checkpoint, it cannot be trained, or something given contradicts.
+    """
+    start = Start.read(init)
+    if given.get("family", start.family) != start.family:
+        raise UserError(
+            f"family={given['family']} given, but init={init} is of the family {start.family}:"
+            f" leave family out"
+        )
+    for name, has in start.sizes.items():
+        if given.get(name, has) != has:
+            raise UserError(
+                f"{name}={_shown(given[name])} given, but init={init} has {name}={_shown(has)},"
+                " which training does not change: leave it out"
+            )
+    for name in FROM_NOTHING:
+        if name in given:
+            raise UserError(
+                f"{name}={given[name]} given, but the codec of init={init} has its codes: leave it"
+                " out"
+            )
+    if given.get("label_drop") and not start.label_drop:
+        raise UserError(
+            f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
+            " for none: choose 0"
+        )
+    own = {"label_drop": start.label_drop, **DEFAULTS, **given, **start.sizes}
+    return FineTuning(start=start, **{**FAMILIES[start.family], "family": start.family, **own})
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run begins with, of which nothing but the description is read.
+
+    digest: it tells checkpoints apart (`varjax.calibration.model_digest`).
+    transformer, codec: configurations.
+    description: the content of `model.json`.
+    """
+
+    path: str = field(compare=False)
+    family: str
+    digest: str
+    transformer: VARConfig | LlamaGenConfig
+    codec: VQVAEConfig | VQConfig
+    description: Mapping = field(compare=False, repr=False)
+
+    @classmethod
+    def read(cls, path: str) -> "Start":
+        """Describe a checkpoint. `UserError` unless it can be trained further."""
+        found = model.describe(model_names.found(path))
+        family = found.family.name
+        configs = {name: part.config for name, part in found.parts.items()}
+        if problem := next(_problems(path, family, found.directory, **configs), None):
+            raise UserError(problem)
+        digest = model_digest(found.metadata)
+        return cls(path, family, digest, configs["transformer"], configs["codec"], found.metadata)
+
+    @property
+    def label_drop(self) -> float:
+        """How often labels were dropped when it was trained."""
+        name = "cond_drop_rate" if self.family == "var" else "class_dropout_prob"
+        return getattr(self.transformer, name)
+
+    @cached_property
+    def sizes(self) -> dict:
+        """{setting: value} of all settings that describe what the checkpoint holds."""
+        network, codec = self.transformer, self.codec
+        found = {name: getattr(codec, name) for name in ("ch", "ch_mult", "num_res_blocks")}
+        width = getattr(codec, "code_channels", codec.z_channels)
+        found |= {"vocab_size": codec.vocab_size, "z_channels": width}
+        found |= {"depth": network.depth, "width": network.embed_dim, "heads": network.num_heads}
+        if self.family == "llamagen":
+            return found | {"image_size": network.grid[0] * codec.downsample}
+        sides = tuple(side for side, _ in network.schedule.maps)
+        return found | {
+            "image_size": sides[-1] * codec.downsample,
+            "patch_nums": sides,
+            "norm_groups": codec.group_norm_groups,
+            "shared_aln": network.shared_aln,
+        }
+
+    def modules(self) -> dict:
+        """{part: module} in float32 whose arrays stay in their files (`Stored`) until their places
+        are known. `UserError` if files are damaged."""
+        wanted = dict.fromkeys(registry.family(self.family).tree, "float32")
+        folder = model.describe(model_names.found(self.path)).directory
+        return checkpoint.load(folder, registry.CATALOGUE, wanted, on_disk=True)[0]
+
+    def codec_module(self) -> ImageCodec:
+        """The codec on the default device."""
+        codec = self.modules()["codec"]
+        arrays = {name: jax.numpy.asarray(leaf) for name, leaf in parameters.named(codec).items()}
+        return parameters.fill(codec, arrays)
+
+    def codec_parameters(self, places: Mapping) -> dict:
+        """{name: array} of the codec. places: {name: sharding}."""
+        return _placed(parameters.named(self.modules()["codec"]), places)
+
+    def transformer_parameters(self, rows: Sequence[int], seed: int, places: Mapping) -> dict:
+        """{name: array} of the transformer. rows: for each class of the data its class here, or -1
+        (`classes`): then its embedding is drawn, with the mean and spread of those that are there.
+        """
+        found = parameters.named(self.modules()["transformer"])
+        table = np.asarray(found[CLASSES])
+        count = self.transformer.num_classes
+        old, null = table[:count], table[count:]
+        drawn = np.random.default_rng((seed, len(rows))).standard_normal((len(rows), old.shape[1]))
+        drawn = old.mean(0) + (old - old.mean(0)).std() * drawn
+        rows = np.asarray(rows)
+        own = np.where(rows[:, None] < 0, drawn, old[rows]).astype(table.dtype)
+        return _placed({**found, CLASSES: np.concatenate([own, null])}, places)
+
+    def classes(self, pictures: Dataset) -> tuple[list[int], str]:
+        """For each class of the data the same class of the checkpoint, or -1; and a line about it.
+
+        Classes are the same if they have the same name, or, where one side has no names, the same
+        number and there are equally many.
+        """
+        count, names = self.transformer.num_classes, self.description.get("class_names")
+        if names and pictures.class_names:
+            rows = [names.index(n) if n in names else -1 for n in pictures.class_names]
+        else:
+            same = pictures.num_classes == count
+            rows = list(range(count)) if same else [-1] * pictures.num_classes
+        new = sum(row < 0 for row in rows)
+        how = "by name" if names and pictures.class_names else "by number"
+        line = f"{len(rows) - new} of {len(rows)} classes are classes of {self.path} ({how})"
+        return rows, line + (f", embeddings of {new} are drawn anew" if new else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning(TrainingSettings):
+    """Settings of a run that begins with a checkpoint; make them by `settings`."""
+
+    start: Start = field(metadata={"stages": (), "family": None, "help": "", "least": None})
+
+    @property
+    def codec(self) -> VQVAEConfig | VQConfig:
+        return self.start.codec
+
+    def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
+        return replace(self.start.transformer, num_classes=num_classes)
+
+    def deciding(self, stage: str) -> dict:
+        return super().deciding(stage) | {"init": self.start.digest}
+
+
+def _problems(
+    path: str, family: str, directory: Path | None, *, transformer, codec, **others
+) -> Iterator[str]:
+    """Yield why a checkpoint cannot be trained further."""
+    if family not in FAMILIES:
+        yield (
+            f"init={path} is of the family {family}: {' and '.join(FAMILIES)} can be trained, which"
+            " draw from labels"
+        )
+    if transformer.condition != "labels":
+        yield f"init={path} draws from {transformer.condition}: training takes labels"
+    if directory is None:
+        yield f"init={path} has no weights here: give the folder of a converted checkpoint"
+    if family == "var" and any(h != w for h, w in transformer.schedule.maps):
+        yield f"init={path} has token maps that are no squares: training takes square pictures"
+    if getattr(codec, "in_channels", 3) != 3:
+        yield f"init={path} has a codec of {codec.in_channels} channels: training takes RGB"
+    if not getattr(codec, "has_encoder", True):
+        yield f"init={path} has a codec without encoder, which cannot turn pictures into tokens"
+
+
+def _placed(arrays: Mapping[str, Stored | np.ndarray], places: Mapping) -> dict:
+    """Arrays where they belong, one after the other; of each a process reads what it holds."""
+    return {name: _place(array, places[name]) for name, array in arrays.items()}
+
+
+def _place(array: Stored | np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if isinstance(array, np.ndarray):
+            return array[index]
+        bounds = [s.indices(size)[:2] for s, size in zip(index, array.shape, strict=True)]
+        cut = [i for i, found in enumerate(bounds) if found != (0, array.shape[i])]
+        assert len(cut) <= 1, index  # states are divided along one axis
+        return array.part(cut[0], [bounds[cut[0]]]) if cut else array.part(WHOLE)
+
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, part))
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
