@@ -97,20 +97,25 @@ class Projection:
         k = self._plain(K, None)
         if self.rotation is not None:  # norm and rotation in float32, rounded once
             factor = 1 if self.multiplier is None else length(k)
-            return (rotate(k, *self.rotation) / factor).astype(k.dtype)
-        return k if self.multiplier is None else l2_normalize(k)
+            return (rotate(k, *self.rotation) / factor).astype(self.dtype)
+        k = k if self.multiplier is None else l2_normalize(k)
+        return k.astype(self.dtype)
 
     def values(self) -> Float[Array, "R N T H"]:
         """Finished values, as they are stored."""
         # the bias is added in the type of the projection, as a layer of the model would add it
-        return self._plain(V, self.sliced().v_bias)
+        return self._plain(V, self.sliced().v_bias).astype(self.dtype)
 
     def raw_queries(self) -> Float[Array, "R N T H"]:
         """Queries without bias, norm, multiplier, scale or rotation."""
-        return self._plain(Q, None)
+        return self._plain(Q, None).astype(self.dtype)
 
     def _plain(self, part: int, bias) -> Float[Array, "R N T H"]:
-        found = self.multiplied().qkv[:, :, part].transpose(0, 2, 1, 3)
+        """With scales and bias. Scales make it float32, to be rounded once."""
+        found = self.qkv[:, :, part].transpose(0, 2, 1, 3)
+        if self.row_scale is not None:
+            rows = self.row_scale[:, None, : found.shape[2]]
+            found = found.astype(jnp.float32) * rows * self.channel_scale[part][:, None]
         return found if bias is None else found + bias[:, None]
 
 
