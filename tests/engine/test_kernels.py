@@ -14,8 +14,8 @@ from pallas_kernels.residual import mosaic_gpu as mosaic_residual
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
-from varjax.engine import scales
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.engine import scales
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models.var.transformer import VAR, VARConfig
