@@ -97,8 +97,6 @@ def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"] | Rows8, head_dim: int
     `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
     q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
     sums = block.qkv.sums(h) if isinstance(h, Rows8) else Sums(block.qkv(h))
-    if sums.array.dtype == jnp.int32:  # kernels of attention take numbers of the model's type
-        sums = Sums(sums.finished())
     channels = sums.channel_scale
     return Projection(
         sums.array.reshape(*h.shape[:2], 3, -1, head_dim),

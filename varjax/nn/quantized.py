@@ -101,7 +101,7 @@ class Quantized:
 
     def sums(self, x: Rows8) -> Sums:
         """The product of rows that are in 8 bits already, with its scales still to come. The sums
-        are rounded to the type of the rows, or are int32.
+        are rounded to the type of the rows; those of int8 are int32.
 
         Raises:
           NotImplementedError: as in `product`.

@@ -15,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -173,8 +174,10 @@ class VAR(NextScaleTransformer):
 
     @property
     def takes_streams(self) -> bool:
-        # devices that share a row scale it alike, which no kernel does
-        return self.bits is None or self.model_axis is None
+        # Kernels do not scale a row alike on the devices that share it, and attention takes no
+        # int32 sums.
+        bits = self.bits
+        return bits is None or (self.model_axis is None and bits.dtype != np.int8)
 
     def project_stream(self, block: Block, vectors: Vectors, x: Stream):
         h, x = x.normalized(vectors, 2, 4, self.config.norm_eps)
