@@ -160,7 +160,7 @@ APART = {
     "one-query-in-8-bits": replace(ONE_QUERY, apart=True, in_8_bits=True, rotated=False),
     "plain-rows-in-8-bits": replace(SMALL, apart=True, tokens=20, length=17, in_8_bits=True),
 }
-FIRST = ("small", "one-query", "in-8-bits", "one-query-in-8-bits")
+FIRST = ("small", "one-query", "in-8-bits")
 
 
 def store_and_attend(args):
