@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import QuerySums
+from pallas_kernels.residual.operands import TILE
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes, slots_by_token
 
 FILLINGS = ("random", "empty", "full", "repeated", "shared")
@@ -38,6 +39,7 @@ class ArgSpec:
     apart: whether tokens are written into blocks that no head reads.
     kv_dtype: type of the pool; None: `dtype`.
     normalised, rotated: what has to be done to queries and keys.
+    in_8_bits: whether the projection comes from a product in 8 bits, with scales still to come.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ArgSpec:
     kv_dtype: str | None = None
     normalised: bool = False
     rotated: bool = False
+    in_8_bits: bool = False
 
     @property
     def pool_dtype(self):
@@ -135,6 +138,7 @@ class ArgSpec:
             layer = jnp.int32(1)
             vectors = jax.tree.map(lambda a: xp.stack([xp.full_like(a, jnp.nan), a]), vectors)
         biases, multiplier = jax.tree.map(jnp.asarray, vectors)
+        row_scale, channel_scale = self._scales(xp, normal) if self.in_8_bits else (None, None)
         return Projection(
             qkv=qkv,
             q_bias=biases[0],
@@ -143,7 +147,17 @@ class ArgSpec:
             multiplier=multiplier,
             scale=scale,
             layer=layer,
+            row_scale=row_scale,
+            channel_scale=channel_scale,
         )
+
+    def _scales(self, xp, normal) -> tuple[jax.Array, jax.Array]:
+        """Scales of rows and channels; of rows as kernels leave them, with NaN behind the last."""
+        rows = 1 + xp.abs(xp.asarray(normal((self.rows, self.tokens, 1)), jnp.float32)) / 2
+        behind = ((0, 0), (0, -self.tokens % TILE), (0, 0))
+        rows = xp.pad(rows, behind, constant_values=jnp.nan)
+        channels = xp.asarray(normal((3, self.heads, self.head_dim)), jnp.float32)
+        return jnp.asarray(rows), jnp.asarray(1 + xp.abs(channels) / 2)
 
 
 @jax.jit

@@ -55,6 +55,7 @@ class Unfinished:
     layer: int32 [1], place in the first axis of biases [L, N, H] and multiplier [L, N].
     cos, sin: float32, with rows for whole tiles.
     turn: `quarter_turn_matrix`.
+    row_scale: float32 [R, T], with rows for whole tiles. channel_scale: float32 [parts, N, H].
     """
 
     product: Operand
@@ -65,6 +66,8 @@ class Unfinished:
     cos: Operand
     sin: Operand
     turn: Operand
+    row_scale: Operand
+    channel_scale: Operand
     heads: int = field(metadata=dict(static=True))
     scale: float = field(metadata=dict(static=True))
 
@@ -83,6 +86,9 @@ class Unfinished:
         if projection.rotation is not None:
             cos, sin = (mosaic.padded(a, 0, multiple) for a in projection.rotation)
             rotated = jnp.asarray(quarter_turn_matrix(TURNED), projection.dtype)
+        row_scale = projection.row_scale
+        if row_scale is not None and row_scale.shape[1] < -(-tokens // multiple) * multiple:
+            row_scale = mosaic.padded(row_scale[:, :tokens], 1, multiple)
         return cls(
             product=projection.qkv.reshape(rows, tokens, -1),
             layer=mosaic.number(projection.layer),
@@ -92,6 +98,8 @@ class Unfinished:
             cos=cos,
             sin=sin,
             turn=rotated,
+            row_scale=None if row_scale is None else row_scale[..., 0],
+            channel_scale=projection.channel_scale,
             heads=heads,
             scale=projection.scale,
         )
@@ -113,11 +121,15 @@ class Unfinished:
         source = self.product.at[row, pl.ds(first, ROWS), columns]
         plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
 
-    def finish(self, part: int, head, first, work: "TileMemory") -> None:
+    def finish(self, part: int, row, head, first, work: "TileMemory") -> None:
         """Wait for a tile that was started, finish it and leave it in `work.result`."""
         plgpu.barrier_wait(work.arrived)
         # from here to the end all numbers are float32 in registers
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
+        if self.row_scale is not None:
+            numbers = mosaic.load(self.row_scale.at[row, pl.ds(first, ROWS)], PER_ROW, plain=True)
+            columns = mosaic.load(self.channel_scale.at[part, head], PER_COLUMN, plain=True)
+            x *= across(numbers, x.shape) * down(columns, x.shape)
         bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
         if bias is not None:
             columns = mosaic.load(bias.at[layer, head], PER_COLUMN, plain=True)
@@ -217,8 +229,10 @@ def _launch(projection: Projection, parts, chip: Products, interpret, storing) -
     stores, cost = storing or (None, usual)
     if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
+        scale = projection.row_scale
+        scale = None if scale is None else jnp.swapaxes(scale[:, :1], 0, 1)
         angles = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, head_dim)), angles)
-        projection, tokens = replace(projection, qkv=qkv, rotation=angles), rows
+        projection, tokens = replace(projection, qkv=qkv, rotation=angles, row_scale=scale), rows
     lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
     whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
     count, dtype = len(parts), projection.dtype
@@ -268,7 +282,7 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, stores, out_
         given.start(part, row, head, first, work)
     given.wait_for_turn(turn)
     for i, (part, work) in enumerate(zip(parts, works, strict=True)):
-        given.finish(part, head, first, work)
+        given.finish(part, row, head, first, work)
         columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
         plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
     if stores is not None:

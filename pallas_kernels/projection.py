@@ -29,6 +29,8 @@ class Projection:
     multiplier: float32. If given, queries and keys are scaled to unit length, and queries are
       multiplied by it.
     scale: static, the factor of queries where there is no multiplier.
+    row_scale, channel_scale: float32, of a product in 8 bits, given together; all numbers are
+      multiplied by both before anything else. Rows of `row_scale` may go on behind the last token.
     layer: if given, biases [L, N, H] and multiplier [L, N] hold all layers, and `layer` is the one
       that counts. Kernels read them where they lie.
     """
@@ -40,6 +42,8 @@ class Projection:
     multiplier: Float[Array, "*layers N"] | None = None
     scale: float = field(default=1.0, metadata=dict(static=True))
     layer: Int[Array, ""] | None = None
+    row_scale: Float[Array, "R _ 1"] | None = None
+    channel_scale: Float[Array, "parts N H"] | None = None
 
     @classmethod
     def of(cls, q, k, v) -> "Projection":
@@ -64,6 +68,14 @@ class Projection:
         q_bias, v_bias, multiplier = jax.tree.map(lambda a: a[self.layer], vectors)
         return replace(self, layer=None, q_bias=q_bias, v_bias=v_bias, multiplier=multiplier)
 
+    def multiplied(self) -> "Projection":
+        """The same projection without scales: the product is multiplied by them, and rounded."""
+        if self.row_scale is None:
+            return self
+        rows = self.row_scale[:, : self.qkv.shape[1], :, None, None]
+        qkv = self.qkv.astype(jnp.float32) * rows * self.channel_scale
+        return replace(self, qkv=qkv.astype(self.dtype), row_scale=None, channel_scale=None)
+
     def queries(self) -> Float[Array, "R N T H"]:
         """Finished queries, which carry the attention scale. They are computed in float32 and
         rounded once."""
@@ -85,20 +97,25 @@ class Projection:
         k = self._plain(K, None)
         if self.rotation is not None:  # norm and rotation in float32, rounded once
             factor = 1 if self.multiplier is None else length(k)
-            return (rotate(k, *self.rotation) / factor).astype(k.dtype)
-        return k if self.multiplier is None else l2_normalize(k)
+            return (rotate(k, *self.rotation) / factor).astype(self.dtype)
+        k = k if self.multiplier is None else l2_normalize(k)
+        return k.astype(self.dtype)
 
     def values(self) -> Float[Array, "R N T H"]:
         """Finished values, as they are stored."""
         # the bias is added in the type of the projection, as a layer of the model would add it
-        return self._plain(V, self.sliced().v_bias)
+        return self._plain(V, self.sliced().v_bias).astype(self.dtype)
 
     def raw_queries(self) -> Float[Array, "R N T H"]:
         """Queries without bias, norm, multiplier, scale or rotation."""
-        return self._plain(Q, None)
+        return self._plain(Q, None).astype(self.dtype)
 
     def _plain(self, part: int, bias) -> Float[Array, "R N T H"]:
+        """With scales and bias. Scales make it float32, to be rounded once."""
         found = self.qkv[:, :, part].transpose(0, 2, 1, 3)
+        if self.row_scale is not None:
+            rows = self.row_scale[:, None, : found.shape[2]]
+            found = found.astype(jnp.float32) * rows * self.channel_scale[part][:, None]
         return found if bias is None else found + bias[:, None]
 
 

@@ -127,7 +127,7 @@ def operands(
     tokens: {"q", "k" or "v": (tokens of a block, function from the grid's indices to the place of
       the block along the tokens)}.
     """
-    projection = projection.sliced()
+    projection = projection.sliced().multiplied()
     rows, _, length, _ = projection.shape
     # neighbouring axes are merged without a copy, unless an odd head is padded
     qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)

@@ -48,7 +48,7 @@ class Tokens:
 
     @classmethod
     def queries(cls, given: Projection) -> "Tokens":
-        given = given.sliced()
+        given = given.sliced().multiplied()
         return cls(
             rows=given.qkv,
             bias=given.q_bias,
@@ -62,11 +62,11 @@ class Tokens:
     @classmethod
     def keys(cls, given: Projection) -> "Tokens":
         unit = given.multiplier is not None
-        return cls(given.qkv, rotation=given.rotation, part=K, unit=unit)
+        return cls(given.multiplied().qkv, rotation=given.rotation, part=K, unit=unit)
 
     @classmethod
     def values(cls, given: Projection) -> "Tokens":
-        return cls(given.qkv, given.sliced().v_bias, part=V)
+        return cls(given.multiplied().qkv, given.sliced().v_bias, part=V)
 
     def with_rows(self, finished: Float[Array, "R N T H"]) -> "Tokens":
         """The same tokens, finished by XLA; unchanged where nothing was left to do."""

@@ -252,7 +252,7 @@ class _Program:
 
         def tile(i, carry):
             row, head, first = self._place(i)
-            self.given.finish(Q, head, first, self.work)
+            self.given.finish(Q, row, head, first, self.work)
             if self.shares.several:
                 pl.when(i + 1 < count)(lambda: self._start(i + 1))
             found, carry = self.tile.see(self.keys_of(i), carry)

@@ -26,6 +26,7 @@ from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.refs import Operand, Ref
 from pallas_kernels.residual.operands import (
+    TILE,
     TINY,
     Activation,
     Bits8,
@@ -48,7 +49,7 @@ NAMES = ("float32", "bfloat16", "float16")
 class Given:
     """The operands, inside the kernel references. None where there is nothing.
 
-    stream, sums: [R, T, D]. row_scale: [R, T]. channel_scale, bias: [D].
+    stream, sums: [R, T, D]. row_scale: [R, T] or longer rows. channel_scale, bias: [D].
     gates, vectors: [L, R, places, D], with the layer that counts as int32 [1].
     """
 
@@ -84,7 +85,7 @@ def _vectors(name: str, given: Vectors) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Results:
-    """References to what is written; None where there is nothing. scale: [R, T]."""
+    """References to what is written; None where there is nothing. scale: [R, T'], T' >= T."""
 
     normal: Ref
     stream: Ref | None = None
@@ -233,7 +234,7 @@ def add_and_normalize(stream, branch: Branch | None, norm: Norm, *, interpret):
     """See `api.add_and_normalize`."""
     tiles = Tiles.of(*stream.shape[1:], scales=norm.bits is not None)
     sums = None if branch is None else branch.sums
-    _check(interpret, norm.bits, stream, sums)
+    _check(interpret, stream, sums)
     results = {"normal": jax.ShapeDtypeStruct(stream.shape, _dtype(norm.bits, norm.dtype))}
     if branch is not None:
         results["stream"] = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
@@ -255,7 +256,7 @@ def to_8_bits(sums: Sums, bits: Bits8, activation: Activation | None, *, interpr
     """See `api.to_8_bits`."""
     shape = sums.array.shape
     tiles = Tiles.of(*shape[1:], scales=True)
-    _check(interpret, bits, None, sums)
+    _check(interpret, None, sums)
     found = _launch(
         partial(_to_8_bits, activation),
         Given.of(None, sums, None, None),
@@ -279,7 +280,7 @@ def _result(found: dict[str, Array], bits: Bits8 | None, dtype) -> Array | Rows8
     return Rows8(found["normal"], found["scale"][..., None], dtype)
 
 
-def _check(interpret, bits: Bits8 | None, stream, sums: Sums | None) -> None:
+def _check(interpret, stream, sums: Sums | None) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
     mosaic.check_simulator(interpret)
     kinds = [a.dtype.name for a in (stream, sums and sums.array) if a is not None]
@@ -289,8 +290,6 @@ def _check(interpret, bits: Bits8 | None, stream, sums: Sums | None) -> None:
                 f"Mosaic adds and normalises {', '.join(NAMES)}, not {kind}: use "
                 f"implementation='reference' (--attention=reference)"
             )
-    if bits is not None and getattr(bits, "emulated", False):
-        raise NotImplementedError("emulated products in 8 bits take implementation='reference'")
 
 
 def _launch(
@@ -308,7 +307,8 @@ def _launch(
     tiles."""
     rows, tokens, _ = results["normal"].shape
     if bits is not None:
-        results = results | {"scale": jax.ShapeDtypeStruct((rows, tokens), jnp.float32)}
+        whole = -(-tokens // TILE) * TILE
+        results = results | {"scale": jax.ShapeDtypeStruct((rows, whole), jnp.float32)}
 
     def kernel(given: Given, *refs: Ref):
         row, number = jax.lax.axis_index("row"), jax.lax.axis_index("tile")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 Activation = Callable[[Array], Array]  # a function of every number
+TILE = 128  # tokens to whose multiples kernels write scales: others read them by whole tiles
 TINY = 1e-30  # the least magnitude of a row: one of zeros has a scale, too
 
 
@@ -33,20 +34,16 @@ class Bits8(Protocol):
 @dataclass(frozen=True)
 class Rows8:
     """Rows in 8 bits: `numbers * scale` is what they stand for. dtype: static, of the rows that
-    they were."""
+    they were. From a kernel, scales go on behind the last token, up to a multiple of `TILE`, and
+    may be anything there."""
 
-    numbers: Num[Array, "*shape D"]
-    scale: Float[Array, "*shape 1"]
+    numbers: Num[Array, "*rows T D"]
+    scale: Float[Array, "*rows _ 1"]
     dtype: np.dtype = field(metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
-
-    def reshape(self, *shape: int) -> "Rows8":
-        """The rows with other leading axes."""
-        scale = self.scale.reshape(*shape[:-1], 1)
-        return Rows8(self.numbers.reshape(shape), scale, self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -55,13 +52,14 @@ class Sums:
     """What a matrix product leaves.
 
     array: the product, finished where nothing else is given.
-    row_scale, channel_scale: float32, of a product in 8 bits; given together.
+    row_scale, channel_scale: float32, of a product in 8 bits; given together. The first is the
+      scale of `Rows8`, which may go on behind the last token.
     bias: added after the scales.
     dtype: static, of the finished product; None: that of `array`.
     """
 
     array: Num[Array, "*rows D"]
-    row_scale: Float[Array, "*rows 1"] | None = None
+    row_scale: Float[Array, "*rows_with_more 1"] | None = None
     channel_scale: Float[Array, " D"] | None = None
     bias: Float[Array, " D"] | None = None
     dtype: np.dtype | None = field(default=None, metadata=dict(static=True))
@@ -75,9 +73,8 @@ class Sums:
         """With scales and bias."""
         found = self.array
         if self.row_scale is not None:
-            found = (found.astype(jnp.float32) * self.row_scale * self.channel_scale).astype(
-                self.kind
-            )
+            rows = self.row_scale[..., : found.shape[-2], :]
+            found = (found.astype(jnp.float32) * rows * self.channel_scale).astype(self.kind)
         return found if self.bias is None else found + self.bias
 
 

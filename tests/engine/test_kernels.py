@@ -15,9 +15,11 @@ from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.engine import scales
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models.var.transformer import VAR, VARConfig
+from varjax.nn import quantized
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -98,16 +100,18 @@ def wide_model() -> Model:
 
 
 @functools.cache
-def wide_reference(case: str) -> dict:
-    return wide_logits(case, "reference")
+def wide_reference(case: str, scheme: str | None = None) -> dict:
+    return wide_logits(case, "reference", scheme=scheme)
 
 
-def wide_logits(case: str, attention: str, given=None) -> dict:
+def wide_logits(case: str, attention: str, given=None, scheme: str | None = None) -> dict:
     """Greedy tokens and logits of `wide_model`. given: tokens to go on with instead: where two
-    logits are nearly equal, bfloat16 may choose either, and what follows is another picture."""
+    logits are nearly equal, bfloat16 may choose either, and what follows is another picture.
+    scheme: of its products, which are emulated."""
     policy, kv_dtype = CASES[case]
+    model = wide_model().quantized(scheme, emulated=True) if scheme else wide_model()
     generator = greedy_generator(
-        wide_model(),
+        model,
         policy,
         attention=attention,
         kv_dtype=kv_dtype or "bfloat16",
@@ -154,6 +158,59 @@ def test_wide_heads_through_the_simulator_of_gpus(case, monkeypatch):
     monkeypatch.setattr(mosaic_residual, "_launch", counted)
     check_wide(case, "mosaic-interpret")
     assert "add_and_normalize" in launched
+
+
+# --- rows in 8 bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [SMALL, pytest.param("a_k10", marks=pytest.mark.slow)])
+def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
+    """Rows that stay in 8 bits on their way, with scales that the next kernel applies, are those
+    that products make themselves. Here plain JAX takes the place of the kernels."""
+    model, index = fixture_model(name).quantized("fp8", emulated=True), np.arange(2, dtype=np.int32)
+
+    def run():
+        generator = greedy_generator(model, attention="reference", layers="unroll")
+        return generator.run_batch(arrays_of(model, [1, 2]), index)[0]
+
+    expected, products, sums = run(), [], quantized.Quantized.sums
+    monkeypatch.setattr(
+        quantized.Quantized, "sums", lambda m, x: (products.append(m.shape), sums(m, x))[1]
+    )
+    monkeypatch.setattr(scales, "has_kernel", lambda implementation: True)
+    found = run()
+    width = model.parts["transformer"].config.embed_dim
+    kinds = {(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)}
+    assert set(products) == kinds
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    # a number that lies between two of e4m3 may go either way; few do
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
+
+
+@pytest.mark.slow
+@gpu_simulation.needed
+def test_rows_in_8_bits_through_the_simulator_of_gpus(monkeypatch):
+    """Kernels round once where plain JAX rounds to bfloat16 after every step. That moves logits
+    less than 8 bits have moved them."""
+    launched, launch = [], mosaic_residual._launch
+
+    def counted(*arguments, **options):
+        launched.append(options["name"])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(mosaic_residual, "_launch", counted)
+    plain = wide_reference("full")
+    tokens = plain["tokens"].astype(np.int32)
+    apart, fused = (
+        wide_logits("full", name, tokens, "fp8") for name in ("reference", "mosaic-interpret")
+    )
+    assert {"add_and_normalize", "to_8_bits"} == set(launched)
+
+    def off(one, other):
+        return np.sqrt(np.square(one["logits"] - other["logits"]).mean())
+
+    assert off(fused, apart) < 0.5 * off(apart, plain)
+    assert off(fused, plain) < 1.1 * off(apart, plain)
 
 
 @pytest.mark.gpu

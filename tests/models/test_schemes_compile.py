@@ -36,3 +36,18 @@ def test_products_are_native(target, rows):
             assert found[scheme]["temporaries"] < rows * (D_IN + 4 * D_OUT) + 2**22 + 2**16
         elif rows > 2:
             assert found[scheme]["cycles"] < FASTER[target, scheme] * found[None]["cycles"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+def test_rows_stay_in_8_bits_between_products(target):
+    """A layer of VAR-d30 and the norm behind it: four native products and seven kernels of ours
+    (three norms, keys and values, attention, two times to 8 bits), and nothing between them."""
+    if why := chips.why_unavailable(target):
+        pytest.skip(why)
+    command = [sys.executable, "-m", "tests.models.compile_layer", target, "256"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["calls"] == {NATIVE["fp8"][1]: 4, "mosaic_gpu_v2": 7}
+    assert not found["large_fusions"]

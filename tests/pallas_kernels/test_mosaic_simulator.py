@@ -41,6 +41,9 @@ SPECIAL = {
     "block32-int8": replace(SMALL, block_size=32, kv_dtype="int8"),
     "wide": SPECS["infinity-2b-t64"].reduced(heads=2),
     "few-tokens": replace(SMALL, tokens=4, length=4),
+    "in-8-bits": replace(SMALL, in_8_bits=True),
+    "few-tokens-in-8-bits": replace(SMALL, tokens=4, length=4, in_8_bits=True),
+    "rotated-in-8-bits": SPECS["infinity-2b-t64"].reduced(heads=2, in_8_bits=True),
     "few-tokens-int8": replace(SMALL, tokens=4, length=4, kv_dtype="int8"),
     **{name: spec.reduced(heads=2) for name, spec in SPECS.items()},
 }
@@ -152,8 +155,12 @@ APART = {
     "as-it-is": replace(AS_IT_IS, apart=True),
     "wide": SPECS["infinity-2b-t64"].reduced(heads=2, apart=True),
     "int8": replace(SMALL, apart=True, kv_dtype="int8"),
+    "in-8-bits": replace(SMALL, apart=True, in_8_bits=True),
+    # kernels round before a rotation: of numbers without scales that changes nothing
+    "one-query-in-8-bits": replace(ONE_QUERY, apart=True, in_8_bits=True, rotated=False),
+    "plain-rows-in-8-bits": replace(SMALL, apart=True, tokens=20, length=17, in_8_bits=True),
 }
-FIRST = ("small", "one-query")
+FIRST = ("small", "one-query", "in-8-bits")
 
 
 def store_and_attend(args):

@@ -191,7 +191,7 @@ def _scale(
     # A scan's carry is the same in all layers: there no branch can wait for the next layer's norm.
     streams = transformer.takes_streams and stacked.is_separate(scanned)
     if streams and has_kernel(spec.attention):
-        x = Stream(x, implementation=spec.attention)
+        x = Stream(x, implementation=spec.attention, bits=transformer.bits)
     carry = (x, state, jnp.int32(0))
     x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.unroll)
     x = x.settled() if isinstance(x, Stream) else x

@@ -24,8 +24,9 @@ from pallas_kernels.residual import Vectors
 from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
-from varjax.nn import layers, stacked
+from varjax.nn import layers, quantized, stacked
 from varjax.nn.published import Configuration
+from varjax.nn.schemes import Scheme
 from varjax.nn.split import Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
@@ -78,6 +79,13 @@ class NextScaleTransformer(Transformer):
         """Whether the transformer has `project_stream`, and `post_attention` takes a `Stream` with
         all layers' `Vectors` in place of `x` and the layer's context, and returns one."""
         return False
+
+    @property
+    def bits(self) -> Scheme | None:
+        """How rows of activations are brought into 8 bits for products; None: they are not."""
+        kernel = self.head.kernel.get_value()
+        both = quantized.is_one(kernel) and kernel.scheme.activations
+        return kernel.scheme if both else None
 
     def project_stream(self, block, vectors: Vectors, x: Stream) -> tuple[Projection, Stream]:
         """`project`, and the stream with the branch that it had."""

@@ -5,6 +5,7 @@ Letters: R rows, T tokens, N heads, H head size, D width.
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
+from pallas_kernels.residual import Rows8, Sums
 from pallas_kernels.residual.reference import layer_norm, modulate
 from varjax.nn import quantized
 from varjax.nn.quantized import Activation, Quantized
@@ -56,6 +58,12 @@ class Linear(nnx.Linear):
             return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 
+    def sums(self, x: Rows8) -> Sums:
+        """The product of rows in 8 bits with a matrix in 8 bits; scales and bias are still to
+        come."""
+        bias = None if self.bias is None else self.bias[...]
+        return replace(self.kernel.get_value().sums(x), bias=bias)
+
     def each_layer(self, x: Float[Array, "L ... D_in"]) -> Float[Array, "L ... D_out"]:
         """Where the matrices of all layers are stacked: every layer's product, without biases."""
         kernel = self.kernel.get_value()
@@ -84,11 +92,19 @@ def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
-def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"], head_dim: int) -> Projection:
+def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"] | Rows8, head_dim: int) -> Projection:
     """Queries, keys and values as one product `block.qkv`, with biases `block.q_bias` and
     `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
     q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
-    return Projection(block.qkv(h).reshape(*h.shape[:2], 3, -1, head_dim), q_bias, v_bias)
+    sums = block.qkv.sums(h) if isinstance(h, Rows8) else Sums(block.qkv(h))
+    channels = sums.channel_scale
+    return Projection(
+        sums.array.reshape(*h.shape[:2], 3, -1, head_dim),
+        q_bias,
+        v_bias,
+        row_scale=sums.row_scale,
+        channel_scale=None if channels is None else channels.reshape(3, -1, head_dim),
+    )
 
 
 def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "*layers N"]:

@@ -9,6 +9,7 @@ runs in that type; its result is multiplied by the scales. A device therefore ne
 in a floating type: TPU and Triton products convert as they read (docs/lab/weights_8_bits.md), and
 on a CPU a product takes some rows of the matrix at a time. Where activations are in 8 bits, too,
 each of their rows gets a scale as well, and both scales multiply the sums (`schemes.Scheme`).
+`sums` takes rows that a kernel has brought into 8 bits, and leaves both scales to the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import target
-from pallas_kernels.residual.operands import Activation
+from pallas_kernels.residual.operands import Activation, Rows8, Sums
 from pallas_kernels.residual.reference import rows_8
 from varjax.nn import channels, stored
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
@@ -99,21 +100,37 @@ class Quantized:
             sums = self._plain(activation(rows) if activation else rows)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
 
+    def sums(self, x: Rows8) -> Sums:
+        """The product of rows that are in 8 bits already, with its scales still to come. The sums
+        are rounded to the type of the rows; those of int8 are int32.
+
+        Raises:
+          NotImplementedError: as in `product`.
+        """
+        found = self._multiply(x.numbers.reshape(-1, x.shape[-1]), x.dtype)
+        if found.dtype != jnp.int32:
+            found = found.astype(x.dtype)
+        shape = (*x.shape[:-1], self.shape[-1])
+        return Sums(found.reshape(shape), x.scale, self.scale, dtype=x.dtype)
+
     def _of_rows(self, x, kind, axis, activation) -> Float[Array, "R D_out"]:
         """The product of rows [R, D_in] that are brought into 8 bits, without the matrix's
         scales."""
+        numbers, scale = quantize_rows(x, self.scheme, axis, activation)
+        return self._multiply(numbers, kind).astype(jnp.float32) * scale
+
+    def _multiply(self, numbers: Num[Array, "R D_in"], kind) -> Num[Array, "R D_out"]:
+        """Sums of products of numbers in 8 bits. kind: what the library of a GPU rounds to."""
         if why := why_not_here(self.scheme):
             raise NotImplementedError(why)
-        numbers, scale = quantize_rows(x, self.scheme, axis, activation)
         if self.scheme.emulated:
-            return self._by_parts(numbers.astype(jnp.float32)) * scale
+            return self._by_parts(numbers.astype(jnp.float32))
         if self.scheme.dtype == np.int8:
             kind = jnp.int32
         elif target.platform() != "gpu":  # whose libraries write sums out before the scales come
             kind = jnp.float32
         last = (((1,), (1,)), ((), ()))
-        sums = jax.lax.dot_general(numbers, self.array, last, preferred_element_type=kind)
-        return sums.astype(jnp.float32) * scale
+        return jax.lax.dot_general(numbers, self.array, last, preferred_element_type=kind)
 
     def _plain(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
         return self._by_parts(x) if target.platform() == "cpu" else self._at_once(x)

@@ -15,17 +15,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
-from pallas_kernels.residual import Vectors
+from pallas_kernels.residual import Rows8, Sums, Vectors
 from varjax import sampling as sampling_lib
 from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
-from varjax.nn import layers, quantized, split, stacked
+from varjax.nn import layers, split, stacked
 from varjax.nn.split import Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
@@ -173,19 +174,16 @@ class VAR(NextScaleTransformer):
 
     @property
     def takes_streams(self) -> bool:
-        return not self._multiplies_8_bits
-
-    @property
-    def _multiplies_8_bits(self) -> bool:
-        """Whether rows of activations are brought into 8 bits: XLA then does so within norms."""
-        kernel = self.head.kernel.get_value()
-        return quantized.is_one(kernel) and kernel.scheme.activations
+        # Kernels do not scale a row alike on the devices that share it, and attention takes no
+        # int32 sums.
+        bits = self.bits
+        return bits is None or (self.model_axis is None and bits.dtype != np.int8)
 
     def project_stream(self, block: Block, vectors: Vectors, x: Stream):
         h, x = x.normalized(vectors, 2, 4, self.config.norm_eps)
         return self._projection(block, h), x
 
-    def _projection(self, block: Block, h: Float[Array, "R T D"]) -> Projection:
+    def _projection(self, block: Block, h: Float[Array, "R T D"] | Rows8) -> Projection:
         config = self.config
         projection = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
@@ -219,11 +217,11 @@ class VAR(NextScaleTransformer):
         self, block: Block, vectors: Vectors, x: Stream, attended: Float[Array, "R T N H"]
     ) -> Stream:
         """`post_attention` of a stream."""
-        attended, axis = attended.reshape(*x.value.shape[:2], -1), self.model_axis
-        x = x.added(split.contract(block.proj, attended, axis), vectors, 0)
+        attended, axis = Sums(attended.reshape(x.value.shape[:2] + (-1,))), self.model_axis
+        x = x.added(x.contracted(block.proj, attended, axis), vectors, 0)
         h, x = x.normalized(vectors, 3, 5, self.config.norm_eps)
-        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        return x.added(split.contract(block.fc2, wide, axis, gelu), vectors, 1)
+        wide, gelu = x.product(block.fc1, h), partial(jax.nn.gelu, approximate=True)
+        return x.added(x.contracted(block.fc2, wide, axis, gelu), vectors, 1)
 
     # --- tokens -----------------------------------------------------------------------------------
 
