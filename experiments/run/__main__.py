@@ -34,6 +34,7 @@ from experiments.recipes.recipe import RecipeFlag
 from experiments.run import part
 from experiments.run import results as run_results
 from experiments.shards import PartStore, ShardFlag
+from experiments.stopping import Stopped, say_stopped
 from varjax import api, metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -241,13 +242,6 @@ def generate_series(
     return generator
 
 
-class Stopped(Exception):
-    """The system has asked to end, and the images that were begun are stored."""
-
-    def __init__(self, done: int, total: int):
-        super().__init__(f"{done} of {total} images are stored: resume by the same command")
-
-
 def draw(run: Run, model: Model, store: BatchStore) -> Generator:
     """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
     with Stop() as stop:
@@ -272,7 +266,7 @@ def main(argv: list[str]) -> None:
     try:
         make_part(run, store) if shard else make(run, store)
     except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+        say_stopped(stopped)
 
 
 def make(run: Run, store: BatchStore) -> None:

@@ -1,6 +1,7 @@
 """Runs on eight CPU devices, in a process of its own: the same images on every mesh.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.sharded [--slow]
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.sharded \\
+    [--slow] [--only=WORDS]     # of cases whose printed line holds WORDS
 """
 
 import gc
@@ -122,6 +123,17 @@ def check_weights(generator: Generator) -> None:
     assert not [a.shape for a in alone if a.shape in whole]
 
 
+def chosen(cases, words: str):
+    """The cases and meshes whose line, as it is printed, holds the words."""
+    for *case, meshes in cases:
+        if found := tuple(mesh for mesh in meshes if words in title(*case, mesh)):
+            yield *case, found
+
+
+def title(name: str, policy: str, arguments: dict, kv_dtype: str | None, mesh: str) -> str:
+    return f"{name} {policy} {kv_dtype or 'float32'} {mesh}"
+
+
 def main(cases, images: int) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     compilation.share_contexts()
@@ -160,8 +172,10 @@ def main(cases, images: int) -> None:
             assert len(found["images"].sharding.device_set) == spec.num_devices
             pool, *_ = generator.plan.kv_arrays(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
-            print(f"{name} {policy} {mesh}: same images")
+            print(f"{title(name, policy, arguments, kv_dtype, mesh)}: same images", flush=True)
 
 
 if __name__ == "__main__":
-    main(*(MORE, 8) if "--slow" in sys.argv else (CASES, 4))
+    all_cases, of_images = (MORE, 8) if "--slow" in sys.argv else (CASES, 4)
+    asked = "".join(flag[len("--only=") :] for flag in sys.argv[1:] if flag.startswith("--only="))
+    main(list(chosen(all_cases, asked)), of_images)
