@@ -47,11 +47,16 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in one exchange around a ring of `group` devices."""
-        others = (self.group - 1) / self.group
-        if self.kind == "all-reduce":  # a reduce-scatter, then an all-gather
-            return 2 * others * self.bytes
-        return self.bytes if self.kind.startswith("collective-") else others * self.bytes
+        """Bytes that a device sends in one exchange."""
+        return sent_by(self.kind, self.group, self.bytes)
+
+
+def sent_by(kind: str, group: int, size: float) -> float:
+    """Bytes that a device sends around a ring of `group` devices. size: of the whole array."""
+    others = (group - 1) / group
+    if kind == "all-reduce":  # a reduce-scatter, then an all-gather
+        return 2 * others * size
+    return size if kind.startswith("collective-") and group > 1 else others * size
 
 
 def read(text: str) -> Counter[Collective]:
