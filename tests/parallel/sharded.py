@@ -91,11 +91,11 @@ def check_decisions(found, expected, kv_dtype: str | None) -> None:
     """What heads hold at the end is the same, and each device holds that of its heads.
 
     Sums over the mesh are added in another order, so keys differ in their last bits. In 8 bits that
-    rounds some of them the other way, by a whole step, and the order of two scores that are nearer
-    to each other than that may turn. Measured where it did (llamagen_c2i, rkv, model=2): 253 numbers
-    of the head's keys a step apart, scores changed by up to 1.7e-5, two of them 2.7e-6 apart, when
-    neighbours usually are 4.8e-4 apart. So in 8 bits: as many tokens in every head, the same ones
-    in nearly all, and then no number further apart than a step."""
+    rounds some of them the other way, by a whole step, and two scores that are nearer to each other
+    than that may change places. Measured where they did (llamagen_c2i, rkv, model=2): 253 numbers
+    of the head's keys were a step apart, its scores by up to 1.7e-5; two scores were 2.7e-6 apart,
+    neighbours usually 4.8e-4. So in 8 bits: as many tokens in every head, the same ones in nearly
+    all, and then no number further apart than a step."""
     alike = []
     for ours, theirs in zip(found, expected, strict=True):
         mine, other = np.asarray(ours.position), np.asarray(theirs.position)
