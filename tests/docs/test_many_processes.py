@@ -43,7 +43,7 @@ def blocks(text: str) -> list[str]:
 
 
 def sections() -> dict[str, str]:
-    """{title without flags: text} of the page; what comes before the first title has an empty one."""
+    """{title without flags: text} of the page; what comes before the first has an empty one."""
     parts = re.split(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     titles = [title.split(": `")[0] for title in parts[1::2]]
     return {"": parts[0], **dict(zip(titles, parts[2::2], strict=True))}
