@@ -96,7 +96,7 @@ CLASSIFIER = FLAGS.string(
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
     None,
-    f"Pictures per program call; default: {extractors.CPU_BATCH} on CPU, else"
+    f"Pictures per program call, of each process; default: {extractors.CPU_BATCH} on CPU, else"
     f" {extractors.USUAL_BATCH} per device; fewer where large pictures take much memory.",
     lower_bound=1,
     upper_bound=arguments.LARGEST_BATCH,
@@ -235,15 +235,13 @@ def _mesh() -> MeshSpec:
         mesh = MeshSpec.parse(MESH.value or ("data=-1" if many else None), available)
         if mesh.model > 1:
             raise UserError("networks of evaluation are not divided: use data alone")
-        mesh.check(
-            batch_size=BATCH_SIZE.value or mesh.data,
-            num_heads=1,
-            available=available,
-            where=processes.where(),
-        )
+        here = MeshSpec(data=max(1, mesh.data // processes.count()))
+        which = {"num_heads": 1, "available": available, "where": processes.where()}
+        mesh.check(batch_size=mesh.data, **which)
+        here.check(batch_size=BATCH_SIZE.value or here.data, **which)  # of each process
         if mesh.data % processes.count():
             raise UserError(f"{mesh} cannot be split over {processes.count()} processes evenly")
-    return MeshSpec(data=mesh.data // processes.count())
+    return here
 
 
 def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
