@@ -1,5 +1,6 @@
-"""Images per second of one process with one core, and of two processes with one core each
-(`--distributed`), in turn. Nothing else may run on the machine.
+"""Images per second of one process with one core, of two that know nothing of each other, and of
+two that work as one (`--distributed`), each with a core of its own, in turn. Two apart say what the
+machine gives. Nothing else may run on it.
 
     python -m tests.parallel.throughput [--rounds=3] [--images=96] [FLAGS OF experiments.run]
 
@@ -17,6 +18,11 @@ import tempfile
 import time
 
 BATCH = 8
+KINDS = {
+    "one": "one process",
+    "apart": "two processes that know nothing of each other",
+    "together": "two processes with --distributed",
+}
 
 
 def child(arguments: list[str]) -> None:
@@ -35,27 +41,39 @@ def child(arguments: list[str]) -> None:
     command_line.run(main, ["experiments/run.py", *arguments])
 
 
-def rate(count: int, images: int, flags: list[str]) -> float:
-    """Images per second of `count` processes, each on a core of its own."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
-        made = [f"--num_images={images * count}", f"--batch_size={BATCH * count}"]
-        started = []
+def rate(kind: str, images: int, flags: list[str]) -> float:
+    """Images per second of a process of `images`, or of two (`KINDS`), each on a core of its own."""
+    count = 1 if kind == "one" else 2
+    with tempfile.TemporaryDirectory() as folder:
+        port, started = _free_port(), []
         for i in range(count):
-            where = [f"--distributed=127.0.0.1:{port},{count},{i}"] if count > 1 else []
+            own = [f"--num_images={images}", f"--batch_size={BATCH}", f"--out={folder}/{i}"]
+            if kind == "together":
+                own = [f"--num_images={images * 2}", f"--batch_size={BATCH * 2}"]
+                own += [f"--distributed=127.0.0.1:{port},2,{i}", f"--out={folder}/out"]
             command = ["taskset", "-c", str(i), sys.executable, "-m", "tests.parallel.throughput"]
-            command += ["--child", *made, *where, *flags, f"--out={folder}/out"]
             environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            command += ["--child", *own, *flags]
             started.append(subprocess.Popen(command, env=environment, **pipes))
         texts = [process.communicate()[1] for process in started]
         assert not any(process.returncode for process in started), texts
-    lines = [line.split()[1:] for text in texts for line in text.splitlines() if "stored" in line]
-    stored = sorted((float(at), int(n)) for at, n in lines if at.replace(".", "").isdecimal())
-    first, last = stored[count - 1][0], stored[-1][0]  # all have stored their first batch
-    return sum(n for at, n in stored if at > first) / (last - first)
+    each = [_stored(text) for text in texts]
+    first = max(stored[0][0] for stored in each)  # all have stored their first batch
+    last = min(stored[-1][0] for stored in each)  # and all are still at work
+    return sum(n for stored in each for at, n in stored if first < at <= last) / (last - first)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _stored(text: str) -> list[tuple[float, int]]:
+    """[(seconds, images)] of the batches that a process has stored."""
+    lines = [line.split() for line in text.splitlines() if line.startswith("stored ")]
+    return [(float(at), int(count)) for _, at, count in lines]
 
 
 def main() -> None:
@@ -63,13 +81,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=96, help="of each process")
     given, flags = parser.parse_known_args()
-    found: dict[int, list[float]] = {1: [], 2: []}
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(given.rounds):
-        for count, rates in found.items():
-            rates.append(rate(count, given.images, flags))
-            print(f"{count} process(es): {rates[-1]:.3f} images/s", flush=True)
-    one, two = (statistics.median(found[count]) for count in (1, 2))
-    print(f"medians {one:.3f} and {two:.3f} images/s: {two / (2 * one):.3f} of twice one process")
+        for kind, rates in found.items():
+            rates.append(rate(kind, given.images, flags))
+            print(f"{KINDS[kind]}: {rates[-1]:.3f} images/s", flush=True)
+    one, apart, together = (statistics.median(found[kind]) for kind in KINDS)
+    print(f"medians: {one:.3f}, {apart:.3f}, {together:.3f} images/s")
+    print(f"together {together / (2 * one):.3f} of twice one, {together / apart:.3f} of two apart")
 
 
 if __name__ == "__main__":
