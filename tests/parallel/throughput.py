@@ -42,7 +42,7 @@ def child(arguments: list[str]) -> None:
 
 
 def rate(kind: str, images: int, flags: list[str]) -> float:
-    """Images per second of a process of `images`, or of two (`KINDS`), each on a core of its own."""
+    """Images per second of a process of `images`, or of two (`KINDS`), each with its own core."""
     count = 1 if kind == "one" else 2
     with tempfile.TemporaryDirectory() as folder:
         port, started = _free_port(), []
