@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from tests import models_under_test as models
 from tests.experiments.together import loaded, start, stored
 
 RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
@@ -54,6 +55,11 @@ def test_killed_then_resumed_with_another_number_is_one_run(call, checkpoint, tm
             marks=pytest.mark.slow,
         ),
         pytest.param({"flags": ["--budget=7"]}, "budget", marks=pytest.mark.slow),
+        pytest.param(
+            {"flags": ["--mesh=data=99"]},
+            "a mesh of data=99,model=1 takes 99 devices",
+            marks=pytest.mark.slow,
+        ),
         ({"out": "elsewhere/out"}, "not the same folder as that of process 0"),
     ],
 )
@@ -64,6 +70,14 @@ def test_what_one_process_is_asked_for_all_must_be(checkpoint, tmp_path, own, me
         assert status == 2 and message in err and err.count("error:") == 1, found
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("notes")}
     assert left <= {"elsewhere", "programs"} and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.slow
+def test_other_checkpoints(checkpoint, tmp_path):
+    own = {"flags": [f"--checkpoint={models.checkpoint_folder('a_k10')}"]}
+    for status, _, err in start(tmp_path, "run", [{}, own], checkpoint, *RUN):
+        assert status == 2 and "process 1 was started with another checkpoint" in err, err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 
 
 @pytest.mark.slow
