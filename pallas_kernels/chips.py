@@ -26,6 +26,20 @@ from pathlib import Path
 GIB = 2**30
 TERA = 10**12
 GPUS_PER_HOST = 8
+BEYOND = 50 * 10**9  # bytes per second between hosts with GPUs: a card of 400 Gbit/s for each
+# {chip: (10**9 bytes per second that it sends around a ring, how many are neighbours)}. TPUs: the
+# interconnect that those pages give for a chip, by its links in one direction, of which a ring uses
+# two (v5e 1,600 Gbit/s over 4 links, v5p 4,800 over 6, v6e 3,584 over 4). GPUs: half of NVLink's
+# rate, which counts both directions.
+_LINKS = {
+    "tpu-v5e": (100, 256),
+    "tpu-v5p": (200, 8960),
+    "tpu-v6e": (224, 256),
+    "a100": (300, GPUS_PER_HOST),
+    "h100": (450, GPUS_PER_HOST),
+    "h200": (450, GPUS_PER_HOST),
+    "b200": (900, GPUS_PER_HOST),
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,8 @@ class Chip:
     topologies: (devices, name) of each topology that a TPU offers, smallest first.
     gpu: the numbers that a GPU's compiler asks for.
     clock: cycles per second of a TPU; None where they are not published, and for GPUs.
+    links: (bytes per second that a device sends around a ring of its neighbours, how many devices
+      are neighbours); those beyond are reached at `BEYOND`.
     """
 
     name: str
@@ -83,6 +99,18 @@ class Chip:
     topologies: tuple[tuple[int, str], ...] = ()
     gpu: Gpu | None = None
     clock: float | None = None
+    links: tuple[float, int] | None = None
+
+    def ring_rate(self, devices: int) -> float:
+        """Bytes per second that a device sends while so many exchange around a ring.
+
+        Raises:
+          ValueError: the links are not known.
+        """
+        if self.links is None:
+            raise ValueError(f"the links of {self.name} are not known")
+        rate, neighbours = self.links
+        return rate if devices <= neighbours else min(rate, BEYOND)
 
     @property
     def capability(self) -> str | None:
@@ -121,6 +149,7 @@ def _tpu(
         bandwidth=bandwidth * 10**9,
         topologies=topologies,
         clock=clock and clock * 10**9,
+        links=_links(name),
     )
 
 
@@ -139,7 +168,14 @@ def _gpu(
         **_per_second(peaks),
         bandwidth=bandwidth * 10**9,
         gpu=gpu,
+        links=_links(name),
     )
+
+
+def _links(name: str) -> tuple[float, int] | None:
+    """The links of a `Chip`; None where they are not listed."""
+    rate, neighbours = _LINKS.get(name, (0, 0))
+    return (rate * 10**9, neighbours) if rate else None
 
 
 def _per_second(peaks: tuple[float, float | None, float | None]) -> dict[str, float | None]:

@@ -36,6 +36,7 @@ def test_a_run_does_not_count_compiling(monkeypatch, capsys):
 
     generator = SimpleNamespace(
         segments=(),
+        batch_size=1,
         timing=SimpleNamespace(compile_s=1000.0, cache="cold"),
         compile=lambda *a: passed(1000),
         draw_here=lambda condition, index, **k: iter([passed(10, (index, {}))]),

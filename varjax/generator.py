@@ -165,6 +165,11 @@ class Generator:
         have arranged them differently meanwhile."""
         self.drawing.arrange(self._networks, self._layers, jax.default_backend())
 
+    def _devices(self) -> list[jax.Device]:
+        """All devices if the mesh takes them all, else those of this process."""
+        every = jax.devices()
+        return every if self.mesh.num_devices == len(every) else jax.local_devices()
+
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
             plans.check_plan(self.plan, mesh)
@@ -246,7 +251,7 @@ class Generator:
         that its arrays go once nobody else holds them."""
         _, _, inputs, given = arguments
         self._sharded = ShardedProgram.of(
-            sharding.make_mesh(self.mesh, jax.devices()),
+            sharding.make_mesh(self.mesh, self._devices()),
             self.spec,
             self._networks,
             plans.state_names(self.plan, self.mesh, self.kv_dtype),
@@ -354,9 +359,14 @@ class Generator:
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Draw at most a batch of images together with all other processes; return those that this
         one holds, as [(their numbers, results on the host), ...]. All call it alike; every image is
-        held by one process. options: as of `draw`."""
-        if processes.count() == 1:
-            return [(index, self.draw(condition, index, **options))]
+        held by one process. options: as of `draw`.
+
+        With a mesh of this process's devices alone the batch is as many generators' as there are
+        processes, and this one draws its part by itself."""
+        if self.mesh.num_devices < len(jax.devices()) or processes.count() == 1:
+            first = self.batch_size * processes.index()
+            own = index[first : first + self.batch_size]
+            return [(own, self.draw(condition, own, **options))] if len(own) else []
         padded, given = self._padded(index, options.pop("given", None))
         images, options["given"] = condition.take(padded), given
         results, _ = self.run_batch(images, padded, keep_cache=False, **options)

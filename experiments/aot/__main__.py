@@ -5,12 +5,15 @@ is in it.
     python -m experiments.aot --model=var-d30 --policy=streaming --budget=0.1 --target=a100 \\
         --largest_batch
     python -m experiments.aot --model=var-d36 --mesh=data=4,model=2 --batch_size=32 --target=v5p
+    python -m experiments.aot --model=var-d36 --train --mesh=fsdp=8 --batch_size=64 --remat \\
+        --target=v5p
 
 The command compiles exactly what `experiments.run` would run there, with the real compiler of the
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
 whether it fits, whether the cache is updated in place, FLOPs, a roofline, and the largest
-temporaries with the operation that makes them. It needs `libtpu` for TPUs and JAX's CUDA plugin for
-GPUs, not the chips; see docs/howto/scale.md.
+temporaries with the operation that makes them; of a mesh also what its devices exchange. With
+--train it compiles a step of `experiments.train` in place of the programs that draw. It needs
+`libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see docs/howto/scale.md.
 
 Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
 printed. A program that does not fit is a result, not a failure.
@@ -22,8 +25,9 @@ from functools import partial
 
 import jax
 
-from experiments.aot import efficiencies, report, worker
+from experiments.aot import efficiencies, report, training, worker
 from experiments.aot.program import Workload
+from experiments.aot.training import TrainingStep
 from experiments.budgets import Sizing
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -34,10 +38,11 @@ from experiments.prompts.condition import check_text_tokens
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
 from varjax.model import Model
+from varjax.parallel.training import TrainingMesh
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags(
@@ -65,6 +70,21 @@ TEXT_TOKENS = FLAGS.integer(
 TEMPORARIES = FLAGS.integer(
     "temporaries", 8, "How many temporaries to list of each program.", lower_bound=0
 )
+FLAGS.heading("A training step")
+TRAIN = FLAGS.boolean(
+    "train",
+    False,
+    "Compile a step of experiments.train in place of the programs that draw: --mesh=data=2,fsdp=4, "
+    "--batch_size images.",
+)
+ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lower_bound=1)
+REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
+# other flags decide how pictures are drawn
+OF_TRAINING = set(
+    "train accumulate remat model model_module checkpoint target mesh batch_size dtype temporaries "
+    "json overwrite worker".split()
+)
+FLAGS.heading("Output")
 JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
 WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, result into a file.")
 
@@ -138,6 +158,29 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     )
 
 
+def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
+    """The training step that is asked for. All flags are checked, nothing is compiled."""
+    for name in FLAGS.values:
+        if FLAGS.values[name].present and name not in OF_TRAINING:
+            raise UserError(
+                f"--{name} decides how pictures are drawn, and --train compiles a training step: "
+                "leave out one of them"
+            )
+    least = min(wanted, key=lambda chip: chip.most_devices)
+    with about(FLAGS.values["mesh"]):
+        mesh = TrainingMesh.parse(FLAGS.values["mesh"].value, least.most_devices)
+    step = TrainingStep(
+        model=MODEL.resolve(weights=False),
+        mesh=mesh,
+        batch_size=PROGRAM.asked_batch_size,
+        dtype=FLAGS.values["dtype"].value,
+        accumulate=ACCUMULATE.value,
+        remat=REMAT.value,
+    )
+    step.check()
+    return step
+
+
 def title(workload: Workload) -> str:
     """A line that says what is compiled."""
     plan, program = workload.plan, workload.program
@@ -156,23 +199,31 @@ def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
     target = None if WORKER.value else JSON.check()
     wanted = targets()
-    workloads, remarks = resolve(wanted)
+    for name in ("accumulate", "remat"):
+        if FLAGS.values[name].present and not TRAIN.value:
+            raise UserError(f"--{name} is of training steps: add --train, or leave it out")
+    if TRAIN.value:
+        step = resolve_training(wanted)
+        said, text, work = [step.title()], training.text, partial(worker.work_on_training, step)
+    else:
+        workloads, remarks = resolve(wanted)
+        said, text = [title(workloads[wanted[0].name]), *remarks], report.text
+        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+        work = partial(worker.work, workloads, batch)
     if WORKER.value:
         if len(wanted) > 1:
             raise UserError(f"--worker compiles for one chip, --target names {len(wanted)}")
-        (chip,) = wanted
-        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
-        worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
+        work(wanted[0], TEMPORARIES.value, WORKER.value)
         return 0
     results = [
         {"target": c.name, "platform": c.platform, **worker.start(c.name, sys.argv[1:])}
         for c in wanted
     ]
-    print(title(workloads[wanted[0].name]), *remarks, sep="\n", end="\n\n")
-    print(report.text(results))
+    print(*said, sep="\n", end="\n\n")
+    print(text(results))
     if target:
         flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
-        content = {"flags": flags, "versions": versions, "results": results}
+        content = {"title": said[0], "flags": flags, "versions": versions, "results": results}
         with new_file(target) as file:
             file.write(json_text(content).encode())
     return int(any(r["status"] == "failed" for r in results))

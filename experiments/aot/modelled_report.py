@@ -29,6 +29,7 @@ def describe(found: Modelled | None) -> dict | None:
         "copied_weight_bytes": found.total("bytes", "weights") / 2,  # each is read and written
         "product_flops": found.total("flops"),
         "product_s": found.total("seconds", "product"),
+        "collective_s": found.total("seconds", "collective"),  # as if they moved memory
         "cycles": found.cycles,
         "pallas": _pallas(found),
         "loops": [{"loop": loop or "outside loops", **_sums(k)} for loop, k in found.by_loop()],

@@ -20,8 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, launches
+from experiments.aot import buffers, collectives, launches
 from experiments.aot.buffers import Carried
+from experiments.aot.collectives import Collective
 from experiments.aot.launches import Launches
 from experiments.aot.modelled import Modelled
 from experiments.aot.occupancy import plan_occupancy
@@ -89,6 +90,7 @@ class Program:
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
+    exchanged: what the devices of a mesh exchange.
     compile_s: seconds, tracing included.
     """
 
@@ -103,6 +105,7 @@ class Program:
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
+    exchanged: Counter[Collective]
 
 
 def compile_program(
@@ -157,6 +160,7 @@ def compile_program(
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),
+        exchanged=collectives.read(text),
     )
 
 

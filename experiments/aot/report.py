@@ -12,8 +12,9 @@ from functools import singledispatch
 import jax
 import numpy as np
 
-from experiments.aot import modelled_report, per_token
+from experiments.aot import collectives, modelled_report, per_token
 from experiments.aot.buffers import total_bytes
+from experiments.aot.listing import collective_lines, exchanged, table, temporary_lines
 from experiments.aot.program import Compilation, Program
 from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
@@ -34,6 +35,8 @@ in place     the donated cache is updated in place: no buffer and no copy of the
              it, and no copy of another array of at least 1 % of its bytes.
 promised     weights + pool + activations and logits as predicted without compiling.
 FLOPs        products and convolutions, padding included; "kernels": counted from the plan, without.
+exchanged    bytes that a device sends to others in one run, around a ring; below the table the
+             arrays by kind of exchange.
 roofline     a floor, not a prediction: max(FLOPs / peak rate, bytes / bandwidth), bytes =
              a layer's weights and tables once per scale, other weights once, the pool's tokens read
              by every scale and written once."""
@@ -106,6 +109,7 @@ def _program(program: Program, temporaries: int) -> dict:
         "code_bytes": stats.generated_code_size_in_bytes,
         "unread_weight_bytes": program.unread,
         "flops": program.cost.flops,
+        "collectives": collectives.describe(program.exchanged),
         "compile_s": program.compile_s,
         "modelled": modelled_report.describe(program.modelled),
         "launches": program.launches and asdict(program.launches),
@@ -243,32 +247,13 @@ def _weights_outside_layers(case: Compilation) -> float:
 
 def text(results: Sequence[dict]) -> str:
     """The results of all targets: a table with a column for each, then their temporaries."""
-    columns = [["", *(name for name, _ in _ROWS)]]
-    columns += [[r["target"], *(_cell(row, r) for _, row in _ROWS)] for r in results]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-        if any(row[1:])
-    ]
+    lines = table(_ROWS, results)
     notes = [note for r in results for note in _notes(r)]
     compiled = [r["platform"] for r in results if r["status"] == "compiled"]
     legend = ["", LEGEND, modelled_report.LEGEND] * bool(compiled)
     legend += [per_token.LEGEND] * any(r.get("per_token") for r in results)
     legend += [GPU_LEGEND] * ("gpu" in compiled)
     return "\n".join([*lines, *notes, *legend])
-
-
-def _cell(row, result: dict) -> str:
-    return str(row(result)) if result["status"] == "compiled" or row is _verdict else ""
-
-
-def _verdict(r: dict) -> str:
-    if r["status"] == "failed":
-        return "FAILED"
-    if r["status"] == "refused":
-        return f"NO: asks for {show_bytes(r['needed_bytes'])}"
-    return "yes" if r["fits"] else "NO"
 
 
 def _bytes(key: str, program: str | None = None):
@@ -305,7 +290,7 @@ _ROWS = (
     ("temporaries, pixels", _bytes("temporary_bytes", "pixels")),
     ("peak", lambda r: f"{show_bytes(r['peak_bytes'])} ({r['peak_of']})"),
     ("memory", _bytes("memory_bytes")),
-    ("fits", _verdict),
+    ("fits", lambda r: "yes" if r["fits"] else "NO"),
     ("in place", _in_place),
     ("promised", _bytes("promised_bytes")),
     ("  peak / promised", lambda r: f"{r['peak_over_promised']:.3f}"),
@@ -317,6 +302,7 @@ _ROWS = (
     ("command buffers, codes", _started("buffers")),
     ("  kernels outside them", _started("outside")),
     *per_token.ROWS,
+    ("exchanged, codes", lambda r: exchanged(r["programs"]["codes"])),
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )
 
@@ -327,13 +313,9 @@ def _notes(r: dict) -> list[str]:
         return ["", f"{r['target']}: {r['error']}"]
     lines = []
     for name, program in r["programs"].items():
-        if program["largest_temporaries"]:
-            live = show_bytes(program["live_temporary_bytes"])
-            lines += ["", f"{r['target']}, {name}: {live} of temporaries at the fullest moment"]
-            for t in program["largest_temporaries"]:
-                shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
-                lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")
+        lines += temporary_lines(r["target"], name, program)
         lines += modelled_report.notes(r["target"], name, program["modelled"])
+        lines += collective_lines(r["target"], name, program)
     for name, copies in r["copies"].items():
         lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
     if r["loops_of_unknown_length"]:

@@ -12,16 +12,17 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 
-from experiments.aot import report
+from experiments.aot import report, training
 from experiments.aot.batch_search import BatchSearch, Trial
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
+from experiments.aot.training import TrainingStep
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.engine import memory
@@ -84,14 +85,50 @@ def versions() -> dict[str, str]:
 # --- in the process of a target ---
 
 
-def work(workload: Workload, chip: Chip, batch: int | None, temporaries: int, path: str) -> None:
-    """Compile for a batch, or for the largest that fits (None), and write the result to `path`."""
-    job = _Job(workload, chip, temporaries)
+def work(
+    workloads: Mapping[str, Workload],
+    batch: int | None,
+    chip: Chip,
+    temporaries: int,
+    path: str,
+) -> None:
+    """Compile for a batch, or for the largest that fits (None), and write the result to `path`.
+    workloads: by chip."""
+    job = _Job(workloads[chip.name], chip, temporaries)
+    _write(path, job.search if batch is None else partial(job.describe, batch))
+
+
+def work_on_training(asked: TrainingStep, chip: Chip, temporaries: int, path: str) -> None:
+    """Compile a training step, and write the result to `path`."""
+    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
+
+    def result() -> dict:
+        try:
+            return training.describe(asked, chip, temporaries)
+        except DoesNotFit as error:
+            return refused(chip, asked.batch_size, error.needed, str(error))
+
+    _write(path, result)
+
+
+def _write(path: str, compiled: Callable[[], dict]) -> None:
+    """Write what is compiled, or why it is not."""
     try:
-        result = job.search() if batch is None else job.describe(batch)
+        result = compiled()
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         result = {"status": "failed", "error": f"{type(error).__name__}: {first_line(str(error))}"}
     Path(path).write_text(json.dumps(result))
+
+
+def say(chip: Chip, line: str) -> None:
+    """Print a line of progress, which the parent passes on."""
+    print(f"{chip.name}: {line}", file=sys.stderr, flush=True)
+
+
+def refused(chip: Chip, batch: int, needed: int, why: str) -> dict:
+    """The result of a program that the compiler refuses for its size."""
+    sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": chip.memory}
+    return {"status": "refused", "fits": False, "error": why, **sizes}
 
 
 class _Job:
@@ -103,7 +140,7 @@ class _Job:
         self.results: dict[int, dict] = {}
 
     def say(self, line: str) -> None:
-        print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
+        say(self.chip, line)
 
     def begin(self, batch: int) -> Compilation:
         """The compilation for a batch, with the program that draws codes compiled. Where a kernel
@@ -138,13 +175,9 @@ class _Job:
                 case.compile_pixels()
                 result = report.describe(case, self.temporaries)
             except DoesNotFit as error:
-                result = self._refused(batch, error.needed, str(error))
+                result = refused(self.chip, batch, error.needed, str(error))
             self.results[batch] = result
         return self.results[batch]
-
-    def _refused(self, batch: int, needed: int, why: str) -> dict:
-        sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": self.chip.memory}
-        return {"status": "refused", "fits": False, "error": why, **sizes}
 
     # --- searching ---
 
@@ -168,7 +201,7 @@ class _Job:
         if not found:
             least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
             why = f"not even a batch of {least.batch} fits"
-            return {**self._refused(least.batch, least.num_bytes, why), "trials": listed}
+            return {**refused(self.chip, least.batch, least.num_bytes, why), "trials": listed}
         return {**self.describe(found), "largest_batch": found, "trials": listed}
 
     def _try_codes(self, batch: int) -> Trial:

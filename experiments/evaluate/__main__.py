@@ -19,7 +19,8 @@ comparable.
 
 Writes metrics.json, which says how everything was computed, and for --full also per_image.npz, into
 --out (default: a new folder under results/). An interrupted evaluation started again with the same
-flags continues where it stopped. With --distributed many processes share the pictures.
+flags continues where it stopped; SIGTERM ends it after the pictures in work, with status 0. With
+--distributed many processes share the pictures.
 """
 
 import functools
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import numpy as np
 import scipy
 
 from experiments.batch_files import Series
@@ -41,6 +43,7 @@ from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.shared_store import open_store
+from experiments.stopping import Stopped, say_stopped
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -50,6 +53,7 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file
 
@@ -92,7 +96,7 @@ CLASSIFIER = FLAGS.string(
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
     None,
-    f"Pictures per program call; default: {extractors.CPU_BATCH} on CPU, else"
+    f"Pictures per program call, of each process; default: {extractors.CPU_BATCH} on CPU, else"
     f" {extractors.USUAL_BATCH} per device; fewer where large pictures take much memory.",
     lower_bound=1,
     upper_bound=arguments.LARGEST_BATCH,
@@ -231,15 +235,13 @@ def _mesh() -> MeshSpec:
         mesh = MeshSpec.parse(MESH.value or ("data=-1" if many else None), available)
         if mesh.model > 1:
             raise UserError("networks of evaluation are not divided: use data alone")
-        mesh.check(
-            batch_size=BATCH_SIZE.value or mesh.data,
-            num_heads=1,
-            available=available,
-            where=processes.where(),
-        )
+        here = MeshSpec(data=max(1, mesh.data // processes.count()))
+        which = {"num_heads": 1, "available": available, "where": processes.where()}
+        mesh.check(batch_size=mesh.data, **which)
+        here.check(batch_size=BATCH_SIZE.value or here.data, **which)  # of each process
         if mesh.data % processes.count():
             raise UserError(f"{mesh} cannot be split over {processes.count()} processes evenly")
-    return MeshSpec(data=mesh.data // processes.count())
+    return here
 
 
 def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
@@ -307,15 +309,19 @@ def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:
     return pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, network)
 
 
-def compute(job: Evaluation, store: BatchStore) -> None:
-    """Compute everything that is missing. Several processes share the files that it is kept in."""
+def compute(job: Evaluation, store: BatchStore, stop: Stop) -> bool:
+    """Compute everything that is missing. Several processes share the files that it is kept in.
+    Return whether this process has done its share; not so if `stop` was asked meanwhile."""
+    done = True
     if sides := job.comparison:
         program = functools.cache(partial(job.program, sides.network))
         for name, side in sides.sides.items():
-            if wanted := sides.wanted[name]:
-                features.extract(store, name, side.pictures, wanted, program)
-    if job.pairs:
-        pairs.compute(job.pairs, store, partial(job.program, job.pairs.network), job.batch_size)
+            if done and (wanted := sides.wanted[name]):
+                done = features.extract(store, name, side.pictures, wanted, program, stop)
+    if done and job.pairs:
+        program = partial(job.program, job.pairs.network)
+        done = pairs.compute(job.pairs, store, program, job.batch_size, stop)
+    return done
 
 
 def measured(job: Evaluation, store: BatchStore) -> dict:
@@ -341,10 +347,22 @@ def main(argv: list[str]) -> None:
         print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = open_store(OUT, stem, job.describe(), job.series())
+    try:
+        make(job, store)
+    except Stopped as stopped:
+        say_stopped(stopped)
+
+
+def make(job: Evaluation, store: BatchStore) -> None:
+    """Compute everything, alone or with other processes, and write the results. `Stopped` in all
+    of them if the system asks one to end meanwhile."""
     with store.working():
-        with processes.together():
-            compute(job, store)
+        with Stop() as stop, processes.together():
+            done = compute(job, store, stop)
         store.gather()
+        if not processes.say_all(np.array(done)).all():
+            counts = [(store.finished(name), made.count) for name, made in store.series.items()]
+            raise Stopped(*map(sum, zip(*counts, strict=True)), "pictures")
         with processes.together():
             if processes.is_first():
                 print(results.summary(measured(job, store), store.out))

@@ -16,6 +16,7 @@ from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file
@@ -73,14 +74,16 @@ def extract(
     pictures: Pictures,
     wanted: tuple[str, ...],
     program: Callable[[tuple[int, int]], Program],
-) -> None:
-    """Compute the features that are missing, and keep every part when it is finished.
+    stop: Stop,
+) -> bool:
+    """Compute the features that are missing, and keep every part when it is finished. Return
+    whether this process has done its share; not so if `stop` was asked after a part.
 
     program: gives the extractor for pictures of a size (height, width)."""
     made, done = store.series[name], store.finished(name)
     missing = processes.mine(store.missing(name))
     if not missing:
-        return
+        return True
     progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
     if done:
         progress.note(f"{name}: {done} of {made.count} pictures are done already")
@@ -99,7 +102,10 @@ def extract(
         if last > index[-1]:
             store.add(name, index, metrics.joined(parts))
             parts = []
+            if index is not missing[-1] and stop.heard():
+                return False
         progress.update(done)
+    return True
 
 
 def _checked(pictures: Pictures, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,14 +127,17 @@ def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:
 
 
 def _blocks(store: BatchStore, name: str, feature: str) -> Iterator[np.ndarray]:
-    """Yield the rows of a stored feature, `BLOCK` or a little more at a time."""
+    """Yield the rows of a stored feature, `BLOCK` at a time and the rest at the end. So sums do not
+    depend on how many rows a file has, which differs with the number of processes."""
     rows: list[np.ndarray] = []
     for _, arrays in store.batches(name):
         rows.append(arrays[feature])
         if sum(map(len, rows)) >= BLOCK:
-            yield np.concatenate(rows)
-            rows = []
-    if rows:
+            joined = np.concatenate(rows)
+            whole_blocks = len(joined) // BLOCK * BLOCK
+            yield from np.split(joined[:whole_blocks], whole_blocks // BLOCK)
+            rows = [joined[whole_blocks:]]
+    if any(map(len, rows)):
         yield np.concatenate(rows)
 
 

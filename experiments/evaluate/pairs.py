@@ -17,6 +17,7 @@ from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -118,8 +119,10 @@ def compute(
     store: BatchStore,
     program_of: Callable[[tuple[int, int]], Program],
     batch_size: int,
-) -> None:
-    """Compute the per-image numbers that are missing, and keep every part.
+    stop: Stop,
+) -> bool:
+    """Compute the per-image numbers that are missing, and keep every part. Return whether this
+    process has done its share; not so if `stop` was asked after a part.
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
@@ -137,6 +140,9 @@ def compute(
             parts.append(_numbers(job, ours, theirs, program))
             progress.update(int(numbers[-1]) + 1)
         store.add("pairs", index, metrics.joined(parts))
+        if index is not missing[-1] and stop.heard():
+            return False
+    return True
 
 
 def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:

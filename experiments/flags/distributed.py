@@ -13,6 +13,7 @@ from varjax.errors import UserError
 from varjax.parallel import processes
 
 Job = TypeVar("Job", bound=Generation)
+SHARING = ("batch_size", "mesh")
 CHECKPOINT = ("model", "model_sources", "model_files", "schedule")
 
 
@@ -20,6 +21,7 @@ class DistributedFlag:
     """--distributed of a command that has --out."""
 
     def __init__(self, flags: CommandFlags):
+        self._flags = flags.values
         self._flag = flags.string(
             "distributed",
             None,
@@ -53,5 +55,7 @@ class DistributedFlag:
         said, versions = job.describe(), environment()["versions"]
         checkpoint = {name: said.pop(name, None) for name in CHECKPOINT}
         same = {"checkpoint": checkpoint, "versions": versions, **said}
+        # what decides no picture, but who draws which
+        same |= {f"--{name}": self._flags[name].value for name in SHARING if name in self._flags}
         processes.agree(same | {"--out": out.path.name, "--overwrite": out.overwrite})
         return job

@@ -34,6 +34,7 @@ from experiments.recipes.recipe import RecipeFlag
 from experiments.run import part
 from experiments.run import results as run_results
 from experiments.shards import PartStore, ShardFlag
+from experiments.stopping import Stopped, say_stopped
 from varjax import api, metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -214,7 +215,9 @@ def generate_series(
     what = f"{segments} segments" if segments else "the step of a token"
     say(f"{name}: compiling {what} for batches of {run.batch_size}")
     given = run.given_tokens
-    first = np.zeros(run.batch_size, np.int32)  # any images will do: programs depend on shapes only
+    first = np.zeros(
+        generator.batch_size, np.int32
+    )  # any images will do: programs depend on shapes only
     generator.compile(run.condition.take(first), None if given is None else given[first])
     say(
         f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "
@@ -241,13 +244,6 @@ def generate_series(
     return generator
 
 
-class Stopped(Exception):
-    """The system has asked to end, and the images that were begun are stored."""
-
-    def __init__(self, done: int, total: int):
-        super().__init__(f"{done} of {total} images are stored: resume by the same command")
-
-
 def draw(run: Run, model: Model, store: BatchStore) -> Generator:
     """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
     with Stop() as stop:
@@ -272,7 +268,7 @@ def main(argv: list[str]) -> None:
     try:
         make_part(run, store) if shard else make(run, store)
     except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+        say_stopped(stopped)
 
 
 def make(run: Run, store: BatchStore) -> None:

@@ -113,9 +113,9 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "recipe": run.recipe,
         **environment(),
         "kv": {
-            **cache_report(generator, run.program.dense_dtype),
+            **cache_report(generator, run.program.dense_dtype, run.sharers),
             "dense_dtype": run.program.dense_dtype,
-            "bookkeeping_bytes": generator.bookkeeping_bytes,
+            "bookkeeping_bytes": generator.bookkeeping_bytes * run.sharers,
         },
         "remarks": list(run.remarks),
         "attention_flops_per_image": generator.attention_flops(),
@@ -132,7 +132,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             },
         },
         "time": {
-            **time_report(generator),
+            **time_report(generator, run.sharers),
             # cold: the programs were compiled; warm: they came from the compilation cache
             "compile_cold_s": None if warm else timing.compile_s,
             "compile_warm_s": timing.compile_s if warm else None,

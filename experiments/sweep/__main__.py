@@ -22,7 +22,8 @@ with 95 % intervals, and with the difference to the best policy of the same budg
 Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
 (default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
-again with the same settings; policies and budgets may change. With --shard=I/N it runs part I of N
+again with the same settings; policies and budgets may change. SIGTERM ends it after the batch that
+is drawn, with status 0. With --shard=I/N it runs part I of N
 of the cells; experiments.merge joins them. With --distributed the cells are shared by processes.
 """
 
@@ -41,6 +42,7 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.shards import PartStore, Shard, ShardFlag
+from experiments.stopping import Stopped, say_stopped
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
@@ -52,6 +54,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
 from varjax.model import Model
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 
@@ -153,9 +156,10 @@ def main(argv: list[str]) -> None:
         print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
     calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
-    if SHARD.shard:
-        return make_part(sweep, store, calibration)
-    make(sweep, store, calibration)
+    try:
+        (make_part if SHARD.shard else make)(sweep, store, calibration)
+    except Stopped as stopped:
+        say_stopped(stopped)
 
 
 def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
@@ -163,7 +167,8 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
     with processes.together():
         sweep = sweep.encoded()
     with store.working():
-        Runner(sweep, store, Shard(processes.index(), processes.count())).run()
+        with Stop() as stop:
+            Runner(sweep, store, Shard(processes.index(), processes.count()), stop).run()
         store.gather()
         with processes.together():
             if processes.is_first():
@@ -183,7 +188,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         return
     runner.sweep = sweep.encoded()
     with store.working():
-        runner.run()
+        with Stop() as runner.stop:
+            runner.run()
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}
         held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}

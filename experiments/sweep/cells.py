@@ -17,6 +17,7 @@ from experiments import judges
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
 from experiments.shards import Shard
+from experiments.stopping import Stopped
 from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
@@ -28,8 +29,10 @@ from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
+Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -43,7 +46,7 @@ class CellProgram:
         first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
         self.generator.compile(sweep.condition.take(first), self._unused[first])
 
-    def batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def batches(self) -> Iterator[Batch]:
         """Draw all images freely; yield (image numbers, results) batch by batch."""
         condition, seed = self.sweep.condition, self.sweep.seed
         return self.generator.batches(condition, seed=seed, given=self._unused, given_scales=0)
@@ -74,12 +77,21 @@ class CellProgram:
 
 
 class Runner:
-    """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all."""
+    """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all. stop:
+    whether the system asks to end; None: nobody listens."""
 
-    def __init__(self, sweep: Sweep, store: BatchStore, shard: Shard | None = None):
-        self.sweep, self.store = sweep, store
-        distinct = {cell.key: cell for cell in sweep.cells if cell.plan}
-        self.cells = shard.of(list(distinct.values())) if shard else list(distinct.values())
+    def __init__(
+        self,
+        sweep: Sweep,
+        store: BatchStore,
+        shard: Shard | None = None,
+        stop: Stop | None = None,
+    ):
+        self.sweep, self.store, self.stop = sweep, store, stop or Stop()
+        distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
+        self.cells = shard.of(distinct) if shard else distinct
+        # what a stopped run counts: a part's own cells, but those of all processes
+        self.all = [sweep.full, *(self.cells if processes.count() == 1 else distinct)]
         self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
@@ -128,7 +140,12 @@ class Runner:
         return all(self.results(cell) is not None for cell in (self.sweep.full, *self.cells))
 
     def run(self) -> None:
-        """Run every cell that is not stored yet, the full cache first."""
+        """Run every cell that is not stored yet, the full cache first, which the first process
+        runs.
+
+        `Stopped` in all processes if one is asked to end: after the batches that they draw. Cells
+        that are finished stay; what was drawn of others is drawn anew.
+        """
         cells = self.cells
         missing = [cell for cell in cells if self.results(cell) is None]
         if len(missing) < len(cells):
@@ -139,25 +156,48 @@ class Runner:
         done = [cell for cell in cells if cell not in missing] + [self.sweep.full] * bool(stored)
         self.progress = SweepProgress(self.sweep, done, (self.sweep.full, *missing))
         _say(self.progress.text())
-        if processes.is_first() and not stored:
-            stored = self._run_full()
-        processes.wait()  # for the full cache, which the first one runs
-        stored = stored or self.results(self.sweep.full)
-        if not missing:
-            return
+        with processes.together():
+            done = bool(stored) or not processes.is_first() or self._run_full()
+        self._check_done(done)  # the others have waited for the full cache
+        with processes.together():
+            done = not missing or self._run_cells(missing)
+        self._check_done(done)
+
+    def _check_done(self, done: bool) -> None:
+        """Wait for all processes; `Stopped` in all of them if one has not `done` its work."""
+        if not processes.say_all(np.array(done)).all():
+            raise Stopped(
+                sum(self.path(cell).exists() for cell in self.all), len(self.all), "cells"
+            )
+
+    def _run_cells(self, missing: list[Cell]) -> bool:
+        """Run cells. Return whether all are done; not so if the system asked to end."""
+        count, stored = len(self.cells), self.results(self.sweep.full)
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
-        for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
-            _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
-            self._run_cell(cell, reference)
+        for number, cell in enumerate(missing, count - len(missing) + 1):
+            _say(f"cell {number}/{count}: {cell.label} at {cell.budget:g}")
+            if not self._run_cell(cell, reference):
+                return False
         self._logits.clear()
+        return True
 
-    def _run_full(self) -> dict:
-        sweep = self.sweep
-        _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
-        parts = [(r["tokens"], r["images"]) for _, r in self.full.batches()]
+    def _until_asked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, up to the one that is drawn when the system asks to end."""
+        for batch in batches:
+            yield batch
+            if self.stop.heard():
+                return
+
+    def _run_full(self) -> bool:
+        """Run the full cache. Return whether it is done; not so if the system asked to end."""
+        sweep, count = self.sweep, len(self.sweep.condition)
+        _say(f"full cache: {count} images in batches of {sweep.batch_size}")
+        parts = [(r["tokens"], r["images"]) for _, r in self._until_asked(self.full.batches())]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if len(tokens) < count:
+            return False
         self.full.time()
         samples = images.to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep, sweep.full, self.full.generator)
@@ -166,7 +206,7 @@ class Runner:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
         self.keep(sweep.full, row, arrays)
-        return {"tokens": tokens, "pictures": pictures}
+        return True
 
     def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
@@ -179,13 +219,15 @@ class Runner:
             kept[first] = found
         return found
 
-    def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
-        """reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
+    def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> bool:
+        """Run a cell. Return whether it is done; not so if the system asked to end.
+
+        reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         tokens = reference["tokens"]
         sweep, program, start = self.sweep, self._program(cell), time.monotonic()
         found: list[dict] = []
         kept: list[np.ndarray] = []
-        for index, results in program.batches():
+        for index, results in self._until_asked(program.batches()):
             close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (
                 images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
@@ -196,8 +238,10 @@ class Runner:
             forced_full = {"forced_logits": self._full_logits(tokens, index)}
             forced_mine = {"forced_logits": program.forced_logits(tokens, index)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
-        program.time()
         arrays = metrics.joined(found)
+        if len(arrays["psnr"]) < len(tokens):
+            return False
+        program.time()
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
@@ -206,6 +250,7 @@ class Runner:
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         self.progress.finished(time.monotonic() - start)
         _say(f"  {', '.join(shown)}\n{self.progress.text()}")
+        return True
 
 
 def _say(line: str) -> None:

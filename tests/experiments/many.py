@@ -2,8 +2,8 @@
 
     python -m tests.experiments.many NOTES SIGNAL:AFTER VERB --flag=...
 
-It writes the numbers of images that it stores to the file NOTES, and sends itself the signal
-(SIGKILL, SIGTERM; 0: none) after so many batches.
+It writes what it stores to the file NOTES, numbers of images and cells of a sweep, and sends itself
+the signal (SIGKILL, SIGTERM; 0: none) after so many images, or after the first so many cells.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import signal
 import sys
 
 from experiments.output import BatchStore
+from experiments.sweep.cells import Runner
 from varjax.cli import command_line
 from varjax.parallel import shared_folder
 
@@ -19,17 +20,25 @@ from varjax.parallel import shared_folder
 def main() -> None:
     notes, when, verb = sys.argv[1:4]
     name, _, after = when.partition(":")
-    add, stored = BatchStore.add, []
+    add, keep, stored = BatchStore.add, Runner.keep, []
 
-    def noted(self, series, index, results):
-        add(self, series, index, results)
-        stored.append(index)
+    def note(*lines):
         with open(notes, "a", encoding="ascii") as file:
-            file.writelines(f"{series} {i}\n" for i in index)
-        if name != "0" and len(stored) == int(after):
+            file.writelines(f"{line}\n" for line in lines)
+        before = len(stored)
+        stored.extend(lines)
+        if name != "0" and before < int(after) <= len(stored):
             os.kill(os.getpid(), getattr(signal, name))
 
-    BatchStore.add = noted
+    def added(self, series, index, results):
+        add(self, series, index, results)
+        note(*(f"{series} {i}" for i in index))
+
+    def kept(self, cell, row, arrays):
+        keep(self, cell, row, arrays)
+        note(f"cell {cell.label} {cell.budget:g}")
+
+    BatchStore.add, Runner.keep = added, kept
     shared_folder.SEEN_WITHIN = 1.0
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])

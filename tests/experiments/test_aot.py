@@ -53,6 +53,7 @@ COMPILED = {
             "live_temporary_bytes": 1 << 28,
             "modelled": modelled_report.describe(Modelled(chips.CHIPS["h200"], [])),
             "launches": {"buffers": 3.0, "inside": 40.0, "outside": 5.0},
+            "collectives": [],
             "largest_temporaries": [
                 {
                     "bytes": 1 << 27,

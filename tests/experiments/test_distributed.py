@@ -1,69 +1,15 @@
 """Several processes on the loopback address: one result, nothing lost or repeated, and errors that
 all of them say."""
 
-import collections
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import models_under_test as models
+from tests.experiments.together import loaded, start, stored
+
 RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def start(folder, verb, each, *flags, out="out"):
-    """Run a command in processes, whose own things are in `each`: [{"when": signal, "flags": ...}].
-    Returns [(exit status, standard output, standard error)]."""
-    port, started = free_port(), []
-    for i, own in enumerate(each):
-        notes = folder / f"notes-{len(list(folder.glob('notes-*')))}"
-        notes.touch()
-        where = f"--distributed=127.0.0.1:{port},{len(each)},{i}"
-        into = f"--out={folder / own.get('out', out)}"
-        command = [
-            sys.executable,
-            "-m",
-            "tests.experiments.many",
-            notes,
-            own.get("when", "0"),
-            verb,
-        ]
-        command += [*flags, where, into, *own.get("flags", ())]
-        command += [f"--compilation_cache={folder / 'programs'}"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": own.get("xla", "")}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
-    try:
-        texts = [process.communicate(timeout=400) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, _ours(o), e) for p, (o, e) in zip(started, texts, strict=True)]
-
-
-def _ours(text: str) -> str:
-    """Standard output without what gloo, which connects processes on CPUs, writes there."""
-    return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
-
-
-def stored(folder) -> dict[str, int]:
-    """How often each image was stored by all processes so far."""
-    lines = [line for path in folder.glob("notes-*") for line in path.read_text().splitlines()]
-    return collections.Counter(lines)
-
-
-def loaded(path):
-    with np.load(path) as archive:
-        return {name: archive[name] for name in archive.files}
 
 
 def test_killed_then_resumed_with_another_number_is_one_run(call, checkpoint, tmp_path):
@@ -109,6 +55,11 @@ def test_killed_then_resumed_with_another_number_is_one_run(call, checkpoint, tm
             marks=pytest.mark.slow,
         ),
         pytest.param({"flags": ["--budget=7"]}, "budget", marks=pytest.mark.slow),
+        pytest.param(
+            {"flags": ["--mesh=data=99"]},
+            "a mesh of data=99,model=1 takes 99 devices",
+            marks=pytest.mark.slow,
+        ),
         ({"out": "elsewhere/out"}, "not the same folder as that of process 0"),
     ],
 )
@@ -119,6 +70,14 @@ def test_what_one_process_is_asked_for_all_must_be(checkpoint, tmp_path, own, me
         assert status == 2 and message in err and err.count("error:") == 1, found
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("notes")}
     assert left <= {"elsewhere", "programs"} and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.slow
+def test_other_checkpoints(checkpoint, tmp_path):
+    own = {"flags": [f"--checkpoint={models.checkpoint_folder('a_k10')}"]}
+    for status, _, err in start(tmp_path, "run", [{}, own], checkpoint, *RUN):
+        assert status == 2 and "process 1 was started with another checkpoint" in err, err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Runs on eight CPU devices, in a process of its own: the same images on every mesh.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.sharded [--slow]
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.sharded \\
+    [--slow] [--only=WORDS]     # of cases whose printed line holds WORDS
 """
 
 import gc
@@ -86,12 +87,31 @@ def plan_for(model, policy: str, arguments: dict, folder: str):
     return varjax.plan(model, varjax.policies.Table(path=path))
 
 
-def check_decisions(found, expected) -> None:
-    """What heads hold at the end is the same, and each device holds that of its heads."""
+def check_decisions(found, expected, kv_dtype: str | None) -> None:
+    """What heads hold at the end is the same, and each device holds that of its heads.
+
+    Sums over the mesh are added in another order, so keys differ in their last bits. In 8 bits that
+    rounds some of them the other way, by a whole step, and two scores that are nearer to each other
+    than that may change places. Measured where they did (llamagen_c2i, rkv, model=2): 253 numbers
+    of the head's keys were a step apart, its scores by up to 1.7e-5; two scores were 2.7e-6 apart,
+    neighbours usually 4.8e-4. So in 8 bits: as many tokens in every head, the same ones in nearly
+    all, and then no number further apart than a step."""
+    alike = []
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours.position, theirs.position)
+        mine, other = np.asarray(ours.position), np.asarray(theirs.position)
+        known = mine.shape[-1] < ours.pool.shape[2]  # contents that nobody decides
+        same = (mine == other).all(-1)
         if theirs.reach is not None:
-            np.testing.assert_array_equal(ours.reach, theirs.reach)
+            same = same & (np.asarray(ours.reach) == np.asarray(theirs.reach))
+        if known or kv_dtype is None:
+            assert same.all()
+            continue
+        alike.append(same)
+        np.testing.assert_array_equal((mine >= 0).sum(-1), (other >= 0).sum(-1))
+        pools = (np.asarray(cache.pool).astype(int) for cache in (ours, theirs))
+        apart = np.abs(np.subtract(*pools)).max(-1)  # [rows, heads, slots]
+        assert apart[same[..., None] & (mine >= 0)].max() <= 1
+    assert not alike or np.mean(alike) > 0.98, np.mean(alike)
 
 
 def check_draws(name: str, found: dict, expected: dict) -> None:
@@ -120,6 +140,17 @@ def check_weights(generator: Generator) -> None:
     assert len(whole) > 1 or shards == 1
     alone = [a for a in jax.live_arrays() if len(a.sharding.device_set) == 1]
     assert not [a.shape for a in alone if a.shape in whole]
+
+
+def chosen(cases, words: str):
+    """The cases and meshes whose line, as it is printed, holds the words."""
+    for *case, meshes in cases:
+        if found := tuple(mesh for mesh in meshes if words in title(*case, mesh)):
+            yield *case, found
+
+
+def title(name: str, policy: str, arguments: dict, kv_dtype: str | None, mesh: str) -> str:
+    return f"{name} {policy} {kv_dtype or 'float32'} {mesh}"
 
 
 def main(cases, images: int) -> None:
@@ -156,12 +187,14 @@ def main(cases, images: int) -> None:
                 check_weights(generator)
             spec = generator.mesh
             if by_token and spec.data == 1:  # else rows are in another order
-                check_decisions(state, held)
+                check_decisions(state, held, kv_dtype)
             assert len(found["images"].sharding.device_set) == spec.num_devices
             pool, *_ = generator.plan.kv_arrays(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
-            print(f"{name} {policy} {mesh}: same images")
+            print(f"{title(name, policy, arguments, kv_dtype, mesh)}: same images", flush=True)
 
 
 if __name__ == "__main__":
-    main(*(MORE, 8) if "--slow" in sys.argv else (CASES, 4))
+    all_cases, of_images = (MORE, 8) if "--slow" in sys.argv else (CASES, 4)
+    asked = "".join(flag[len("--only=") :] for flag in sys.argv[1:] if flag.startswith("--only="))
+    main(list(chosen(all_cases, asked)), of_images)

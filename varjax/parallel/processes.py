@@ -30,6 +30,7 @@ Item = TypeVar("Item")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
 START_S, HEARTBEAT_S, STOP_S = 120.0, 30, 30  # seconds until somebody counts as lost
 MOST = 10**5  # processes
+ASKED = "varjax/asked_to_end"  # name of a note that processes leave each other
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
 
@@ -240,6 +241,14 @@ def _digest(value: object) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
 
 
+def _notes():
+    """Texts by name that the service of `jax.distributed` keeps for all processes; JAX itself has
+    no public way to them."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 def leave(status: int) -> None:
     """End this process at once if it fails alone. Its connections close, so that the others notice;
     otherwise JAX would first wait for them."""
@@ -265,9 +274,21 @@ class Stop:
 
     JAX has a service for this, too, which handles the signal in C++; files that appear whole
     (`varjax.storage.atomic`) handle it in Python. One handler serves both, for one process and for
-    many, which tell each other after every batch (`say_all`)."""
+    many, which tell each other after every batch (`say_all`), or leave each other a note
+    (`heard`)."""
 
     asked = False
+
+    def heard(self) -> bool:
+        """Return whether this process or another one was asked. It waits for nobody: processes ask
+        at different times, after each piece of their own work. One that has ended its work, and
+        waits for the others, is heard when they come."""
+        if count() == 1:
+            return self.asked
+        notes = _notes()
+        if self.asked:
+            notes.key_value_set(f"{ASKED}/{index()}", "", allow_overwrite=True)
+        return self.asked or bool(notes.key_value_dir_get(ASKED))
 
     def __enter__(self) -> "Stop":
         with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there

@@ -78,7 +78,8 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _alone():
-    """Options of Orbax by which this process writes what it has, without the others."""
+    """Options of Orbax by which this process reads and writes by itself. Otherwise Orbax waits for
+    all processes, which may not read at the same time, or not at all."""
     import orbax.checkpoint as ocp
 
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
@@ -138,8 +139,10 @@ def read(
     import orbax.checkpoint as ocp
 
     wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
-    path = os.path.abspath(folder)
-    with failed_reading(folder), ocp.PyTreeCheckpointer() as checkpointer:
+    path, alone = os.path.abspath(folder), _alone()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
+    with failed_reading(folder), checkpointer:
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)

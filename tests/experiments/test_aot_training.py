@@ -1,0 +1,105 @@
+"""`experiments.aot --train`: wrong flags, the table, a step compiled over eight fake devices."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.aot import worker
+from pallas_kernels import chips
+
+TRAIN = ("--model=var-d36", "--train", "--target=v5p")
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """All compilers seem to be here, and none may be started."""
+    monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
+    monkeypatch.setattr(worker, "start", lambda *a: pytest.fail("a compiler was started"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model=infinity-8b", "--train"), "there is no training of infinity models"),
+        (("--model=llamagen-t2i-xl-256", "--train"), "training is for models of classes"),
+        ((*TRAIN, "--policy=h2o"), "--policy decides how pictures are drawn"),
+        ((*TRAIN, "--largest_batch"), "--largest_batch decides how pictures are drawn"),
+        ((*TRAIN, "--mesh=fsdp=8", "--batch_size=12"), "choose a multiple of 8"),
+        ((*TRAIN, "--mesh=fsdp=4", "--batch_size=8", "--accumulate=4"), "a multiple of 16"),
+        ((*TRAIN, "--mesh=model=4"), "unknown axis 'model' of a mesh"),
+        ((*TRAIN, "--mesh=fsdp=4096", "--batch_size=4096"), "takes 4096 devices"),
+        (("--model=var-d36", "--remat"), "--remat is of training steps: add --train"),
+        (("--model=var-d36", "--accumulate=2"), "--accumulate is of training steps"),
+    ],
+)
+def test_bad_input(call, compilers, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    status, text, err = call("aot", *flags)
+    assert status == 2 and message in err and err.count("error:") == 1 and not text, err
+    assert not list(tmp_path.iterdir())
+
+
+def test_table(call, compilers, monkeypatch, tmp_path):
+    gathered = {"kind": "all-gather", "source": "jvp()/dot_general", "group": 8, "calls": 2.0}
+    gathered |= {"bytes": 4096.0, "sent_bytes": 3584.0}
+    compiled = {"status": "compiled", "batch_size": 64, "devices": 8, "state_bytes": 2**30}
+    compiled |= {"temporary_bytes": 2**30, "peak_bytes": 2**31, "memory_bytes": 2**33}
+    compiled |= {"fits": True, "state_aliased": True, "flops": 1e12, "roofline_s": 0.01}
+    compiled |= {"collectives": [gathered], "largest_temporaries": [], "compile_s": 9.0}
+    refused = {"status": "refused", "needed_bytes": 2**34, "error": "too large"}
+    found = {"tpu-v5p": compiled, "tpu-v5e": refused}
+    monkeypatch.setattr(worker, "start", lambda target, flags: found[target])
+    flags = ("--mesh=fsdp=8", "--batch_size=64", f"--json={tmp_path / 'a.json'}")
+    status, text, err = call("aot", *TRAIN[:2], "--target=v5p,v5e", *flags)
+    assert status == 0, err
+    assert text.startswith("var-d36, training step of 64 images, bfloat16, mesh data=1,fsdp=8")
+    rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
+    assert rows["fits"] == ["yes", "NO:", "asks", "for", "16", "GiB"] and rows["state"][0] == "1"
+    assert "2 x      4 KiB,    3.5 KiB sent  all-gather" in text
+    assert "all-gather of 8: jvp()/dot_general" in text and "v5e: too large" in text
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["title"].startswith("var-d36") and len(content["results"]) == 2
+
+
+STEP = """
+import json, jax
+from experiments.aot import training
+from experiments.aot.training import TrainingStep
+from pallas_kernels import chips
+from tests import models_under_test as models
+from varjax.parallel.training import TrainingMesh
+chips.compile_only_devices = lambda name, count: jax.devices()[:count]
+model = models.fixture_model("b_k6_sharedaln")
+step = TrainingStep(model=model, mesh=TrainingMesh(2, 4), batch_size=16, dtype="float32",
+                    accumulate=2, remat=True)
+step.check()
+found = training.describe(step, chips.CHIPS["tpu-v5e"], 2)
+one = TrainingStep(model=model, mesh=TrainingMesh(1, 1), batch_size=16, dtype="float32",
+                   accumulate=2, remat=True)
+alone = training.describe(one, chips.CHIPS["tpu-v5e"], 2)
+kinds = sorted({(row["kind"], row["group"]) for row in found["collectives"]})
+names = ("state_bytes", "parameters", "flops", "peak_bytes", "state_aliased")
+print(json.dumps([kinds, *({n: f[n] for n in names} for f in (found, alone)),
+                  alone["collectives"]]))
+"""
+
+
+def test_a_step_over_fake_devices():
+    """The step that experiments.train runs, compiled for CPUs: a device has a quarter of the state
+    and an eighth of the products, and gathers parameters."""
+    found = subprocess.run(
+        [sys.executable, "-c", STEP],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    kinds, divided, alone, exchanged = json.loads(found.stdout)
+    assert not exchanged and any(kind == ["all-gather", 4] for kind in kinds), kinds
+    assert divided["flops"] == pytest.approx(alone["flops"] / 8)
+    assert 4 * divided["parameters"] * 4 <= alone["state_bytes"]  # with average and two moments
+    assert 0.25 <= divided["state_bytes"] / alone["state_bytes"] < 0.26
+    assert divided["state_aliased"] and alone["state_aliased"]
