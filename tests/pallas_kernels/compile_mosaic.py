@@ -50,7 +50,13 @@ SHAPES = {
     "block64": replace(BASE, block_size=64),
     "wide": SPECS["infinity-2b-t4096"],
 }
-SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
+IN_8_BITS = ("first", "var", "var-64")
+SHAPES |= {f"{name}-in-8-bits": replace(SHAPES[name], in_8_bits=True) for name in IN_8_BITS}
+SHAPES |= {
+    f"{name}-int8": replace(spec, kv_dtype="int8")
+    for name, spec in SHAPES.items()
+    if not spec.in_8_bits
+}
 # (images, tokens, vocabulary) of rows that tokens are chosen from: held by a program, or not
 ROWS = {
     "rows-4096": (8, 256, 4096),

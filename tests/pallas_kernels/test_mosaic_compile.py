@@ -58,7 +58,8 @@ def test_kernels_compile(target, shapes):
         spec = compile_mosaic.SHAPES[program["shape"]]
         if "ragged_attention" in new and spec.tokens <= 64 and spec.head_dim == 64:
             attention = new["ragged_attention"]  # three of 128 threads; CUDA takes 1 KiB of each
-            assert 3 * 128 * attention["registers"] <= 65536, program
+            most = 2 if spec.in_8_bits else 3  # scales take registers: 182 on an H200
+            assert most * 128 * attention["registers"] <= 65536, program
             together = chips.get_chip(target).gpu.shared_memory[0]
             assert 3 * (attention["shared_memory"] + 1024) <= together, program
         if operation in ("write", "layer", "apart"):  # no second pool
