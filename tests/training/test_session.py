@@ -215,7 +215,11 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
     settings = SimpleNamespace(
-        deciding=lambda _: {}, vqvae_batch_size=1, var_batch_size=1, accumulate=1
+        deciding=lambda _: {},
+        vqvae_batch_size=1,
+        var_batch_size=1,
+        accumulate=1,
+        start=None,
     )
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)
