@@ -116,9 +116,9 @@ def check_decisions(found, expected, kv_dtype: str | None) -> None:
 
 def check_draws(name: str, found: dict, expected: dict) -> None:
     """The same tokens and images. Where activations are in 8 bits, sums over the mesh, which are
-    added in another order, round a few of them otherwise, and tokens that were close may differ, and
-    what is drawn after them. How many depends on the kind of CPU: the demo in fp8 kept 98.7 % of its
-    tokens on one, 91.0 % on another."""
+    added in another order, round a few of them otherwise, and tokens that were close may differ,
+    and what is drawn after them. How many depends on the kind of CPU: the demo in fp8 kept 98.7 %
+    of its tokens on one, 91.0 % on another."""
     if name.endswith((FP8, W8A8)):
         assert np.mean(np.asarray(found["tokens"]) == np.asarray(expected["tokens"])) > 0.8
         return
