@@ -17,7 +17,7 @@ from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
 from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 

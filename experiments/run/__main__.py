@@ -11,7 +11,7 @@ with --save_arrays, arrays.npz into --out (default: a new folder under results/)
 images/ with one file per image in the layout of the prompt set. An interrupted run started again
 with the same flags continues where it stopped. With --shard=I/N it makes part I of N
 (docs/howto/scale.md); experiments.merge joins them. With --distributed many processes work as one.
-SIGTERM ends it after the batch that is drawn, with status 0.
+SIGTERM ends it after the batch that is drawn, many processes within seconds, with status 0.
 """
 
 import sys
@@ -43,7 +43,7 @@ from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel.stopping import Ending, Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -228,18 +228,17 @@ def generate_series(
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
-    before, began = done, time.monotonic()
-    for index in missing:
+    before, began, ending = done, time.monotonic(), Ending(stop)
+    for batches, index in enumerate(missing, 1):
         options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
         held = generator.draw_here(run.condition, index, **options)
         for numbers, results in held:
             store.add(series, numbers, run_results.kept(run, results))
         done += len(index)
-        stopped = processes.say_all(np.array(stop.asked)).any()
         if processes.is_first():
             pace = (done - before) / (time.monotonic() - began)
             progress.update(done, f"{pace:.2f} images/s" if processes.count() > 1 else "")
-        if stopped:
+        if ending.after(batches):
             raise Stopped(done, total)
     return generator
 

@@ -29,7 +29,7 @@ from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel.stopping import Stop
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results

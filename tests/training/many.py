@@ -13,7 +13,7 @@ import sys
 from experiments import train
 from varjax.cli import command_line
 from varjax.parallel import shared_folder
-from varjax.training.loop import Ending
+from varjax.parallel.stopping import Ending
 from varjax.training.var_trainer import TransformerStage
 
 

@@ -1,7 +1,7 @@
 """Many processes that work as one: `jax.distributed`, and what they tell each other.
 
 All processes run the same command. `together` makes an error of one an error of all, `agree`
-compares what they were asked for, and `say_all` exchanges numbers after every batch. Without
+compares what they were asked for, and `say_all` exchanges numbers. Without
 `start` there is one process, and all of this does nothing.
 
 A process that dies is noticed by the next exchange, when its connection closes, or by the
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ Item = TypeVar("Item")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
 START_S, HEARTBEAT_S, STOP_S = 120.0, 30, 30  # seconds until somebody counts as lost
 MOST = 10**5  # processes
-ASKED = "varjax/asked_to_end"  # name of a note that processes leave each other
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
 
@@ -241,7 +239,7 @@ def _digest(value: object) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
 
 
-def _notes():
+def notes():
     """Texts by name that the service of `jax.distributed` keeps for all processes; JAX itself has
     no public way to them."""
     from jax._src import distributed
@@ -267,37 +265,3 @@ def rows_here(array: jax.Array) -> dict[int, np.ndarray]:
             where = shard.index[0] if shard.index else slice(None)
             found[where.start or 0] = np.asarray(shard.data)
     return found
-
-
-class Stop:
-    """Whether the system has asked to end, by SIGTERM. As a context manager it listens.
-
-    JAX has a service for this, too, which handles the signal in C++; files that appear whole
-    (`varjax.storage.atomic`) handle it in Python. One handler serves both, for one process and for
-    many, which tell each other after every batch (`say_all`), or leave each other a note
-    (`heard`)."""
-
-    asked = False
-
-    def heard(self) -> bool:
-        """Return whether this process or another one was asked. It waits for nobody: processes ask
-        at different times, after each piece of their own work. One that has ended its work, and
-        waits for the others, is heard when they come."""
-        if count() == 1:
-            return self.asked
-        notes = _notes()
-        if self.asked:
-            notes.key_value_set(f"{ASKED}/{index()}", "", allow_overwrite=True)
-        return self.asked or bool(notes.key_value_dir_get(ASKED))
-
-    def __enter__(self) -> "Stop":
-        with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
-            self._before = signal.signal(signal.SIGTERM, self._ask)
-        return self
-
-    def __exit__(self, *error) -> None:
-        with contextlib.suppress(ValueError, AttributeError):
-            signal.signal(signal.SIGTERM, self._before)
-
-    def _ask(self, number: int, frame: object) -> None:
-        self.asked = True

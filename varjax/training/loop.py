@@ -22,12 +22,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
 from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel.stopping import Ending, Stop
 from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
@@ -254,33 +253,6 @@ class Stopped(Exception):
 
     def __init__(self, stage: str, done: int, steps: int):
         super().__init__(f"{stage}: {done} of {steps} steps are stored: resume by the same command")
-
-
-class Ending:
-    """Whether the system has asked one of the processes to end: all of them ask together.
-
-    One process looks after every step. Many ask each other about every `SECONDS`: what the question
-    waits for are the steps that were started, and steps should be started ahead.
-    """
-
-    SECONDS = 2.0
-
-    def __init__(self, stop: Stop):
-        self._stop, self._ask_at = stop, 0
-        self._asked_at, self._last = 0, time.monotonic()
-
-    def after(self, done: int) -> bool:
-        """Whether to end after `done` steps; the same in all processes."""
-        if processes.count() == 1:
-            return self._stop.asked
-        if done < self._ask_at:
-            return False
-        now = time.monotonic()
-        pace = (done - self._asked_at) / max(now - self._last, 1e-3)
-        answers = processes.say_all(np.array([self._stop.asked, pace]))
-        self._asked_at, self._last = done, now
-        self._ask_at = done + max(1, int(self.SECONDS * answers[0, 1]))
-        return bool(answers[:, 0].any())
 
 
 def _loop(
