@@ -1,11 +1,15 @@
 """Training over several devices: `data` and `fsdp` divide the pictures of a step, and `fsdp` also
 parameters, averages and the optimizer's moments.
 
-Arrays are placed; the compiler finds what has to be exchanged. A step computes what it computes on
-one device, with sums in another order. The devices may belong to several processes.
+State and pictures are placed. While a layer runs its parameters are whole on every device, and its
+activations are of the device's own pictures; gradients are summed where the parameters lie (ZeRO,
+stage 3: Rajbhandari et al. 2020). The compiler finds the exchanges that this takes: without being
+told so, it divides products over heads and widths, and exchanges activations, which are many times
+larger. A step computes what it computes on one device, with sums in another order. The devices may
+belong to several processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -111,3 +115,53 @@ class TrainingMesh:
         axis that `fsdp` divides, and whole on all devices if there is none."""
         names = jax.tree.map(lambda a: by_longest(a.shape, self.fsdp), tree)
         return shardings(names, mesh or self.devices)
+
+    def images(self, array: jax.Array) -> jax.Array:
+        """Keep an array of a compiled step divided by pictures, its first axis. It stays as it is
+        where they cannot be divided evenly."""
+        if self.size == 1 or array.shape[0] % self.size:
+            return array
+        return jax.lax.with_sharding_constraint(array, self.batch())
+
+    def in_use(self, weights: Tree, but: Collection[str] = ()) -> Tree:
+        """Return parameters of a compiled step whole on every device. Their gradients are divided
+        as they are. but: names of parts that stay divided."""
+        if self.fsdp == 1:
+            return weights
+        return jax.tree_util.tree_map_with_path(
+            lambda path, a: a if but and _names(path) & set(but) else self._in_use(a), weights
+        )
+
+    def _in_use(self, array: jax.Array) -> jax.Array:
+        divided, whole = self.state(array), self.whole()
+
+        @jax.custom_vjp
+        def gather(a):
+            return jax.lax.with_sharding_constraint(a, whole)
+
+        def summed(_, gradient):
+            return (jax.lax.with_sharding_constraint(gradient, divided),)
+
+        gather.defvjp(lambda a: (gather(a), None), summed)
+        return gather(array)
+
+    def layer(self, body: Callable, once: Collection[str] = ()) -> Callable:
+        """The body of a scan over layers, (activations, (parameters, others)) -> activations, whose
+        parameters are whole only while it runs, also when it runs again for gradients. once: names
+        of parts that it does not read."""
+
+        def divided(x: jax.Array, inputs: tuple) -> jax.Array:
+            block, other = inputs
+            return self.images(body(self.images(x), (self.in_use(block, once), other)))
+
+        return divided
+
+
+def gathered_again(primitive, *_, **__) -> bool:
+    """Policy of `jax.checkpoint`: keep everything for the gradients but what is gathered."""
+    return primitive.name != "sharding_constraint"
+
+
+def _names(path: Sequence) -> set[str]:
+    """Names on the way to a leaf of a tree."""
+    return {str(getattr(key, "key", getattr(key, "name", key))) for key in path}

@@ -74,7 +74,8 @@ class ClassifierStage(TrainingStage):
         return self.seen(jnp.stack(self._loss(params, images, labels)))
 
     def _loss(self, params: dict, images, labels):
-        logits = self.model(params)(images.astype(jnp.float32) / 255)
+        network = self.model(self.mesh.in_use(params))
+        logits = network(images.astype(jnp.float32) / 255)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return loss.mean(), (logits.argmax(-1) == labels).astype(jnp.float32).mean()
 

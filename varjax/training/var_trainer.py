@@ -108,8 +108,9 @@ class TransformerStage(TrainingStage):
     def _predict(self, params: dict, quantizer, tokens, labels, key=None):
         """Return cross entropy [B, L] and whether the likeliest token is right [B, L]."""
         model = cast(self.model(params), jnp.dtype(self.settings.dtype))
-        model.rematerialised = self.settings.remat
-        logits = self.logits(model, quantizer, tokens, labels, key)
+        model = self.mesh.in_use(model, ("blocks",))  # layers are gathered one by one
+        model.rematerialised, model.training_mesh = self.settings.remat, self.mesh
+        logits = self.mesh.images(self.logits(model, quantizer, tokens, labels, key))
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
 

@@ -113,7 +113,7 @@ class VQVAEStage(TrainingStage):
         return new, {**metrics, "gradient_norm": norm}
 
     def _loss(self, params: dict, images, quantise: bool):
-        codec, dtype = self.model(params), jnp.dtype(self.settings.dtype)
+        codec, dtype = self.model(self.mesh.in_use(params)), jnp.dtype(self.settings.dtype)
         latents, extra, used = codec.encode(images, dtype), 0.0, 0
         if quantise:
             latents, tokens, extra = codec.quantize(latents)
