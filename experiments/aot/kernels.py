@@ -19,6 +19,7 @@ from pallas_kernels.chips import Chip
 
 REACHED = {"bandwidth": 0.9, "flops": 0.8}  # of a chip's peaks, by large copies and products
 START = 2.5e-6  # seconds until a kernel of a GPU computes
+NO_CYCLES = 2**62  # a TPU's compiler says so many where it has no estimate: int64's largest number
 LARGE = 2**20  # bytes; smaller slices of stacked arrays cost little
 
 # operations that may stand outside fusions, all of which read and write memory
@@ -120,6 +121,8 @@ class Costs:
 
     def _on_tpu(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
         said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0
+        if said and int(said) >= NO_CYCLES:
+            said = None
         # Products are convolutions here, whose windows may stand for a batch. So their FLOPs are
         # taken from the traced program, not from this text.
         product = i.opcode == "fusion" and self._products(i) > 0

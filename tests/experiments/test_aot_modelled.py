@@ -209,6 +209,16 @@ def test_what_a_tpu_changes_in_place_without_cycles_counts_what_is_written():
     assert found.unknown == ["other"] and found.seconds == pytest.approx(written + whole)
 
 
+def test_cycles_that_are_no_estimate_are_none():
+    """A fusion of VAR-d36's training step on a v5p came with 2**63 - 1 of them."""
+    never = WRITTEN.replace(
+        "mystery(%once)", 'mystery(%once), backend_config={"estimated_cycles":"X"}'
+    )
+    found = modelled(never.replace("X", str(2**63 - 1)), V5E)
+    assert found.seconds == modelled(WRITTEN, V5E).seconds and found.unknown == ["other"]
+    assert modelled(never.replace("X", "1500"), V5E).unknown == []
+
+
 def test_not_a_program():
     with pytest.raises(ValueError, match="ENTRY"):
         Module.parse("nonsense")
