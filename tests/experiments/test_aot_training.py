@@ -81,15 +81,18 @@ one = TrainingStep(model=model, mesh=TrainingMesh(1, 1), batch_size=16, dtype="f
                    accumulate=2, remat=True)
 alone = training.describe(one, chips.CHIPS["tpu-v5e"], 2)
 kinds = sorted({(row["kind"], row["group"]) for row in found["collectives"]})
+sums = {}
+for row in found["collectives"]:
+    sums[row["kind"]] = sums.get(row["kind"], 0) + row["bytes"]
 names = ("state_bytes", "parameters", "flops", "peak_bytes", "state_aliased")
 print(json.dumps([kinds, *({n: f[n] for n in names} for f in (found, alone)),
-                  alone["collectives"]]))
+                  alone["collectives"], sums]))
 """
 
 
 def test_a_step_over_fake_devices():
     """The step that experiments.train runs, compiled for CPUs: a device has a quarter of the state
-    and an eighth of the products, and gathers parameters."""
+    and an eighth of the products, and exchanges parameters and gradients, no activations."""
     found = subprocess.run(
         [sys.executable, "-c", STEP],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
@@ -97,8 +100,12 @@ def test_a_step_over_fake_devices():
         text=True,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    kinds, divided, alone, exchanged = json.loads(found.stdout)
+    kinds, divided, alone, exchanged, sums = json.loads(found.stdout)
     assert not exchanged and any(kind == ["all-gather", 4] for kind in kinds), kinds
+    # each of two parts gathers a layer for its pictures and again for gradients, and sums gradients;
+    # what the compiler would exchange by itself is 25 times the parameters
+    size = 4 * divided["parameters"]
+    assert size <= sums.pop("all-gather") <= 4 * size and sum(sums.values()) < 3 * size, sums
     assert divided["flops"] == pytest.approx(alone["flops"] / 8)
     assert 4 * divided["parameters"] * 4 <= alone["state_bytes"]  # with average and two moments
     assert 0.25 <= divided["state_bytes"] / alone["state_bytes"] < 0.26

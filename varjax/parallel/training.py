@@ -11,7 +11,7 @@ belong to several processes.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import jax
@@ -133,16 +133,15 @@ class TrainingMesh:
         )
 
     def _in_use(self, array: jax.Array) -> jax.Array:
-        divided, whole = self.state(array), self.whole()
-
-        @jax.custom_vjp
-        def gather(a):
-            return jax.lax.with_sharding_constraint(a, whole)
+        divided = self.state(array)
+        whole = partial(jax.lax.with_sharding_constraint, shardings=self.whole())
 
         def summed(_, gradient):
             return (jax.lax.with_sharding_constraint(gradient, divided),)
 
-        gather.defvjp(lambda a: (gather(a), None), summed)
+        gather = jax.custom_vjp(whole)
+        # not `gather` again: `gathered_again` has to see the operation
+        gather.defvjp(lambda a: (whole(a), None), summed)
         return gather(array)
 
     def layer(self, body: Callable, once: Collection[str] = ()) -> Callable:
