@@ -92,6 +92,13 @@ def choose(page, policy, number=0):
     page.get_by_role("option", name=policy, exact=True).click()
 
 
+def upload(page, path):
+    """Give the canvas a picture, and wait until the server has it and the canvas shows it."""
+    with page.expect_response(lambda r: "/upload" in r.url and r.ok):
+        page.locator("#canvas input[type=file]").first.set_input_files(path)
+    page.wait_for_timeout(5000)  # nothing on the page says so
+
+
 def image_of(page, name):
     """The picture in a place of the page, as an array."""
     source = page.locator(f"#{name} img").first.get_attribute("src")
@@ -165,11 +172,10 @@ def test_editing(visit, tmp_path):
     pictures.save_png(tmp_path / "mine.png", np.ascontiguousarray(picture))
     page = visit()
     page.get_by_role("tab", name="Edit").click()
-    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "mine.png")
+    upload(page, tmp_path / "mine.png")
     page.get_by_text("the lower half").click()
     subject(page, 1).fill("orange")
     page.get_by_label("Seed (empty: any)").nth(1).fill("3")
-    page.wait_for_timeout(1500)  # the upload
     page.locator("#edit").click()
     finish(page, "#edit-said")
     before, after = image_of(page, "before"), image_of(page, "after")
@@ -204,9 +210,8 @@ def test_uploads_that_are_too_large(visit, tmp_path):
     page.get_by_text("This file is too large: at most 16 MiB").wait_for()
     wide = np.full((1500, 3000, 3), 90, np.uint8)
     pictures.save_png(tmp_path / "wide.png", wide)
-    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "wide.png")
+    upload(page, tmp_path / "wide.png")
     playwright.expect(page.locator("#too-large")).to_have_text("")
-    page.wait_for_timeout(1500)
     page.get_by_text("the lower half").click()
     page.locator("#edit").click()
     finish(page, "#edit-said")
