@@ -2,7 +2,7 @@
 
 Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. From
 longer rows it reads a part whenever it needs it, out of the multiprocessor's or the chip's cache.
-There XLA does the guidance, which would double the reads, and everything where no filter is asked for.
+There XLA does the guidance, which would double the reads, and all of it where nothing is filtered.
 
 Traffic. Every logit and every number of noise moves once, 4 (R + B) T V bytes. Rows that are not
 held take 8 B T V more, and 64 times 4 B T V from the caches.
