@@ -21,8 +21,8 @@ from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
 # meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
-MOST_CHOSEN = 32  # tokens of a buffer among which one is chosen by a comparison for each
 TOGETHER = {"cpu": 0, "gpu": 80 * 2**20, "tpu": 16 * 2**20}
+MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
 
 
 class Look(NamedTuple):
@@ -295,10 +295,10 @@ class StageDecision:
 
     def _coming_in(self, moves: Moves, last):
         """What comes to every slot of `last`, numbers of the buffer's tokens."""
-        if self.period > MOST_CHOSEN:
+        if target.platform() != "gpu" or self.period > MOST_CHOSEN:
             # at most one token goes to a slot, so the sum is its number
             return jnp.where(moves.goes, last[..., None], 0).sum(-2)
-        # XLA for GPUs would not cut a sum into layers by the kernel that makes it
+        # XLA for GPUs makes and cuts this into layers by one kernel, but a sum by one for each
         found = jnp.zeros((), last.dtype)
         for token in range(self.period):
             here = moves.turn == moves.number[..., token, None]
