@@ -18,6 +18,12 @@ AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic
 Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
 
+def has_kernel(implementation: str | None = None) -> bool:
+    """Whether a name stands for a kernel here, which needs no copies of what moves."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.first_choice(implementation, modules) != "reference"
+
+
 def move(
     slots: Slots,
     target: Int[Array, "R M P"],

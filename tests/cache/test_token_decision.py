@@ -73,6 +73,15 @@ def test_together_as_on_a_gpu(policy, monkeypatch):
     assert moved > 0
 
 
+def test_how_many_layers_decide_together(monkeypatch):
+    """LlamaGen-XL at batch 128 and 1/6 of the cache has 36 layers."""
+    monkeypatch.setattr(token_decision, "target", SimpleNamespace(platform=lambda: "gpu"))
+    step, _ = deciding("headkv")
+    layer = SimpleNamespace(position=jax.ShapeDtypeStruct((256, 20, 96), jnp.int32))
+    assert step.at_once(layer) == 21  # two parts of 18
+    assert replace(step, attention="mosaic").at_once(layer) == 42
+
+
 @pytest.mark.parametrize("policy", ["headkv", "h2o"])
 def test_long_buffers(policy, monkeypatch):
     """On GPUs, where a sum is taken in place of a comparison for each token."""

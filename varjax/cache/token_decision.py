@@ -20,8 +20,9 @@ from varjax.cache.observation import Needs, Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
-# meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
-TOGETHER = {"cpu": 0, "gpu": 80 * 2**20, "tpu": 16 * 2**20}
+# meanwhile, and on GPUs copies of the buffers, which take several times as much, unless a kernel
+# moves slots. A CPU starts no kernels, and keeps what it compares: one layer at a time.
+TOGETHER = {"cpu": 0, "gpu": 40 * 2**20, "tpu": 16 * 2**20}
 MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
 
 
@@ -96,7 +97,10 @@ class StageDecision:
         if self.needs.keys:
             return 1
         size = cache.position.size * cache.position.dtype.itemsize
-        return max(1, TOGETHER.get(target.platform(), 0) // size)
+        most = TOGETHER.get(target.platform(), 0)
+        if target.platform() == "gpu" and slot_moves.has_kernel(self.attention):
+            most *= 2  # nothing is copied
+        return max(1, most // size)
 
     def decide(self, caches, stage, bias, inputs):
         """For a policy, the rows of all these layers are rows like any others."""
