@@ -316,6 +316,14 @@ def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.Cos
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
+def move_some(pools: Sequence[Array], count: int) -> pl.CostEstimate:
+    """Cost of moving the last `count` slots of every head, one by one: each is read and written, as
+    if all of them moved, and its target is read."""
+    (rows, heads, _, width), size = pools[0].shape, pools[0].dtype.itemsize
+    moved = len(pools) * rows * heads * count * (2 * width * size + 4)
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+
+
 def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstimate:
     """Cost of finishing queries, keys or values once for all programs that read them.
 

@@ -174,14 +174,16 @@ def _move_work(spec: ArgSpec) -> Work:
 
 
 def _move(held: HeadSlots, target, name: str) -> HeadSlots:
-    return slot_moves.move(held, target, implementation=name)
+    below = held.pool.shape[2] - target.shape[-1]
+    return slot_moves.move(held, target, below=below, implementation=name)
 
 
 def _places(spec: ArgSpec):
-    """Targets of the last slots: anywhere in the head, or nowhere."""
+    """Targets of the last slots: anywhere in front of them, or nowhere."""
     rng, last = np.random.default_rng(3), min(STAGE, slots(spec))
-    every = np.tile(np.arange(slots(spec) + last), (spec.rows, spec.heads, 1))
-    return jnp.asarray(rng.permuted(every, axis=-1)[..., :last], jnp.int32)
+    every = np.tile(np.arange(slots(spec)), (spec.rows, spec.heads, 1))
+    found = rng.permuted(every, axis=-1)[..., :last]
+    return jnp.asarray(np.where(found < slots(spec) - last, found, found + last), jnp.int32)
 
 
 def _move_candidate(spec: ArgSpec, name: str) -> Candidate:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import target
+
 
 def rank(score, tie, among, part):
     """See `api.rank`."""
@@ -15,4 +17,9 @@ def rank(score, tie, among, part):
         below = (other < own) | ((other == own) & below)
     if part is not None:
         below &= part[..., None, :] == part[..., None]
-    return (among[..., None, :] & below).sum(-1, dtype=jnp.int32)
+    lower = among[..., None, :] & below
+    if target.platform() != "gpu" or lower.shape[-1] >= 2**15:
+        return lower.sum(-1, dtype=jnp.int32)
+    # a GPU waits for memory: ranks are kept as numbers of 16 bits until they are used
+    found = jax.lax.optimization_barrier(lower.sum(-1, dtype=jnp.int16))
+    return found.astype(jnp.int32)

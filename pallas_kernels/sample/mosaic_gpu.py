@@ -32,6 +32,10 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
             f"implementation='reference' (--attention=reference)"
         )
     mosaic.check_simulator(interpret)
+    if not parts.held and not reference.is_filtered(vocabulary, top_k, top_p):
+        # nothing is read many times, and XLA reads logits once, with the noise as it is made
+        how = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
+        return reference.sample(logits, noise, **how)
     if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     # not `plgpu.kernel`, which takes no estimate

@@ -2,7 +2,7 @@
 
 Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. From
 longer rows it reads a part whenever it needs it, out of the multiprocessor's or the chip's cache.
-There XLA does the guidance, which would double the reads.
+There XLA does the guidance, which would double the reads, and all of it where nothing is filtered.
 
 Traffic. Every logit and every number of noise moves once, 4 (R + B) T V bytes. Rows that are not
 held take 8 B T V more, and 64 times 4 B T V from the caches.
@@ -27,6 +27,10 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
     parts = Parts.of(vocabulary, MOST)
+    if not parts.held and not reference.is_filtered(vocabulary, top_k, top_p):
+        # nothing is read many times, and XLA reads logits once, with the noise as it is made
+        how = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
+        return reference.sample(logits, noise, **how)
     if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     given = numbers(tau, strength)

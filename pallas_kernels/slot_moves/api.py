@@ -7,22 +7,27 @@ last slots of every head. They move into slots that other tokens have left.
 from collections.abc import Sequence
 from typing import TypeVar
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
 from pallas_kernels import implementations
 from pallas_kernels.token_attention.operands import HeadSlots
 
-MODULES = implementations.modules_of(__package__, "tpu")
+MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
+# `mosaic` runs only where it is named: no chip has confirmed it yet
+AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
+
+
+def has_kernel(implementation: str | None = None) -> bool:
+    """Whether a name stands for a kernel here, which needs no copies of what moves."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.first_choice(implementation, modules) != "reference"
 
 
 def move(
     slots: Slots,
     target: Int[Array, "R M P"],
     *,
-    last: Num[Array, "R M P KV"] | None = None,
     below: int | None = None,
     implementation: str | None = None,
 ) -> Slots:
@@ -37,26 +42,26 @@ def move(
       target: int32, where the P slots go, all at the same time: at least 0, and no number twice in
         a head. A slot whose target is C or more goes nowhere. Slots that nothing goes to stay as
         they are, the last ones too.
-      last: what `last_slots` found for this layer; None: nothing was copied beforehand.
       below: static; no target lies from here on in the array. So a kernel need not write these
         slots. None: targets may lie anywhere.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform. On
-        GPUs only the reference exists; the names of their kernels run it.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
+        GPUs the reference. There is no kernel `triton`: this name runs the reference.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(implementation, MODULES, "move", slots, target, last, below)
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, "move", slots, target, below)
 
 
-def last_slots(
-    layers: Sequence[HeadSlots], count: int, *, implementation: str | None = None
-) -> Sequence[Num[Array, "R M P KV"] | None]:
-    """The last `count` slots of several layers, for `move`. They are copied at once, because a GPU
-    would start a kernel for each layer. None for all of them where `move` needs no copies, or for
-    one layer."""
-    if len(layers) == 1 or implementations.first_choice(implementation, MODULES) != "reference":
-        return [None] * len(layers)
-    # XLA would move the copies into what takes them, see `reference`
-    found = jnp.concatenate([slots.pool[:, :, -count:] for slots in layers])
-    return jnp.split(jax.lax.optimization_barrier(found), len(layers))
+def move_all(
+    layers: Sequence[Slots],
+    target: Int[Array, "LR M P"],
+    *,
+    below: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Slots, ...]:
+    """`move` for several layers with equal shapes at once, because a GPU would start kernels for
+    each of them. target: of the rows of the first layer, then of those of the second, and so on."""
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, "move_all", layers, target, below)

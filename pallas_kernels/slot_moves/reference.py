@@ -6,8 +6,28 @@ import jax
 import jax.numpy as jnp
 
 
-def move(slots, target, last=None, below=None):
+def move(slots, target, below=None):
     """See `api.move`; nothing but the targets is written here, so `below` does not matter."""
+    return _moved(slots, target, _copied(_last(slots, target)))
+
+
+def move_all(layers, target, below=None):
+    """See `api.move_all`. What moves is copied at once, because a GPU would start a kernel for each
+    layer."""
+    targets = jnp.split(target, len(layers))
+    if len(layers) == 1:
+        return (move(layers[0], target),)
+    found = _copied(jnp.concatenate([_last(slots, target) for slots in layers]))
+    given = zip(layers, targets, jnp.split(found, len(layers)), strict=True)
+    return tuple(_moved(*of_layer) for of_layer in given)
+
+
+def _last(slots, target):
+    return slots.pool[:, :, slots.pool.shape[2] - target.shape[-1] :]
+
+
+def _moved(slots, target, new):
+    """Slots of a layer, of which `new` go to `target`."""
     rows, heads, count = target.shape
     buffer, scale = slots.pool.shape[2] - count, slots.scale
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
@@ -16,7 +36,6 @@ def move(slots, target, last=None, below=None):
         scale = _scattered(
             scale, _copied(scale[..., buffer:]), (row[..., None], half, head, target[:, None])
         )
-    new = _copied(slots.pool[:, :, buffer:]) if last is None else last
     pool = _scattered(slots.pool, new, (row, head, target))
     return replace(slots, pool=pool, scale=scale)
 

@@ -40,10 +40,14 @@ SOMETHING = 2.0**23  # in a float32 of this size the lowest bit counts 1
 FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and of ones
 
 
-def move(slots, target, last=None, below=None, *, interpret, most_bytes: int = MOST_BYTES):
-    """See `api.move`; the kernel has its own copy of the last slots. most_bytes: of the pool in a
-    grid step."""
-    del last
+def move_all(layers, target, below=None, *, interpret):
+    """See `api.move_all`: one layer after the other."""
+    given = zip(layers, jnp.split(target, len(layers)), strict=True)
+    return tuple(move(*of_layer, below, interpret=interpret) for of_layer in given)
+
+
+def move(slots, target, below=None, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.move`. most_bytes: of the pool in a grid step."""
     pool = slots.pool
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
     together, some = tpu_slots.steps(pool, "moves of slots take", most)

@@ -75,12 +75,12 @@ def store_and_attend(
     return implementations.run(implementation, modules, "store_and_attend", query, slots, token)
 
 
-def scores_on_the_way(implementation: str | None = None) -> bool:
+def scores_on_the_way(slots: HeadSlots, implementation: str | None = None) -> bool:
     """Whether `store_and_attend` scores a `Probe` without reading the slots once more. Other
     implementations score it all the same, in a pass of its own."""
     modules = AUTOMATIC if implementation is None else MODULES
     name = implementations.first_choice(implementation, modules)
-    return name.removesuffix(implementations.SUFFIX) == "tpu"
+    return modules[name.removesuffix(implementations.SUFFIX)]().scores_on_the_way(slots)
 
 
 def _check(query: Query, slots: HeadSlots) -> None:

@@ -17,14 +17,16 @@ A token that is stored comes beside the slots of every step. In the step of its 
 them, where attention finds it, and goes from there into the pool. No other step reads that slot.
 
 Sums of attention weights need the statistics of all slots: scores wait in shared memory, and the
-sums are read and written once, in place, at the end of a head.
+sums are read and written once, in place, at the end of a head. So do the scores of a probe, which
+are found in each step while its keys lie in shared memory; one call in many asks for them.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once, and per slot 4 bytes for
-positions (of one head where heads share them), 8 for sums, 8 for an int8 pool's scales.
+positions (of one head where heads share them), 8 for sums, 8 for an int8 pool's scales. A call that
+asks for the scores of a probe reads 4 H bytes more per head, and writes 4 per slot.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
@@ -49,6 +51,7 @@ from pallas_kernels.token_attention.mosaic_slots import (
     Steps,
     line,
 )
+from pallas_kernels.token_attention.operands import Probe
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
@@ -63,25 +66,34 @@ def attend(query, slots, *, interpret, steps: Steps | None = None):
     return _attend(query, slots, None, interpret, steps)[:2]
 
 
+def scores_on_the_way(slots) -> bool:
+    """Whether `store_and_attend` scores a probe itself."""
+    stored = slots.scale is None and slots.pool.shape[-1] // 2 in STORED
+    return stored and slots.used is None  # every slot is scored, so every slot has to be read
+
+
 def store_and_attend(query, slots, token, *, interpret, steps: Steps | None = None):
     """See `api.store_and_attend`. XLA stores what takes scales, and rows that no copy may take."""
-    if query.probe is not None or slots.scale is not None or query.q.shape[-1] not in STORED:
+    elsewhere = query.probe is not None and not scores_on_the_way(slots)
+    if elsewhere or slots.scale is not None or query.q.shape[-1] not in STORED:
         return _in_two_steps(query, slots, token, interpret=interpret, steps=steps)
-    out, mass, pool = _attend(query, slots, token, interpret, steps)
-    return out, replace(slots, pool=pool, mass=mass)
+    out, mass, pool, scores = _attend(query, slots, token, interpret, steps)
+    return out, replace(slots, pool=pool, mass=mass, scores=scores)
 
 
 _in_two_steps = storing.in_two_steps(attend, reference.scores)
 
 
 def _attend(query, slots, token, interpret, steps: Steps | None):
-    """The output, the sums, and the pool with the token."""
+    """The output, the sums, the pool with the token, and the scores."""
     check(query.q, slots.pool, interpret)
     rows, heads, size = query.q.shape
-    steps, mass = steps or Steps.of(slots.pool), slots.mass
+    steps, mass, probe = steps or Steps.of(slots.pool), slots.mass, query.probe
     given = FlatOperands.of(steps, query, slots, token)
     programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
-    sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
+    # both are changed in place
+    sums = None if mass is None else jax.new_ref(mass.reshape(-1))
+    scores = None if probe is None else jax.new_ref(slots.scores.reshape(-1))
     out = pl.kernel(
         partial(_kernel, steps, programs),
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
@@ -99,13 +111,15 @@ def _attend(query, slots, token, interpret, steps: Steps | None):
             mass,
             step=None if slots.used is None else steps.slots,
             stored=int(token is not None),
+            probed=0 if probe is None else probe.every,
         ),
         name="token_attention",
         interpret=mosaic.simulator(interpret) if interpret else False,
-    )(given, sums)
+    )(given, sums, scores)
     out = out[..., given.width - size :]
     mass = None if mass is None else jax.freeze(sums).reshape(mass.shape)
-    return out, mass, slots.pool if token is None else jax.freeze(given.slots.pool)
+    scores = slots.scores if probe is None else jax.freeze(scores).reshape(slots.scores.shape)
+    return out, mass, slots.pool if token is None else jax.freeze(given.slots.pool), scores
 
 
 def check(q, pool, interpret) -> None:
@@ -131,13 +145,15 @@ def shared_memory(given: FlatOperands, steps: Steps) -> int:
     """Bytes of shared memory that a program takes, without barriers."""
     pool = given.slots.pool
     numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.slots.scale is not None)
-    scores = 4 * given.steps(numbers) * numbers if given.query.mass_weight is not None else 0
+    every = 4 * given.steps(numbers) * numbers
+    scores = every if given.query.mass_weight is not None else 0
     arrays = (
         buffers * numbers * pool.shape[-1] * pool.dtype.itemsize,
         buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
         *[buffers * given.size * pool.dtype.itemsize] * (0 if given.token is None else 2),
         max(scores, 4 * CLASSES * given.width),
+        every if given.query.probe is not None else 0,
         mosaic.MEETING,
     )
     return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in arrays)  # where an array may begin
@@ -148,18 +164,21 @@ def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     return mosaic.programs_at_once(shared_memory(given, steps))
 
 
-def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, out):
+def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, scores, out):
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
     waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
     pl.run_scoped(
-        partial(_attend_heads, steps, programs, given, sums, out),
+        partial(_attend_heads, steps, programs, given, sums, scores, out),
         Places.scratch(given, steps),
         # one after the other in the same place: scores have become sums when classes are joined
         [joined] if sums is None else plgpu.RefUnion(joined, waiting),
+        [] if scores is None else [waiting],
     )
 
 
-def _attend_heads(steps: Steps, programs: int, given: FlatOperands, sums, out, places, late):
+def _attend_heads(
+    steps, programs: int, given: FlatOperands, sums, scores, out, places, late, asked
+):
     """What a program does. Each has equally many heads, some of them one more."""
     program = jax.lax.axis_index("program")
     total, each = given.slots.pool.shape[0] * given.heads, given.used_steps(steps.slots)
@@ -167,17 +186,20 @@ def _attend_heads(steps: Steps, programs: int, given: FlatOperands, sums, out, p
     ring, (joined, *waiting) = Ring(given, steps, places, first, last - first, each), late
     ring.fill()
     weight = None if sums is None else given.query.mass_weight[0]
+    probe = None if scores is None else _Probed(given.query.probe, given.wanted[0] != 0, *asked)
 
     def head(i, limits):
         number = first + i
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
         place = given.place(number)
-        this = _Head(ring, place, *limits, waiting, Layouts.of(given.slots.pool.dtype))
+        this = _Head(ring, place, *limits, waiting, probe, Layouts.of(given.slots.pool.dtype))
         classes = this.see(i * each)
         top, rescale, whole = this.statistics(classes)
         if sums is not None:
             this.add(sums, number * given.count, top, weight / whole)
+        if probe is not None:
+            probe.then(partial(this.put_scores, scores, number * given.count))
         this.put(classes[2], rescale / whole, joined, out.at[place])
         return following
 
@@ -189,12 +211,29 @@ _load = partial(mosaic.load, plain=True)
 
 
 @dataclass(frozen=True)
+class _Probed:
+    """A probe inside of the kernel.
+
+    wanted: whether this call is asked. waiting: shared memory, in which scores of a head wait until
+    they are written in whole sectors.
+    """
+
+    probe: Probe
+    wanted: Bool[Array, ""]
+    waiting: jax.Ref
+
+    def then(self, act: Callable[[], None]) -> None:
+        pl.when(self.wanted)(act)
+
+
+@dataclass(frozen=True)
 class _Head:
     """What a program does for one head.
 
     place: its row and number.
     newest, reach, bias: see `FlatOperands.limits`.
     waiting: shared memory in which scores wait for the statistics of all slots; empty without sums.
+    probe: a second query, or None.
     """
 
     ring: Ring
@@ -203,6 +242,7 @@ class _Head:
     reach: Int[Array, ""]
     bias: Float[Array, ""]
     waiting: Sequence[jax.Ref]
+    probe: _Probed | None
     layouts: Layouts
 
     def see(self, before) -> tuple:
@@ -233,6 +273,8 @@ class _Head:
         for waiting in self.waiting:
             for rows, found in zip(tiles, scores, strict=True):
                 waiting[pl.ds(i * size + rows.start, CLASSES)] = found
+        if self.probe is not None:
+            self.probe.then(partial(self._score_probe, place, tiles, i * size))
         # all scores of a step first: sums are rescaled once per step, not once per slot
         highest = maximum
         for found in scores:
@@ -285,6 +327,28 @@ class _Head:
         position = self._line(ring.places.position, place, rows, given.positions(*self.place))
         visible = given.sees(position, self.newest, self.reach) & (slot < given.count)
         return jnp.where(visible, found, -jnp.inf)
+
+    def _score_probe(self, place, tiles, start) -> None:
+        """Score the second query, for the slots of the step from slot `start` on."""
+        probe = self.probe.probe
+        query = _load(probe.total.at[self.place], self.layouts.column) / probe.count
+        for rows in tiles:
+            found = (self._half(place, rows, 0) * self.layouts.down(query)).sum(1)
+            self.probe.waiting[pl.ds(start + rows.start, CLASSES)] = found
+
+    def put_scores(self, scores, first) -> None:
+        """Write the second query's scores of all slots to `scores`, from place `first` on."""
+        slots = self.ring.given.count
+        size = max(n for n in SUMMED if n <= slots)
+
+        def tile(i, _):
+            # the last one ends with the head, and writes a part of the one before again
+            start = jnp.minimum(i * size, slots - size)
+            found = _load(self.probe.waiting.at[pl.ds(start, size)], line(size))
+            scores[pl.ds(first + start, size)] = found
+            return 0
+
+        jax.lax.fori_loop(0, pl.cdiv(slots, size), tile, 0)
 
     def statistics(self, classes) -> tuple:
         """The largest score of all classes, the factor of every class relative to it, and the sum

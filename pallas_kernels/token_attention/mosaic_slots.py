@@ -69,6 +69,7 @@ class FlatOperands:
 
     token: key and value that are stored on the way, [R M H]; the pool is then a reference outside
       of the kernel, too, and changes in place. None: nothing is stored.
+    wanted: int32, whether the scores of `Query.probe` are; None: there is no probe.
     shared: whether all rows have the same positions, and whether all heads have.
     size: of a head.
     """
@@ -76,6 +77,7 @@ class FlatOperands:
     query: Query
     slots: HeadSlots
     token: NewToken | None
+    wanted: Int[Array, " 1"] | None
     shared: tuple[bool, bool] = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
 
@@ -87,6 +89,7 @@ class FlatOperands:
         if token is not None:
             k, v = (a.astype(slots.pool.dtype).reshape(-1) for a in (token.k, token.v))
             token = NewToken(k, v, token.slot.reshape(1))
+        wanted = None if query.probe is None else mosaic.number(query.probe.wanted)
         query, slots = kernel_operands(query, slots, "Mosaic token attention")
         shortest = _line(steps.slots, slots.pool.shape[2])
 
@@ -100,14 +103,14 @@ class FlatOperands:
                     return array.reshape(-1)
                 case "pool" if token is not None:
                     return jax.new_ref(array)
-                case "mass":
+                case "mass" | "scores":
                     return None  # changed in place, which takes a reference of its own
             return array
 
         # of the queries as they came: `flat` fills windows with zeros
         size = query.q.shape[-1]
         query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
-        return cls(query, slots, token, (by_row == 1, by_head == 1), size)
+        return cls(query, slots, token, wanted, (by_row == 1, by_head == 1), size)
 
     @property
     def width(self) -> int:

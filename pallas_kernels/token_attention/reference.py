@@ -50,6 +50,11 @@ def scores(q, slots, first: int):
 store_and_attend = storing.in_two_steps(attend, scores)
 
 
+def scores_on_the_way(slots) -> bool:
+    """Whether `store_and_attend` scores a probe itself."""
+    return False
+
+
 def _in_groups(q, slots):
     """Queries [R, M, H], or [R, M, G, H] where heads share keys and values."""
     group = slots.group_size(q)

@@ -76,6 +76,11 @@ def store_and_attend(
     return _run(query, slots, token, most_bytes, piece, interpret)
 
 
+def scores_on_the_way(slots) -> bool:
+    """Whether `store_and_attend` scores a probe itself."""
+    return True
+
+
 def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     """The output, and the slots with the new masses, the scores of a probe and the token, unless
     there is none."""

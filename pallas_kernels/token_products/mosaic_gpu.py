@@ -328,13 +328,13 @@ class _Turning:
 
     cos, sin: [rows or 1, A]; angles of a column are those of its number modulo A.
     turn: `Angles.turn` of a tile's columns.
-    adding: float32 [2], `QuerySum.keep` and `weight`; None: queries are not added up.
+    adding: float32 [1] each, `QuerySum.keep` and `weight`; None: queries are not added up.
     """
 
     cos: Array
     sin: Array
     turn: Array
-    adding: Array | None
+    adding: tuple[Array, Array] | None
     angles: Angles
 
     @classmethod
@@ -344,7 +344,9 @@ class _Turning:
         cos, sin = (jnp.tile(a, (1, copies)) for a in (angles.cos, angles.sin))
         if len(cos) > 1:
             cos, sin = (mosaic.padded(a, 0, rows) for a in (cos, sin))
-        adding = None if total is None else jnp.stack([total.keep, total.weight])
+        # one by one: stacked, they would take a kernel of their own
+        numbers = () if total is None else (total.keep, total.weight)
+        adding = tuple(a.reshape(1) for a in numbers) or None
         turn = jnp.asarray(angles.turn(tiles.columns), dtype)
         return cls(cos, sin, turn, adding, angles)
 
@@ -401,6 +403,7 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
 def _add_up(adding, queries, sums) -> None:
     """Add a tile of finished queries to the running sums, each number by the thread that has it."""
     before = mosaic.load(sums, LAYOUT, plain=True)
-    before = jnp.where(adding[0] > 0, before, 0.0)
+    keep, weight = adding
+    before = jnp.where(keep[0] > 0, before, 0.0)
     new = mosaic.load(queries, LAYOUT).astype(jnp.float32)
-    mosaic.store(sums, before + adding[1] * new)
+    mosaic.store(sums, before + weight[0] * new)

@@ -2,12 +2,12 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS`, `TOKENS` or `LAYERS`. Prints
-one JSON object per program: its temporaries, bytes of the pool and of the scale's keys and values
-where there are any, and of every kernel that no program before had: registers and spilled bytes per
-thread, as ptxas says, bytes of shared memory, columns of tensor memory, and the instructions of its
-loops where there is a disassembler (`sass`). A program of its own, because JAX (0.10.2) compiles
-these kernels for one architecture per process, whatever is asked for later.
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS`, `TOKENS`, `ENDS` or `LAYERS`.
+Prints one JSON object per program: its temporaries, bytes of the pool and of the scale's keys and
+values where there are any, and of every kernel that no program before had: registers and spilled
+bytes per thread, as ptxas says, bytes of shared memory, columns of tensor memory, and the
+instructions of its loops where there is a disassembler (`sass`). A program of its own, because JAX
+(0.10.2) compiles these kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
@@ -26,12 +26,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pallas_kernels import chips
+from pallas_kernels import chips, slot_moves
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
+from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, store_and_attend
 from pallas_kernels.token_attention import attend as attend_one
 from pallas_kernels.token_specs import abstract_token_arguments, only
 from tests.pallas_kernels import sass, test_token_products
@@ -81,6 +82,12 @@ TOKENS = {
     "tokens-h128-float32": (replace(LARGE, dtype="float32"), 4096),
     "tokens-used": (replace(XL, rows=256), 577),
 }
+# what a stage of tokens ends with: (call, slots of a head, layers that decide together)
+ENDS = {
+    "end-xl": (replace(XL, rows=256), 96, 36),
+    "end-7b": (LARGE, 105, 5),
+    "end-float32": (replace(XL, dtype="float32"), 97, 1),
+}
 # products of a token's layer: (model, rows)
 LAYERS = {
     "layer-xl": ("llamagen-xl-384", 256),
@@ -100,6 +107,38 @@ def token(name, sharding=None):
     query, slots = abstract_token_arguments(*TOKENS[name], sharding=sharding, **options)
     rest = only(slots, "pool", "position", "scale", "reach", "used")
     return jax.jit(run, donate_argnums=0), (slots.mass, query, rest)
+
+
+def end_of_a_stage(name, sharding=None):
+    """{operation: (function, arguments without data)}: attention for the last token, which scores
+    the mean query, too, and the moves of 8 slots. Pools are donated."""
+    spec, count, layers = ENDS[name]
+    query, held = abstract_token_arguments(spec, count, sharding=sharding, sums=False)
+
+    def shape(dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    heads = spec.rows, spec.heads
+    token = NewToken(query.q, query.q, shape("int32"))
+    total, wanted = shape("float32", *heads, spec.head_dim), shape("bool")
+
+    def attend_last(pool, scores, query, token, total, wanted, rest):
+        slots = replace(rest, pool=pool, scores=scores)
+        query = replace(query, probe=Probe(total, wanted, count=8, every=8))
+        return store_and_attend(query, slots, token, implementation="mosaic")
+
+    def move(pools, target):
+        slots = [HeadSlots(pool) for pool in pools]
+        moved = slot_moves.move_all(slots, target, below=count - 8, implementation="mosaic")
+        return [a.pool for a in moved]
+
+    scores = shape("float32", *heads, count)
+    given = held.pool, scores, query, token, total, wanted, only(held, "position", "reach")
+    target = shape("int32", layers * spec.rows, spec.heads, 8)
+    return {
+        "attend-last": (jax.jit(attend_last, donate_argnums=(0, 1)), given),
+        "move": (jax.jit(move, donate_argnums=0), ([held.pool] * layers, target)),
+    }
 
 
 def layer_of_a_token(name, sharding=None):
@@ -206,6 +245,8 @@ def _inspect(said: str, text: str, passes: str) -> dict:
 def _programs(name: str, sharding) -> dict:
     if name in ROWS:
         return {"sample": choice(ROWS[name], sharding)}
+    if name in ENDS:
+        return end_of_a_stage(name, sharding)
     if name in LAYERS:
         return {"products": layer_of_a_token(name, sharding)}
     if name in TOKENS:

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import chips, mosaic_operands, mosaic_products
 from pallas_kernels.ragged_attention import config, mosaic_gpu, tune
 from pallas_kernels.sample import mosaic_gpu as sample_kernel
+from pallas_kernels.slot_moves import mosaic_gpu as slot_moves
 from tests.pallas_kernels import compile_mosaic, sass
 
 # finished keys and values are one; moments take finished queries, too
@@ -139,6 +140,40 @@ def test_token_attention_compiles(target, shapes):
         programs = memory[0] // (kernel["shared_memory"] + 1024)
         assert 128 * programs * kernel["registers"] <= 65536, program
         assert programs >= (3 if spec.dtype == "bfloat16" else 2), program
+
+
+FEW_ENDS = ("end-xl",)
+MORE_ENDS = [name for name in compile_mosaic.ENDS if name not in FEW_ENDS]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("target", "shapes"),
+    [(t, FEW_ENDS) for t in ("h200", "b200")]
+    + [pytest.param(t, MORE_ENDS, marks=pytest.mark.slow) for t in ("h200", "b200")],
+)
+def test_end_of_a_stage_compiles(target, shapes):
+    """Pools and scores change in place: queries in whole windows are all that exists beside
+    them."""
+    memory = chips.get_chip(target).gpu.shared_memory
+    for program in compiled(target, shapes):
+        spec, _, layers = compile_mosaic.ENDS[program["shape"]]
+        move = program["operation"] == "move"
+        assert program["kernels"] == (-(-layers // slot_moves.LAYERS) if move else 1), program
+        queries = spec.rows * spec.heads * 128 * 4
+        assert program["temporaries"] <= (0 if move else 2 * queries) + 2**12, program
+        for kernel in program["new"].values():
+            assert not kernel["spills"], program
+            # at least two programs of 128 threads on a multiprocessor
+            assert 2 * (kernel["shared_memory"] + 1024) <= memory[0], program
+            assert 2 * 128 * kernel["registers"] <= 65536, program
+
+
+@pytest.mark.parametrize("shape", ["end-7b"])
+def test_end_of_a_stage_lowers(shape):
+    """Every version of JAX lowers it, without the chip's compiler."""
+    for run, given in compile_mosaic.end_of_a_stage(shape).values():
+        assert "mosaic_gpu" in run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("shape", FEW_TOKENS)

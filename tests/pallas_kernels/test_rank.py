@@ -1,13 +1,15 @@
 """Ranks: the reference against counting one by one, the kernel against the reference, number for
 number."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import implementations
-from pallas_kernels.rank import rank, tpu
+from pallas_kernels.rank import rank, reference, tpu
 from tests.pallas_kernels.tpu_simulation import has_races, simulated
 
 # rows, heads, slots: more slots than a step has of its own, no multiple of 8, one; more rows than
@@ -49,6 +51,20 @@ def counted(score, tie, among, part):
 def test_the_reference_counts(score, part):
     given = arguments((2, 2, 23), score, part)
     np.testing.assert_array_equal(rank(*given, implementation="reference"), counted(*given))
+
+
+@pytest.mark.parametrize("slots", [23, 2**15])
+def test_short_numbers_on_gpus(slots, monkeypatch):
+    """Where a head has few slots. None of it is seen from outside."""
+    monkeypatch.setattr(reference.target, "platform", lambda: "gpu")
+    shape = 1, 1, slots
+    given = [jax.ShapeDtypeStruct(shape, t) for t in (jnp.int32, bool)]
+    run = partial(rank, None, implementation="reference")
+    assert ("i16[" in str(jax.make_jaxpr(run)(*given))) == (slots == 23)
+    assert jax.eval_shape(run, *given).dtype == jnp.int32
+    if slots == 23:
+        given = arguments(shape, "float", True)
+        np.testing.assert_array_equal(rank(*given, implementation="reference"), counted(*given))
 
 
 @pytest.mark.parametrize("part", [False, True])

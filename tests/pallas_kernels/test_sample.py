@@ -204,3 +204,13 @@ def test_mosaic_lowers(shape):
     run = partial(mosaic_gpu.sample, top_k=900, top_p=0.9, interpret=False)
     lowered = jax.jit(run).trace(**abstract(shape)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.0), (5000, 1.0), (50, 0.0), (0, 0.9)])
+@pytest.mark.parametrize("vocabulary", [4096, 5000])
+def test_mosaic_leaves_long_rows_without_filters_to_xla(vocabulary, top_k, top_p):
+    """Rows of up to 4096 numbers are held, and read once whatever is asked for."""
+    run = partial(mosaic_gpu.sample, top_k=top_k, top_p=top_p, interpret=False)
+    lowered = jax.jit(run).trace(**abstract((2, 1, vocabulary))).lower(lowering_platforms=("cuda",))
+    filtered = 0 < top_k < vocabulary or 0 < top_p < 1
+    assert ("mosaic_gpu" in lowered.as_text()) == (filtered or vocabulary == 4096)

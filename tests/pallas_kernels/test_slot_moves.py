@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import estimates, implementations, slot_moves
-from pallas_kernels.slot_moves import reference, tpu
+from pallas_kernels.slot_moves import mosaic_gpu, reference, tpu
 from pallas_kernels.token_attention import HeadSlots
+from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 # (type, rows, heads, slots, numbers of a slot, slots that move)
@@ -60,7 +61,7 @@ def problem(dtype, rows, heads, slots, width, last, way="some", seed=0):
 def places(rng, way: str, rows: int, heads: int, slots: int, last: int):
     """Targets of every head's last slots. some: anywhere or out of the array. none: all out of it.
     every: into slots of others, as far as these suffice. within: one into the slot of another one.
-    back: where they are, or out."""
+    back: where they are, or out. apart: into slots of others, or out."""
 
     def of_head():
         if way == "some":
@@ -69,6 +70,9 @@ def places(rng, way: str, rows: int, heads: int, slots: int, last: int):
             return slots + np.arange(last)
         if way == "every":
             return rng.permutation(max(last, slots - last))[:last]
+        if way == "apart":
+            found = rng.permutation(slots)[:last]
+            return np.where(found < slots - last, found, found + last)
         if way == "within":
             return slots - 1 - rng.permutation(last)
         return slots - last + np.arange(last) + last * rng.integers(0, 2, last)
@@ -176,24 +180,96 @@ def test_slots_that_nothing_comes_to_need_not_be_written(name):
     assert not has_races()
 
 
-def test_last_slots_of_several_layers():
-    """Copied at once for the reference; nothing for one layer, or where a kernel moves."""
-    pools = [problem("float32", 2, 3, 20, 128, 4, seed=s)[0] for s in (0, 1, 2)]
-    slots = [HeadSlots(jnp.asarray(pool)) for pool in pools]
-    _, target, _ = problem("float32", 2, 3, 20, 128, 4)
+# --- several layers -------------------------------------------------------------------------------
 
-    def run(layers):
-        found = slot_moves.last_slots(layers, 4)
-        places = jnp.asarray(target)
-        return [slot_moves.move(a, places, last=b) for a, b in zip(layers, found, strict=True)]
 
-    for pool, found in zip(pools, jax.jit(run)(slots), strict=True):
-        expected, _ = by_hand(pool, target, None)
-        np.testing.assert_array_equal(bits(found.pool), bits(expected))
-    assert slot_moves.last_slots(slots[:1], 4) == [None]
-    assert slot_moves.last_slots(slots, 4, implementation="tpu-interpret") == [None] * 3
-    lowered = jax.jit(run).lower(slots).as_text()
+def several(case, way, layers=3):
+    """Problems of some layers, with targets of their own: their slots, all targets, and what is
+    right."""
+    found = [problem(*case, way, seed=s) for s in range(layers)]
+    slots = [HeadSlots(*jax.tree.map(jnp.asarray, (p, None, s))) for p, _, s in found]
+    target = jnp.concatenate([target for _, target, _ in found])
+    return slots, target, [by_hand(pool, target, scale) for pool, target, scale in found]
+
+
+def check_several(case, run, way="some", layers=3) -> None:
+    slots, target, expected = several(case, way, layers)
+    found = jax.block_until_ready(jax.jit(run)(slots, target))
+    for ours, (pool, scale) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(bits(ours.pool), bits(pool))
+        if scale is not None:
+            np.testing.assert_array_equal(bits(ours.scale), bits(scale))
+
+
+@pytest.mark.parametrize("name", ["reference", "tpu-interpret"])
+@pytest.mark.parametrize("case", ["float32", "int8"])
+def test_several_layers(case, name):
+    check_several(CASES[case], partial(slot_moves.move_all, implementation=name))
+
+
+def test_last_slots_of_several_layers_are_copied_at_once():
+    slots, target, _ = several(CASES["bfloat16"], "some")
+    lowered = jax.jit(slot_moves.move_all).lower(slots, target).as_text()
     assert lowered.count("optimization_barrier") == 1  # for all three
+    one = jax.jit(slot_moves.move_all).lower(slots[:1], target[:2]).as_text()
+    assert one.count("optimization_barrier") == 1
+
+
+# --- Mosaic GPU -----------------------------------------------------------------------------------
+
+
+def in_simulator(case, **options):
+    """Moves into slots in front of the last ones. What goes among these goes nowhere."""
+    _, _, _, slots, _, last = case
+    how = {"below": slots - last, "interpret": gpu_simulation.params(), **options}
+    return partial(mosaic_gpu.move_all, **how)
+
+
+@gpu_simulation.needed
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_mosaic_simulated(name, monkeypatch, capsys):
+    """Three layers in two calls; NaN moves bit by bit."""
+    case, broken = CASES[name], copy_rules.watch(monkeypatch)
+    check_several(case, in_simulator(case, most=2), "apart")
+    assert gpu_simulation.no_races(capsys)
+    assert not broken, broken[:3]
+
+
+@gpu_simulation.needed
+@pytest.mark.parametrize("name", ["int8", "h100"])
+def test_mosaic_leaves_to_xla_what_no_copy_takes(name):
+    """Scales, and slots that begin at no multiple of 128 bytes."""
+    run = in_simulator(CASES[name])
+    check_several(CASES[name], run, "apart")
+    assert not has_kernel(jax.make_jaxpr(run)(*several(CASES[name], "apart")[:2]))
+
+
+@gpu_simulation.needed
+@pytest.mark.parametrize("below", [None, 98])
+def test_mosaic_leaves_to_xla_what_may_go_among_the_last(below):
+    case = CASES["bfloat16"]
+    run = in_simulator(case, below=below)
+    check_several(case, run, "within")
+    assert not has_kernel(jax.make_jaxpr(run)(*several(case, "within")[:2]))
+
+
+@gpu_simulation.needed
+def test_mosaic_heads_of_a_row_in_several_programs(monkeypatch, capsys):
+    pool = jax.ShapeDtypeStruct((2, 4, 105, 128), jnp.bfloat16)
+    monkeypatch.setattr(mosaic_gpu, "BYTES", 2 * 8 * 256)
+    assert mosaic_gpu.Tiles.of([pool], 0, 8).heads == 2
+    case = ("bfloat16", 2, 4, 105, 128, 8)
+    check_several(case, in_simulator(case), "apart", layers=1)
+    assert gpu_simulation.no_races(capsys)
+
+
+@gpu_simulation.needed
+def test_mosaic_slots_that_have_not_arrived_are_seen(monkeypatch, capsys):
+    with pytest.raises(Exception, match=f"{gpu_simulation.RACE}|AssertionError|Arrays are not"):
+        monkeypatch.setattr(mosaic_gpu.plgpu, "barrier_wait", lambda barrier: None)
+        case = CASES["bfloat16"]
+        check_several(case, in_simulator(case), "apart", layers=1)
+        assert gpu_simulation.no_races(capsys), "race"
 
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -207,9 +283,14 @@ def traced(name, platform, monkeypatch, dtype="bfloat16", width=128, slots=40) -
     slot = jax.ShapeDtypeStruct((2, 3, 8), jnp.int32)
 
     def run(pool, slot):
-        return slot_moves.move(HeadSlots(pool), slot, implementation=name)
+        below = pool.shape[2] - slot.shape[2]
+        return slot_moves.move(HeadSlots(pool), slot, below=below, implementation=name)
 
-    return "pallas_call" in str(jax.make_jaxpr(run)(pool, slot))
+    return has_kernel(jax.make_jaxpr(run)(pool, slot))
+
+
+def has_kernel(jaxpr) -> bool:
+    return any(word in str(jaxpr) for word in ("pallas_call", "core_map", "mpmd_map"))
 
 
 def test_tpus_take_the_kernel_or_say_why_not(monkeypatch, recwarn):
@@ -235,9 +316,8 @@ def test_refused(changes, reason, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, "mosaic", "triton", "reference"])
-def test_gpus_have_none(name, monkeypatch, recwarn):
-    """Names of their kernels run the reference, as elsewhere."""
-    assert not traced(name, "gpu", monkeypatch)
+def test_gpus_take_the_kernel_where_it_is_named(name, monkeypatch, recwarn):
+    assert traced(name, "gpu", monkeypatch) == (name == "mosaic")
     assert not recwarn.list
 
 
@@ -251,5 +331,7 @@ def test_estimate():
     less = estimates.move_slots(pool, places, 8)
     assert less.flops == 2 * 2 * 3 * 8 * 8 * 128
     assert less.bytes_accessed == 2 * 3 * (18 * 128 * 2 + 8 * 4)
+    some = estimates.move_some([pool, pool], 8)
+    assert some.bytes_accessed == 2 * 2 * 3 * 8 * (2 * 128 * 2 + 4)
     wide = estimates.move_slots(jax.ShapeDtypeStruct(pool.shape, jnp.float32), places)
     assert wide.flops == 2 * found.flops

@@ -14,12 +14,16 @@ from pallas_kernels import estimates, token_attention
 from pallas_kernels.token_attention import (
     NewToken,
     Probe,
+    mosaic_gpu,
+    mosaic_slots,
     reference,
     storing,
     tpu,
     tpu_scores,
 )
 from pallas_kernels.token_specs import awaiting_token, token_arguments
+from tests.pallas_kernels import copy_rules, gpu_simulation
+from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.test_token_storing import FLOAT, SMALL, in_bits, token_of
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
@@ -100,6 +104,55 @@ def test_simulated_where_nobody_asks(cores):
     np.testing.assert_array_equal(in_bits(found.pool), in_bits(stored.pool))
 
 
+# --- Mosaic GPU -----------------------------------------------------------------------------------
+
+ON_THE_WAY = {
+    **{name: CASES[name][:2] for name in ("bfloat16", "float32", "h128")},
+    "uneven": (replace(SMALL, rows=3), {"slots": 97, "sums": False}),
+}
+
+
+@gpu_simulation.needed
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_mosaic_simulated(name, monkeypatch, capsys):
+    """Two programs, in steps of 32 slots. Scores are those of plain JAX but for the order of their
+    sums."""
+    few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
+    how = {"interpret": gpu_simulation.params(), "steps": few}
+    run = jax.jit(partial(mosaic_gpu.store_and_attend, **how))
+    query, held, token = problem(*ON_THE_WAY[name])
+    plain, stored = run(without(query), replace(held, scores=None), token)
+    expected = reference.scores(query.probe.mean[:, :, None], stored, 0)[:, :, 0]
+    for asked in (True, False):
+        probe = replace(query.probe, wanted=jnp.bool_(asked))
+        out, found = run(replace(query, probe=probe), held, token)
+        for ours, right in ((out, plain), (found.pool, stored.pool), (found.mass, stored.mass)):
+            if right is not None:
+                np.testing.assert_array_equal(in_bits(ours), in_bits(right))
+        if asked:
+            # those of empty slots may be NaN
+            np.testing.assert_array_equal(np.isnan(found.scores), np.isnan(expected))
+            ours, right = map(jnp.nan_to_num, (found.scores, expected))
+            assert error(ours, right) < TOLERANCE["float32"]
+        else:  # what was there stays
+            assert np.isnan(found.scores).all()
+    assert gpu_simulation.no_races(capsys)
+    assert not broken, broken[:3]
+
+
+@gpu_simulation.needed
+def test_mosaic_scores_in_other_places_are_seen(monkeypatch):
+    """Those of a step where the ones before it belong."""
+    score = mosaic_gpu._Head._score_probe
+
+    def late(this, place, tiles, start):
+        score(this, place, tiles, jnp.maximum(start - this.ring.steps.slots, 0))
+
+    monkeypatch.setattr(mosaic_gpu._Head, "_score_probe", late)
+    with pytest.raises(AssertionError):
+        test_mosaic_simulated("bfloat16", monkeypatch, None)
+
+
 def test_nothing_is_scored_where_nobody_asks():
     """The reference leaves what is there, and attention does not read it."""
     spec, options, _ = CASES["float32"]
@@ -110,10 +163,17 @@ def test_nothing_is_scored_where_nobody_asks():
 
 
 def test_who_scores_on_the_way():
-    assert token_attention.scores_on_the_way("tpu")
-    assert token_attention.scores_on_the_way("tpu-interpret")
-    for name in ("reference", "mosaic", "triton", None):  # None: on this machine, a CPU
-        assert not token_attention.scores_on_the_way(name)
+    by = token_attention.scores_on_the_way
+    _, held, _ = problem(*CASES["bfloat16"][:2])
+    for name in ("tpu", "tpu-interpret", "mosaic", "mosaic-interpret"):
+        assert by(held, name)
+    for name in ("reference", "triton", None):  # None: on this machine, a CPU
+        assert not by(held, name)
+    # what XLA stores is scored when it has been stored; slots that nobody reads are not scored
+    for name in ("int8", "h100"):
+        _, other, _ = problem(*CASES[name][:2])
+        assert by(other, "tpu") and not by(other, "mosaic")
+    assert not by(replace(held, used=jnp.int32(9)), "mosaic")
 
 
 def test_estimate():

@@ -20,8 +20,10 @@ from varjax.cache.observation import Needs, Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
-# meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
+# meanwhile, and on GPUs copies of the buffers, which take several times as much, unless a kernel
+# moves slots. A CPU starts no kernels, and keeps what it compares: one layer at a time.
 TOGETHER = {"cpu": 0, "gpu": 40 * 2**20, "tpu": 16 * 2**20}
+MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
 
 
 class Look(NamedTuple):
@@ -37,13 +39,20 @@ class Moves(NamedTuple):
 
     stays, filled: slots outside of the buffer whose token stays, and slots that get a new one.
     fits: tokens of the buffer that find a slot.
-    goes: which token of the buffer goes to which slot.
+    turn, number: a token goes to the slot whose turn is its number. Both are negative for slots
+      that are not free and tokens that do not come, which never meet.
     """
 
     stays: Bool[Array, "LR N B"]
     filled: Bool[Array, "LR N B"]
     fits: Bool[Array, "LR N P"]
-    goes: Bool[Array, "LR N P B"]
+    turn: Int[Array, "LR N B"]
+    number: Int[Array, "LR N P"]
+
+    @property
+    def goes(self) -> Bool[Array, "LR N P B"]:
+        """Which token of the buffer goes to which slot."""
+        return self.turn[..., None, :] == self.number[..., None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class StageDecision:
     condition: slots of the condition, the first ones.
     main: slots of image tokens outside of the buffer.
     period: slots of the buffer, the last ones.
+    positions: more than any token has, those awaited in the buffer included.
     kept: tokens that stay after `group_stage`, or after every stage if heads are not grouped.
     group_stage: the stage after which heads are grouped; None: they are not.
     queries_per_head: query heads that share a head of keys and values (G). They decide as one.
@@ -63,6 +73,7 @@ class StageDecision:
     condition: int
     main: int
     period: int
+    positions: int
     kept: int
     group_stage: int | None
     attention: str | None
@@ -86,19 +97,22 @@ class StageDecision:
         if self.needs.keys:
             return 1
         size = cache.position.size * cache.position.dtype.itemsize
-        return max(1, TOGETHER.get(target.platform(), 0) // size)
+        most = TOGETHER.get(target.platform(), 0)
+        if target.platform() == "gpu" and slot_moves.has_kernel(self.attention):
+            most *= 2  # nothing is copied
+        return max(1, most // size)
 
     def decide(self, caches, stage, bias, inputs):
         """For a policy, the rows of all these layers are rows like any others."""
-        position = _together([c.position for c in caches])
+        short = [c.position.astype(self._short(self.positions)) for c in caches]
+        held = _made_once(_together(short))
+        position = held.astype(jnp.int32)
         mass = _together([c.mass for c in caches])
         reach = _together([c.reach for c in caches])
         if self.group_stage is not None:
             # under the condition only a small array is made: pools stay where they are
             groups_now, before = stage == self.group_stage, reach
-            reach = jax.lax.cond(
-                groups_now, self._reaches, lambda *_: before, caches, position, bias
-            )
+            reach = jax.lax.cond(groups_now, self._reaches, lambda *_: before, caches, held, bias)
             # XLA for GPUs cuts what it has just computed into layers by one kernel, but what a
             # branch returned by a kernel for each of them.
             reach = jnp.minimum(reach, EVERYTHING)
@@ -120,6 +134,7 @@ class StageDecision:
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
         """Return each head's reach, measured by the newest query's attention."""
+        position = position.astype(jnp.int32)
         mass, of_group = _together([self._newest_mass(cache, bias) for cache in caches]), None
         if self.queries_per_head > 1:
             mass, of_group = mass.mean(2), mass
@@ -229,7 +244,7 @@ class StageDecision:
 
         position, mass, keep: of all these layers, [L R, N, ...].
         """
-        moves = self._moves(keep)
+        moves = self._moves(_made_once(keep))
         target = self._targets(moves)
         # the buffer awaits the tokens of the next stage, whose positions are known
         position = self._moved(moves, position, -1, self.coming(stage + 1))
@@ -237,25 +252,32 @@ class StageDecision:
             mass = self._moved(moves, mass, 0.0, jnp.float32(0))
         elif mass is not None:
             mass = jnp.zeros_like(mass)  # the next stage has sums of its own
-        layers = (_apart(array, len(caches)) for array in (target, position, mass))
-        stored, how = [], {"implementation": self.attention}
-        buffers = slot_moves.last_slots(caches, self.period, **how)
-        for cache, last, target, position, mass in zip(caches, buffers, *layers, strict=True):
-            cache = slot_moves.move(cache, target, last=last, below=self.buffer, **how)
-            stored.append(replace(cache, position=position, mass=mass))
-        return tuple(stored)
+        moved = slot_moves.move_all(
+            caches, target, below=self.buffer, implementation=self.attention
+        )
+        layers = (_apart(array, len(caches)) for array in (position, mass))
+        return tuple(
+            replace(cache, position=position, mass=mass)
+            for cache, position, mass in zip(moved, *layers, strict=True)
+        )
 
     def _moves(self, keep) -> Moves:
         """The first token that comes takes the first free slot, and so on."""
         stays, comes = keep[..., : self.main], keep[..., self.main :]
-        free = ~stays
-        turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
+        free, count = ~stays, self._short(self.buffer + self.period)
+        turn, number = (jnp.cumsum(a, axis=-1, dtype=count) - count(1) for a in (free, comes))
         # a table may keep nothing, and then has no slots outside of the buffer
         most = turn[..., -1:] if self.main else -1
         filled, fits = free & (turn <= number[..., -1:]), comes & (number <= most)
         # numbers that differ, so that only free slots and tokens that come meet
-        turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
-        return Moves(stays, filled, fits, turn[..., None, :] == number[..., None])
+        turn, number = jnp.where(free, turn, count(-1)), jnp.where(comes, number, count(-2))
+        return Moves(stays, filled, fits, _made_once(turn), _made_once(number))
+
+    @staticmethod
+    def _short(count: int):
+        """The type of numbers below `count`, and of -1 and -2. On GPUs it is a short one, because a
+        decision waits for memory there."""
+        return jnp.int16 if target.platform() == "gpu" and count < 2**15 else jnp.int32
 
     def _targets(self, moves: Moves) -> Int[Array, "LR N P"]:
         """The slot that each token of the buffer goes to."""
@@ -270,12 +292,29 @@ class StageDecision:
         """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
         that are left empty. buffer: what the buffer holds afterwards."""
         image = values[:, :, self.condition :]
-        # at most one token goes to a slot, so the sum is its number
-        new = jnp.where(moves.goes, image[..., self.main :, None], 0).sum(-2)
-        left = jnp.where(moves.filled, new, nothing)
+        left = jnp.where(moves.filled, self._coming_in(moves, image[..., self.main :]), nothing)
         stay = jnp.where(moves.stays, image[..., : self.main], left)
         buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
         return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
+
+    def _coming_in(self, moves: Moves, last):
+        """What comes to every slot of `last`, numbers of the buffer's tokens."""
+        if target.platform() != "gpu" or self.period > MOST_CHOSEN:
+            # at most one token goes to a slot, so the sum is its number
+            return jnp.where(moves.goes, last[..., None], 0).sum(-2)
+        # XLA for GPUs makes and cuts this into layers by one kernel, but a sum by one for each
+        found = jnp.zeros((), last.dtype)
+        for token in range(self.period):
+            here = moves.turn == moves.number[..., token, None]
+            found = jnp.where(here, last[..., token, None], found)
+        return found
+
+
+def _made_once(array: Array) -> Array:
+    """An array that several operations read. XLA for GPUs would rather compute it again in each of
+    them, from arrays that are larger."""
+    once = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(array, cuda=once, default=lambda array: array)
 
 
 def _together(arrays: Sequence[Array | None]) -> Array | None:

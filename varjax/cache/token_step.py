@@ -252,7 +252,7 @@ class StageStep(StageDecision):
         coming = jnp.broadcast_to(self.coming(0), (*cache.position.shape[:2], self.period))
         position = jax.lax.dynamic_update_slice(cache.position, coming, first)
         scores = None
-        if self.needs.window_logits and token_attention.scores_on_the_way(self.attention):
+        if self.needs.window_logits and token_attention.scores_on_the_way(cache, self.attention):
             scores = jnp.zeros(cache.pool.shape[:3], jnp.float32)
         return replace(cache, position=position, scores=scores)
 

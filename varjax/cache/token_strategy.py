@@ -21,6 +21,7 @@ def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
         condition=condition,
         main=main,
         period=allocation.period,
+        positions=condition + plan.sequence.steps + allocation.period,
         kept=main if allocation.kept is None else int(allocation.kept[layer]),
         group_stage=allocation.group_stage,
         queries_per_head=plan.geometry.queries_per_head,
