@@ -27,8 +27,10 @@ TRAINING = (
 HOSTS = 4  # of `# every host`
 # (section, its folders of pictures, largest difference to one process: sums over `model` are added
 # in another order)
+# what is drawn, and how far bytes may be from those of a process that draws one picture at a time:
+# with other batches on a device, or sums over devices, a byte may differ by one
 SECTIONS = (
-    ("Parts", ["parts"], 0),
+    ("Parts", ["parts"], 1),
     ("Processes that work as one", ["together"], 0),
     ("Training", [], 0),
     ("Example: one host with 8 GPUs", ["gpus", "gpus-cpu"], 0),
