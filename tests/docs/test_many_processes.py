@@ -25,10 +25,8 @@ TRAINING = (
     "--var_batch_size=8 --log_every=1 --validate_every=2 --checkpoint_every=2 --quiet"
 )
 HOSTS = 4  # of `# every host`
-# (section, its folders of pictures, largest difference to one process: sums over `model` are added
-# in another order)
-# what is drawn, and how far bytes may be from those of a process that draws one picture at a time:
-# with other batches on a device, or sums over devices, a byte may differ by one
+# (section, its folders of pictures, largest difference to a process that draws one at a time: other
+# batches on a device, and sums over `model`, are added in another order)
 SECTIONS = (
     ("Parts", ["parts"], 1),
     ("Processes that work as one", ["together"], 0),
