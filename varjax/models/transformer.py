@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, PyTree
 from varjax.errors import UserError
 from varjax.nn.published import Configuration
 from varjax.nn.split import Split
-from varjax.parallel.training import TrainingMesh, gathered_again
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
@@ -27,9 +26,8 @@ class Transformer(nnx.Module):
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
-    # training: whether layers are computed again for their gradients, not kept
-    rematerialised: bool = False
-    training_mesh: TrainingMesh | None = None  # training: devices that share the layers
+    # training: what the body of a scan over layers is before it is differentiated
+    differentiated: Callable[[Callable], Callable] | None = None
     model_axis: str | None = None  # axis of the mesh that heads and weights are divided over
 
     def over(self, axis: str) -> Self:
@@ -40,14 +38,8 @@ class Transformer(nnx.Module):
         return divided
 
     def trained(self, layer: Callable) -> Callable:
-        """The body of a scan over layers as it is differentiated (`rematerialised`), on one device
-        or on those of a `training_mesh`."""
-        mesh = self.training_mesh
-        if mesh and mesh.size > 1:
-            layer = mesh.layer(layer, self.once)
-            policy = None if self.rematerialised else gathered_again
-            return jax.checkpoint(layer, policy=policy)
-        return jax.checkpoint(layer) if self.rematerialised else layer
+        """The body of a scan over layers as it is differentiated."""
+        return self.differentiated(layer) if self.differentiated else layer
 
     @property
     def dtype(self):

@@ -140,24 +140,29 @@ class TrainingMesh:
             return (jax.lax.with_sharding_constraint(gradient, divided),)
 
         gather = jax.custom_vjp(whole)
-        # not `gather` again: `gathered_again` has to see the operation
+        # not `gather` again: `_but_gathered` has to see the operation
         gather.defvjp(lambda a: (whole(a), None), summed)
         return gather(array)
 
-    def layer(self, body: Callable, once: Collection[str] = ()) -> Callable:
-        """The body of a scan over layers, (activations, (parameters, others)) -> activations, whose
-        parameters are whole only while it runs, also when it runs again for gradients. once: names
-        of parts that it does not read."""
+    def differentiated(self, layer: Callable, once: Collection[str], again: bool) -> Callable:
+        """The body of a scan over layers, (activations, (parameters, others)) -> activations, as it
+        is differentiated: its parameters are whole only while it runs, also when it runs again.
+
+        once: names of parts that it does not read. again: whether all of it runs again for
+          gradients, so that no activation inside is kept; else only what gathers parameters does.
+        """
+        if self.size == 1:
+            return jax.checkpoint(layer) if again else layer
 
         def divided(x: jax.Array, inputs: tuple) -> jax.Array:
             block, other = inputs
-            return self.images(body(self.images(x), (self.in_use(block, once), other)))
+            return self.images(layer(self.images(x), (self.in_use(block, once), other)))
 
-        return divided
+        return jax.checkpoint(divided, policy=None if again else _but_gathered)
 
 
-def gathered_again(primitive, *_, **__) -> bool:
-    """Policy of `jax.checkpoint`: keep everything for the gradients but what is gathered."""
+def _but_gathered(primitive, *_, **__) -> bool:
+    """Policy of `jax.checkpoint`: keep everything for gradients but what is gathered."""
     return primitive.name != "sharding_constraint"
 
 

@@ -109,7 +109,9 @@ class TransformerStage(TrainingStage):
         """Return cross entropy [B, L] and whether the likeliest token is right [B, L]."""
         model = cast(self.model(params), jnp.dtype(self.settings.dtype))
         model = self.mesh.in_use(model, ("blocks",))  # layers are gathered one by one
-        model.rematerialised, model.training_mesh = self.settings.remat, self.mesh
+        model.differentiated = functools.partial(
+            self.mesh.differentiated, once=model.once, again=self.settings.remat
+        )
         logits = self.mesh.images(self.logits(model, quantizer, tokens, labels, key))
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
