@@ -9,7 +9,7 @@ import pytest
 from experiments.run import __main__ as run_command
 from varjax import progress as progress_module
 from varjax.errors import UserError
-from varjax.parallel import processes
+from varjax.parallel.stopping import Stop
 from varjax.progress import Progress, TimeLeft, reporter, show_seconds
 
 
@@ -49,7 +49,7 @@ def test_a_run_does_not_count_compiling(monkeypatch, capsys):
     store.series["main"].made = range(3)
     store.missing = lambda name: [np.array([i]) for i in range(3)]
     store.add = lambda name, index, results: done.append(index)
-    run_command.generate_series(run, None, store, "main", processes.Stop())
+    run_command.generate_series(run, None, store, "main", Stop())
     assert "x: image 1/3  10.0 s, about 20 s left" in capsys.readouterr().err
 
 
