@@ -93,10 +93,11 @@ def choose(page, policy, number=0):
 
 
 def upload(page, path):
-    """Give the canvas a picture, and wait until the server has it and the canvas shows it."""
-    with page.expect_response(lambda r: "/upload" in r.url and r.ok):
-        page.locator("#canvas input[type=file]").first.set_input_files(path)
-    page.wait_for_timeout(5000)  # nothing on the page says so
+    """Give the canvas a picture. It takes none before it is drawn itself, and says neither."""
+    page.locator("#canvas canvas").first.wait_for()
+    page.wait_for_timeout(3000)
+    page.locator("#canvas input[type=file]").first.set_input_files(path)
+    page.wait_for_timeout(3000)
 
 
 def image_of(page, name):
@@ -206,7 +207,7 @@ def test_uploads_that_are_too_large(visit, tmp_path):
     (tmp_path / "large.png").write_bytes(bytes(2**24 + 1))
     page = visit()
     page.get_by_role("tab", name="Edit").click()
-    page.locator("#canvas input[type=file]").first.set_input_files(tmp_path / "large.png")
+    upload(page, tmp_path / "large.png")
     page.get_by_text("This file is too large: at most 16 MiB").wait_for()
     wide = np.full((1500, 3000, 3), 90, np.uint8)
     pictures.save_png(tmp_path / "wide.png", wide)
