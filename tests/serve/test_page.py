@@ -3,6 +3,7 @@
 With VARJAX_SCREENSHOTS=DIR the pictures of docs/images are made there.
 """
 
+import contextlib
 import io
 import os
 import pathlib
@@ -204,7 +205,9 @@ def test_editing(visit, tmp_path):
 def test_uploads_that_are_too_large(visit, tmp_path):
     """A file over the limit is told, and nothing of it is drawn; one of another shape is cut, and
     that is told, too."""
-    (tmp_path / "large.png").write_bytes(bytes(2**24 + 1))
+    noise = np.random.default_rng(0).integers(0, 256, (2400, 2400, 3), np.uint8)
+    pictures.save_png(tmp_path / "large.png", noise)  # the canvas would say of a file that is none
+    assert (tmp_path / "large.png").stat().st_size > 2**24
     page = visit()
     page.get_by_role("tab", name="Edit").click()
     upload(page, tmp_path / "large.png")
@@ -252,7 +255,9 @@ def test_a_page_with_a_key(browser, tmp_path):
     (tmp_path / "key").write_text("of the tests\n")
     with process("--max_batch=1", f"--api_key={tmp_path / 'key'}") as server:
         stranger = browser.new_context().new_page()
-        assert stranger.goto(server.address).status == 401
+        assert stranger.request.get(server.address).status == 401
+        with contextlib.suppress(playwright.Error):  # some versions of Chromium show the 401
+            stranger.goto(server.address)
         assert not stranger.locator("#draw").count()
         known = {"username": "anybody", "password": "of the tests"}
         page = browser.new_context(http_credentials=known).new_page()
