@@ -100,6 +100,7 @@ class Studio:
         # one at a time: compiling takes all cores
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
         self._previews = Previews(self.model)
+        self._closed = False
         self._count = 0  # of programs that were compiled
         self._nothing = self.model.transformer.no_tokens(1)
 
@@ -111,6 +112,8 @@ class Studio:
         with self._lock:
             held = self._programs.get(choice)
             if held is None or held.cancelled() or held.done() and held.exception():
+                if self._closed:
+                    raise UserError("the server ends: ask again")
                 if sum(not other.done() for other in self._programs.values()) >= KEPT:
                     raise UserError("many programs wait to be compiled: try again in a minute")
                 plan = self.plan(choice)
@@ -139,7 +142,9 @@ class Studio:
 
     def close(self) -> None:
         """Compile nothing more than what is being compiled."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        with self._lock:  # a visitor may ask for the next program meanwhile
+            self._closed = True
+            self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, choice: Choice, plan: CachePlan) -> _Program:
         memory.give_back()  # programs that were forgotten, before there is another one

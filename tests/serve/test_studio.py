@@ -139,4 +139,6 @@ def test_the_end_compiles_nothing_more(studio):
     waiting = [studio.program(choice(studio, number)) for number in range(1, 4)]
     studio.close()
     assert all(future.cancelled() for future in waiting)
+    with pytest.raises(UserError, match="the server ends"):
+        studio.program(choice(studio, 4))
     drawing.close()
