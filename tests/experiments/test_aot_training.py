@@ -103,7 +103,7 @@ def test_a_step_over_fake_devices():
     kinds, divided, alone, exchanged, sums = json.loads(found.stdout)
     assert not exchanged and any(kind == ["all-gather", 4] for kind in kinds), kinds
     # each of two parts gathers a layer for its pictures and again for gradients, and sums
-    # gradients; what the compiler would exchange by itself is 25 times the parameters
+    # gradients; by itself the compiler gathers over 20 times the parameters
     size = 4 * divided["parameters"]
     assert size <= sums.pop("all-gather") <= 4 * size and sum(sums.values()) < 3 * size, sums
     assert divided["flops"] == pytest.approx(alone["flops"] / 8)
