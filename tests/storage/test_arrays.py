@@ -57,6 +57,19 @@ def test_a_full_disk_is_one_error(tmp_path):
     assert [path.name for path in (tmp_path / "var" / "checkpoints").iterdir()] == ["1"]
 
 
+def test_small_arrays_share_files(tmp_path):
+    """Written one after the other they took a file each, and twice their bytes."""
+    draw = np.random.default_rng(0).standard_normal
+    values = {f"a/b{i}": draw(1000).astype("f4") for i in range(200)}
+    values["large"] = draw(arrays.TOGETHER_BYTES // 4).astype("f4")
+    arrays.write(tmp_path / "params", values)
+    files = [path for path in (tmp_path / "params").rglob("*") if path.is_file()]
+    assert len(files) < 40, len(files)
+    assert sum(path.stat().st_size for path in files) < 1.1 * sum(v.nbytes for v in values.values())
+    found = arrays.read(tmp_path / "params", values, dict.fromkeys(values), "model.json")
+    assert all((np.asarray(found[name]) == value).all() for name, value in values.items())
+
+
 @pytest.mark.parametrize("kind", [OSError, ValueError, RuntimeError])
 def test_errors_of_writing(tmp_path, monkeypatch, kind):
     """Whatever class it has: the number of the system is in its text. Others are not hidden."""

@@ -1,6 +1,7 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from varjax.storage import by_part
 from varjax.storage.orbax_errors import failed_reading, failed_writing
 
 CHUNK_BYTES = 2**26  # of stored arrays
+TOGETHER_BYTES = 2**24  # of arrays that are written at the same time
 
 
 def floating_dtype(dtype) -> np.dtype | None:
@@ -94,20 +96,43 @@ def _sparing_handler():
     """Orbax's handler of NumPy arrays, but sparing memory, which models fill nearly alone.
 
     Orbax copies all arrays, in case that they change meanwhile, and compresses all of them at once.
-    Here there is no copy, and one array is compressed and written at a time.
+    Here there is no copy, and arrays are compressed and written together only up to
+    `TOGETHER_BYTES`; a larger one alone. (Small arrays one after the other would each leave a
+    version of the index: hundreds of files, and twice the bytes, of a small model.)
     """
     import orbax.checkpoint as ocp
 
     class Sparing(ocp.type_handlers.NumpyHandler):
         def __init__(self):
             super().__init__(deepcopy_host_arrays=False)
-            self._turn = asyncio.Semaphore()
+            self._room = _Room(TOGETHER_BYTES)
 
-        async def _open_and_write(self, *arguments):
-            async with self._turn:
-                await super()._open_and_write(*arguments)
+        async def _open_and_write(self, value, *arguments):
+            async with self._room.taken(value.nbytes):
+                await super()._open_and_write(value, *arguments)
 
     return Sparing()
+
+
+class _Room:
+    """So many bytes that may be under way at once. What needs more waits until it is alone."""
+
+    def __init__(self, size: int):
+        self._size = self._free = size
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, size: int):
+        size = min(size, self._size)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
 def read(
