@@ -185,7 +185,15 @@ def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], N
     `Service`."""
     import uvicorn
 
+    host, port = listening.getsockname()[:2]
+    early = []  # signals of the time before uvicorn listens to them
+
     class Server(uvicorn.Server):
+        async def startup(self, sockets=None) -> None:
+            await super().startup(sockets)
+            self.should_exit |= bool(early)
+            say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
+
         async def shutdown(self, sockets=None) -> None:
             for close in closing:  # before it waits for connections, which open pages hold
                 close()
@@ -195,9 +203,7 @@ def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], N
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN.value
     )
     # uvicorn drains at the first signal, and hands it on at the end: by then all is done
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    host, port = listening.getsockname()[:2]
-    say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
+    signal.signal(signal.SIGTERM, lambda number, frame: early.append(number))
     try:
         Server(config).run(sockets=[listening])
     except KeyboardInterrupt:  # of SIGINT, which uvicorn hands on

@@ -1,12 +1,14 @@
 """The end of a server whose page is open, or compiles a program: in time, with status 0."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.serve.process import process
+from tests.conftest import ROOT
+from tests.serve.process import process, users_environment
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("gradio", reason="needs the extra serve")
 httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
 
@@ -28,6 +30,39 @@ def ask_for_a_picture(client, policy):
     assert answer.status_code == 200
 
 
+# A signal that comes when the server has begun to start, and nothing listens to it yet.
+EARLY = """
+import signal, socket, sys
+import fastapi, uvicorn
+from experiments.serve.__main__ import FLAGS, serve
+
+class Server(uvicorn.Server):
+    def run(self, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        super().run(sockets)
+
+uvicorn.Server = Server
+FLAGS.values(sys.argv)
+with socket.socket() as listening:
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    serve(fastapi.FastAPI(), listening, [lambda: print("closed")])
+"""
+
+
+def test_sigterm_while_it_starts():
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        cwd=ROOT,
+        env=users_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0 and ended.stdout == "closed\n", ended.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", [False, True], ids=["idle", "compiles"])
 def test_sigterm_with_a_page(compiles):
     path = "/gradio_api/queue/data?session_hash=visitor"
