@@ -45,9 +45,10 @@ STAGE = FLAGS.enum(
 INIT = FLAGS.string(
     "init",
     None,
-    "Checkpoint to begin with: a folder, a converted published model's name, demo or "
-    "demo-llamagen. Family and sizes are its own. Without --stage only its transformer is trained; "
-    f"defaults are then {', '.join(f'--{n}={v}' for n, v in fine_tuning.DEFAULTS.items())}.",
+    "Checkpoint to begin with: a folder, a converted published model's name, demo, "
+    "demo-eight or demo-llamagen. Family and sizes are its own. Without --stage only its "
+    "transformer is trained; defaults are then "
+    f"{', '.join(f'--{n}={v}' for n, v in fine_tuning.DEFAULTS.items())}.",
 )
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
 MESH = FLAGS.string(

@@ -295,8 +295,8 @@ def describe(
     grid: str | Sequence[int] | None = None,
     prompt_tokens: int | None = None,
 ) -> Model:
-    """An abstract model: the embedded demo (None), another embedded one ("demo-llamagen"), a
-    checkpoint folder, or a published name.
+    """An abstract model: the embedded demo (None), another embedded one ("demo-eight",
+    "demo-llamagen"), a checkpoint folder, or a published name.
 
     aspect, size, grid, prompt_tokens: as in `load`.
 
@@ -347,7 +347,8 @@ def load(
     Args:
       path: folder written by `python -m ported_weights` or `experiments.train`; or the name of a
         published model that `python -m ported_weights --source=hub` has converted; or of an
-        embedded checkpoint: "demo", or "demo-llamagen", the same fruit drawn token by token.
+        embedded checkpoint: "demo"; "demo-eight", the same fruit in eight scales, on which
+        policies are compared; or "demo-llamagen", token by token.
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
       aspect, size: height / width and pixel count of the pictures, as 1.5 and "0.25M", for models

@@ -32,8 +32,8 @@ class ModelFlags:
             "checkpoint",
             None,
             "Checkpoint folder; or the name of a published model that `python -m ported_weights "
-            "--source=hub` has converted; or demo-llamagen, an embedded model that draws token by "
-            "token; default: the embedded demo.",
+            "--source=hub` has converted; or an embedded model: demo (the default), demo-eight "
+            "(more scales, so more for a policy to choose from), demo-llamagen (token by token).",
         )
         self._model = None
         if published is not None:

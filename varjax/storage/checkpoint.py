@@ -31,7 +31,8 @@ from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 
 PARAMS = "params"
-DEMOS = {"demo": "demo", "demo-llamagen": "demo_llamagen"}  # names users give, and folders
+# names users give, and folders
+DEMOS = {"demo": "demo", "demo-eight": "demo_eight", "demo-llamagen": "demo_llamagen"}
 COMPUTED = {"files", "own_folders", "beside"}  # entries of `model.json` about what lies beside it
 # Parts that may have a folder of their own, in any catalogue: what may be replaced is decided by
 # these names, whoever reads the folder.
