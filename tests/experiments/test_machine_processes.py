@@ -1,0 +1,264 @@
+"""The processes of `experiments.bench --machine`: one uses the device and keeps what it finished,
+another watches it and goes on without a step that fails or hangs; a wrong number ends both."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from experiments import step_files
+from experiments.bench import device, machine, scope, steps, watch, worker
+from experiments.bench.kernel_steps import WrongResult
+from experiments.bench.rows import Call, Found, Row
+from experiments.bench.steps import Step
+from experiments.bench.watch import Refused, Watch
+from experiments.work_folder import WorkFolder
+from pallas_kernels.ragged_attention import config
+from varjax.errors import UserError
+
+ROW = Row(Call("attend", "var-d30-t1", "mosaic", "bfloat16", 8, 1.0), 1e-3, 989.4e8, 2.4e9)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(name=function, ...): the steps of this machine are these; returns names that ran."""
+    ran = []
+
+    def use(**functions):
+        def step(name, function):
+            def run(**_):
+                ran.append(name)
+                function()
+                return Found([replace(ROW, call=replace(ROW.call, shape=name))])
+
+            return Step(name, run, checks=name.startswith("check"))
+
+        found = [step(*item) for item in functions.items()]
+        monkeypatch.setattr(steps, "listed", lambda here: found)
+        return ran
+
+    return use
+
+
+def nothing():
+    pass
+
+
+def wrong():
+    raise WrongResult("attend, shape s: error 1", "python -m again")
+
+
+def broken():
+    raise RuntimeError("launch failure")
+
+
+def run(folder, quick=True, overwrite=False, skip=()):
+    return worker.work(folder, quick=quick, overwrite=overwrite, skip=skip)
+
+
+def test_finished_steps_are_kept(fake, tmp_path, capsys):
+    ran = fake(one=nothing, two=broken, three=nothing)
+    assert run(tmp_path) == worker.AGAIN and ran == ["one", "two"]
+    assert '"failed"' in capsys.readouterr().out
+    assert run(tmp_path, skip=["two"]) == 0 and ran == ["one", "two", "three"]
+    fake(one=nothing, two=nothing, three=nothing)
+    assert run(tmp_path) == 0 and ran == ["one", "two", "three", "two"]
+    assert '"done": ["one", "three"]' in capsys.readouterr().out
+    (tmp_path / "step-one.json").write_text("{")  # damaged: it runs again
+    ran = fake(one=nothing)
+    assert run(tmp_path) == 0 and ran[-1] == "one"
+
+
+def test_a_wrong_result_ends_the_process(fake, tmp_path, capsys):
+    ran = fake(check_one=wrong, two=nothing)
+    assert run(tmp_path) == worker.WRONG and ran == ["check_one"]
+    last = capsys.readouterr().out.splitlines()[-1].removeprefix(worker.MARK)
+    said = {"name": "check_one", "words": "attend, shape s: error 1", "command": "python -m again"}
+    assert json.loads(last) == {"event": "wrong", **said}
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kind": "NVIDIA H100"}, r"kind 'cpu', now 'NVIDIA H100'"),
+        ({"versions": {"jax": "0.9"}}, r"versions {'jax'.*, now {'jax': '0.9'}"),
+        ({"xla_flags": "--x"}, r"xla_flags .*, now '--x'"),
+    ],
+)
+def test_another_machine_does_not_go_on(fake, tmp_path, monkeypatch, changed, said):
+    fake(one=nothing)
+    run(tmp_path)
+    before = (tmp_path / "step-one.json").read_bytes()
+    describe = device.describe
+    with pytest.raises(UserError, match="quick True, now False.*choose another --json"):
+        run(tmp_path, quick=False)
+    monkeypatch.setattr(device, "describe", lambda: {**describe(), **changed})
+    with pytest.raises(UserError, match=f"unfinished run with other settings .{said}"):
+        run(tmp_path)
+    assert (tmp_path / "step-one.json").read_bytes() == before
+    assert run(tmp_path, overwrite=True) == 0
+
+
+def test_a_foreign_file_is_not_touched(fake, tmp_path):
+    fake(one=nothing)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds 'mine.txt', which no run writes"):
+        run(tmp_path)
+
+
+def test_tuned_tiles_of_another_device_are_refused(fake, tmp_path, monkeypatch):
+    fake(one=nothing)
+    monkeypatch.setattr(config, "TUNED", tmp_path / "tuned")
+    other = config.write_tuned("NVIDIA H100", "attend", "mosaic", {})
+    target = config.tuned_path("cpu", "attend")
+    target.parent.mkdir()
+    target.write_bytes(other.read_bytes())
+    here = replace(scope.here(True), small=False, best="mosaic")
+    monkeypatch.setattr(scope, "here", lambda quick: here)
+    with pytest.raises(UserError, match="device is 'nvidia-h100', needed is 'cpu'; move it away"):
+        run(tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+# --- watching it ---
+
+
+def said(*events):
+    """A program that says these events, one number meaning seconds to sleep."""
+    lines = ["import time, sys"]
+    for event in events:
+        line = f"time.sleep({event})"
+        if not isinstance(event, (int, float)):
+            line = f"print({worker.MARK + json.dumps(event)!r}, flush=True)"
+        lines.append(event if isinstance(event, str) else line)
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+BEGIN = {"event": "begin", "steps": ["a", "b"], "done": [], "kind": "chip"}
+START = {"event": "start", "name": "a", "limit": 30, "checks": False}
+CHECK = {**START, "checks": True}
+CASE = {"event": "case", "words": "attend, shape s", "command": "python -m one"}
+DONE = {"event": "finished", "name": "a", "seconds": 1.0}
+
+
+def follow(*events, seconds=60.0):
+    found = Watch()
+    again = found.follow(said(*events), dict(os.environ), time.monotonic() + seconds)
+    return again, found
+
+
+def test_a_process_that_is_done():
+    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, {**DONE, "name": "b"})
+    assert not again and found.done == ["a", "b"] and not found.left and not found.failed
+
+
+def test_a_step_that_fails_is_left_out():
+    failed = {"event": "failed", "name": "a", "why": "no memory"}
+    again, found = follow(BEGIN, START, failed, f"sys.exit({worker.AGAIN})")
+    assert again and found.failed == {"a": "no memory"} and found.left == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("sys.exit(7)", "the process ended with 7"),
+        ("import os; os.abort()", "the process ended with -6"),
+        (60, "it did not end within 1 s"),
+    ],
+)
+def test_a_step_that_ends_its_process_or_hangs(end, why):
+    again, found = follow(BEGIN, {**START, "limit": 1}, end)
+    assert again and why in found.failed["a"] and found.left == ["b"] and not found.wrong
+
+
+@pytest.mark.parametrize("end", ["sys.exit(7)", 60])
+def test_a_check_that_ends_its_process_or_hangs_is_wrong(end):
+    again, found = follow(BEGIN, {**CHECK, "limit": 1}, CASE, end)
+    assert not again and found.wrong.command == "python -m one"
+    assert found.wrong.words.startswith("attend, shape s: ")
+
+
+def test_the_time_is_up():
+    start = time.monotonic()
+    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, 60, seconds=3)
+    assert not again and found.left == ["b"] and time.monotonic() - start < 30
+
+
+def test_a_process_that_does_not_begin(monkeypatch):
+    with pytest.raises(Refused) as refused:
+        follow("sys.exit(2)")
+    assert refused.value.status == 2
+    monkeypatch.setattr(watch, "BEGIN_SECONDS", 1)
+    with pytest.raises(Refused):
+        follow(60)
+
+
+# --- the whole again, with made-up processes ---
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path, capsys):
+    """measured(*events, keep=names, **options): (status, output, errors) of a run whose process
+    says these events and keeps these steps."""
+    monkeypatch.setattr(device, "clocks", lambda: [{"name": "GPU", "driver_version": "580.1"}])
+    path = tmp_path / "m.json"
+    settings = {"format": 1, "quick": False, **device.describe(), "kind": "NVIDIA H200"}
+    settings |= {"platform": "gpu", "chip": "h200"}
+
+    def invoke(*events, keep=(), **options):
+        def command(folder, quick, overwrite, skip):
+            work = WorkFolder(folder, settings)
+            work.start()
+            for name in keep:
+                found = Found([replace(ROW, call=replace(ROW.call, shape=name))])
+                content = {"seconds": 1.0, **found.as_json()}
+                step_files.write(folder, name, work.digest, content)
+            return said(*events)
+
+        monkeypatch.setattr(machine, "command", command)
+        options = {"quick": False, "minutes": None, "overwrite": False, **options}
+        return machine.measure(path, **options), *capsys.readouterr(), path
+
+    return invoke
+
+
+def test_what_was_not_run_is_listed_and_runs_later(measured, monkeypatch):
+    monkeypatch.setitem(machine.MINUTES, False, 0.05)
+    status, out, _, path = measured(BEGIN, START, DONE, {**START, "name": "b"}, 60, keep=["a"])
+    assert status == 0 and "not run, the time was up: b" in out
+    assert "the same command goes on" in out
+    found = json.loads(path.read_text())
+    assert [s["status"] for s in found["steps"]] == ["finished", "not run"]
+    assert found["driver"] == "580.1" and found["device"]["kind"] == "NVIDIA H200"
+    begin, monkeypatched = {**BEGIN, "done": ["a"]}, {**START, "name": "b"}
+    monkeypatch.setitem(machine.MINUTES, False, 1)
+    ends = begin, monkeypatched, {**DONE, "name": "b"}
+    status, out, _, path = measured(*ends, keep=["b"])
+    assert status == 0 and "not run" not in out
+    assert [r["call"]["shape"] for r in json.loads(path.read_text())["rows"]] == ["a", "b"]
+    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(UserError, match="exists already"):
+        measured(*ends)
+
+
+def test_a_wrong_result_writes_nothing(measured):
+    found = {"event": "wrong", "name": "a", "words": "attend: error 1", "command": "python -m x"}
+    status, out, err, path = measured(BEGIN, CHECK, found, "sys.exit(1)")
+    assert status == 1 and not path.exists()
+    assert "error: wrong result in step a: attend: error 1\nrepeat: python -m x\n" in err
+
+
+def test_a_failed_step_is_listed(measured):
+    events = BEGIN, START, {"event": "failed", "name": "a", "why": "no memory"}
+    status, out, _, path = measured(*events, "sys.exit(0)", keep=["b"])
+    assert status == 1 and "failed: a: no memory" in out and path.exists()
+
+
+def test_two_at_once(measured, tmp_path):
+    with WorkFolder(tmp_path / "m.json.partial", {}).held():
+        with pytest.raises(UserError, match="another run is writing to .*, or choose --json"):
+            measured(BEGIN)
