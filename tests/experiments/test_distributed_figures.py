@@ -94,7 +94,7 @@ def test_a_sweep_killed_then_resumed_with_other_numbers(checkpoint, tmp_path):
         assert four[0][1].count("streaming") == 2 and not any(f[1] for f in four[1:]), four
     cells = [f"{name} {b}" for name in ("swa", "streaming:sinks=1") for b in ("0.4", "0.6")]
     assert stored(tmp_path) == {f"cell {name}": 1 for name in ("full 1", *cells)}
-    check_sweep(flags, tmp_path)
+    check_sweep_of_many(flags, tmp_path)
 
 
 @pytest.mark.slow
@@ -102,14 +102,19 @@ def test_a_sweep_killed_then_resumed_with_other_numbers(checkpoint, tmp_path):
 def test_a_sweep_of_many(checkpoint, tmp_path, count):
     found = start(tmp_path, "sweep", [{}] * count, checkpoint, *SWEEP)
     assert [status for status, *_ in found] == [0] * count, found
-    check_sweep((checkpoint, *SWEEP), tmp_path)
+    check_sweep_of_many((checkpoint, *SWEEP), tmp_path)
 
 
-def check_sweep(flags, folder):
-    """Every bit of the figures and pictures is one process's; times are not compared. It is a
-    process of its own, since this one compiles with other flags (`tests.compilation`)."""
+def check_sweep_of_many(flags, folder):
+    """It is one process's, and that is a process of its own, since this one compiles with other
+    flags (`tests.compilation`)."""
     alone = start(folder, "sweep", [{}], *flags, out="whole")
     assert alone[0][0] == 0, alone
+    check_sweep(folder)
+
+
+def check_sweep(folder):
+    """Every bit of the figures and pictures of `out` is that of `whole`; times are not compared."""
     ours, theirs = (_without_times(content(folder / f / "sweep.json")) for f in ("out", "whole"))
     assert ours == theirs
     ours, theirs = (loaded(folder / f / "samples.npz") for f in ("out", "whole"))
@@ -177,7 +182,8 @@ def test_sigterm_ends_a_sweep_after_a_batch(call, checkpoint, tmp_path, monkeypa
     )
     assert call("sweep", *flags, f"--out={tmp_path / 'out'}")[0] == 0
     assert sorted(ran) == ["streaming:sinks=1"] * 2 + ["swa"] * 2
-    check_sweep(flags, tmp_path)
+    assert call("sweep", *flags, f"--out={tmp_path / 'whole'}")[0] == 0
+    check_sweep(tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [(5000,), (2000, 2000, 1000), (1, 2047, 2048, 904)])
