@@ -189,10 +189,11 @@ def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], N
     early = []  # signals of the time before uvicorn listens to them
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets=None) -> None:
-            await super().startup(sockets)
+        async def main_loop(self) -> None:
             self.should_exit |= bool(early)
-            say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
+            if not self.should_exit:
+                say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
+            await super().main_loop()  # it looks at `should_exit` first
 
         async def shutdown(self, sockets=None) -> None:
             for close in closing:  # before it waits for connections, which open pages hold

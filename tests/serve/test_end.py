@@ -60,6 +60,7 @@ def test_sigterm_while_it_starts():
         timeout=60,
     )
     assert ended.returncode == 0 and ended.stdout == "closed\n", ended.stderr
+    assert "ready" not in ended.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -108,8 +107,11 @@ def _sparing_handler():
             self._room = _Room(TOGETHER_BYTES)
 
         async def _open_and_write(self, value, *arguments):
-            async with self._room.taken(value.nbytes):
-                await super()._open_and_write(value, *arguments)
+            size = await self._room.take(value.nbytes)
+            await super()._open_and_write(value, *arguments)
+            # not after an error: then Orbax leaves all that waits where it is, and nothing more is
+            # to be written
+            self._room.give(size)
 
     return Sparing()
 
@@ -119,20 +121,24 @@ class _Room:
 
     def __init__(self, size: int):
         self._size = self._free = size
-        self._changed = asyncio.Condition()
+        self._waiting = []
 
-    @contextlib.asynccontextmanager
-    async def taken(self, size: int):
+    async def take(self, size: int) -> int:
+        """Wait for room, and return how much was taken: `size`, or all there is."""
         size = min(size, self._size)
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._free += size
-                self._changed.notify_all()
+        while self._free < size:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        self._free -= size
+        return size
+
+    def give(self, size: int) -> None:
+        self._free += size
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
 
 
 def read(
