@@ -22,7 +22,7 @@ from varjax.training.loop import StageFolder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 draw = np.random.default_rng(0).standard_normal
 values = {f"a/b{i}": draw((100, 100)).astype("f4") for i in range(5)}
-many = {f"a/b{i}": draw(1000).astype("f4") for i in range(200)} | {"b": draw(5_000_000)}
+many = {f"a/b{i}": draw(500_000).astype("f4") for i in range(12)} | {"b": draw(5_000_000).astype("f4")}
 out = Path(sys.argv[1])
 
 def attempt(write, limit):
@@ -40,7 +40,7 @@ def checkpoint(values=values):
 
 for limit in (10, 1000, 20_000):
     attempt(checkpoint, limit)
-for limit in (10, 3_000_000):
+for limit in (10, 1000, 20_000, 3_000_000):
     attempt(lambda: checkpoint(many), limit)
 with StageFolder(out, "var", {}) as folder:
     folder.save(1, values)
@@ -55,7 +55,7 @@ def test_a_full_disk_is_one_error(tmp_path):
     ended = run_limited("-c", WRITE, str(tmp_path))
     assert ended.status == 0 and ended.stderr == "", ended.stderr[-3000:]
     *failed, resumed = ended.stdout.splitlines()
-    places = [tmp_path / "model"] * 5 + [tmp_path / "var" / "checkpoints" / "2"]
+    places = [tmp_path / "model"] * 7 + [tmp_path / "var" / "checkpoints" / "2"]
     assert failed == [f"{errno.EFBIG} {place}" for place in places] and resumed == "1 True"
     assert [path.name for path in tmp_path.iterdir()] == ["var"]
     assert [path.name for path in (tmp_path / "var" / "checkpoints").iterdir()] == ["1"]
