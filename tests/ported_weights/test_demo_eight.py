@@ -17,6 +17,7 @@ def test_the_embedded_demo_of_eight_scales():
     folder = checkpoint.demo_directory("demo-eight")
     content = manifest.read(folder, registry.FAMILIES)
     assert content["family"] == "var" and content["dtype"] == "bfloat16"
+    assert content["parameters"] == 5_405_667
     demo = manifest.read(checkpoint.demo_directory(), registry.FAMILIES)
     assert content["class_names"] == demo["class_names"]
     assert content["sampling"] == demo["sampling"]  # pictures of both can be compared
