@@ -123,7 +123,8 @@ def _flags_in_messages() -> Iterator[None]:
         yield
     except UserError as error:
         names = "|".join(FLAGS.values)
-        raise UserError(re.sub(rf"(?<![\w/.-])({names})=", r"--\1=", str(error))) from error
+        axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
+        raise UserError(re.sub(rf"(?<![\w/.=-]){axis}({names})=", r"--\1=", str(error))) from error
 
 
 def main(argv: list[str]) -> None:

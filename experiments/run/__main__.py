@@ -229,7 +229,7 @@ def generate_series(
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
     before, began, ending = done, time.monotonic(), Ending(stop)
-    for batches, index in enumerate(missing, 1):
+    for index in missing:
         options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
         held = generator.draw_here(run.condition, index, **options)
         for numbers, results in held:
@@ -238,7 +238,7 @@ def generate_series(
         if processes.is_first():
             pace = (done - before) / (time.monotonic() - began)
             progress.update(done, f"{pace:.2f} images/s" if processes.count() > 1 else "")
-        if ending.after(batches):
+        if ending.after_step():
             raise Stopped(done, total)
     return generator
 

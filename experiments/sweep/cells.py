@@ -177,6 +177,8 @@ class Runner:
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
         for number, cell in enumerate(missing, count - len(missing) + 1):
+            if self.stop.heard():  # before it is compiled
+                return False
             _say(f"cell {number}/{count}: {cell.label} at {cell.budget:g}")
             if not self._run_cell(cell, reference):
                 return False

@@ -170,7 +170,7 @@ def test_sigterm_ends_an_evaluation_after_a_part(call, sets, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_sigterm_ends_a_sweep_after_a_batch(call, checkpoint, tmp_path, monkeypatch):
-    """The full cache is stored, the first cell is begun and run anew."""
+    """The full cache is stored, and no cell is begun."""
     flags, ran = (checkpoint, *SWEEP), []
     ended_after(monkeypatch, Runner, "keep")
     status, text, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")

@@ -22,7 +22,8 @@ from varjax.training.loop import StageFolder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 draw = np.random.default_rng(0).standard_normal
 values = {f"a/b{i}": draw((100, 100)).astype("f4") for i in range(5)}
-many = {f"a/b{i}": draw(500_000).astype("f4") for i in range(12)} | {"b": draw(5_000_000).astype("f4")}
+many = {f"a/b{i}": draw(500_000).astype("f4") for i in range(12)}
+many["b"] = draw(5_000_000).astype("f4")
 out = Path(sys.argv[1])
 
 def attempt(write, limit):

@@ -40,6 +40,12 @@ WRONG = {
         "--family=var given, but --init=demo-llamagen is of the family llamagen",
     ),
     "loader": (["--loader=disk"], "unknown loader 'disk'"),
+    # the axis of a mesh has the name of a flag
+    "mesh": (["--mesh=data=0"], "error: --mesh=data=0: data=0 is no number of devices"),
+    "parts": (
+        ["--vqvae_batch_size=16", "--accumulate=3"],
+        "--vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a multiple of 3",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
+from varjax.parallel import shared_folder
 from varjax.storage import lock
 from varjax.training import loop, session
 from varjax.training.data import Dataset
@@ -131,6 +132,27 @@ def test_checkpoints_without_settings(stage, tiny):
     (stage / loop.SETTINGS).unlink()
     with pytest.raises(UserError, match="var holds checkpoints but no settings.json"):
         session.train(settings, "both", out)
+
+
+def test_a_file_of_processes_that_were_killed(tmp_path):
+    (tmp_path / f"{shared_folder.TOKEN}123").write_bytes(b"")
+    loop.check_folder(tmp_path, {"var": {}})
+    (tmp_path / "mine").write_bytes(b"")
+    with pytest.raises(UserError, match="is not empty"):
+        loop.check_folder(tmp_path, {"var": {}})
+
+
+def test_pictures_elsewhere(tmp_path, monkeypatch):
+    """Where they lie is compared in the first process alone: another machine may differ."""
+    settings = {"data": "/here", "seed": 1}
+    with loop.StageFolder(tmp_path, "var", settings):
+        pass
+    with pytest.raises(UserError, match="data was /here, now /there"):
+        loop.check_folder(tmp_path, {"var": settings | {"data": "/there"}})
+    monkeypatch.setattr(loop.processes, "is_first", lambda: False)
+    loop.check_folder(tmp_path, {"var": settings | {"data": "/there"}})
+    with pytest.raises(UserError, match="seed was 1, now 2"):
+        loop.check_folder(tmp_path, {"var": settings | {"seed": 2}})
 
 
 def test_two_processes_in_one_folder(tiny, tmp_path):

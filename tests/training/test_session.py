@@ -1,6 +1,8 @@
 """Whole runs of a tiny model: losses fall, killed runs resume exactly, bad folders are refused."""
 
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import chex
@@ -110,6 +112,20 @@ def test_a_finished_model_stays_as_it_is(whole, monkeypatch):
     assert checkpoint.load(model, registry.CATALOGUE)[1]["training"]["pictures"] == 61
 
 
+def test_sigterm_in_the_last_step_of_the_codec(whole, monkeypatch):
+    """The transformer is not begun."""
+    settings, out, _ = whole
+    steps = loop._loop
+
+    def asked(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return steps(*arguments)
+
+    monkeypatch.setattr(loop, "_loop", asked)
+    with pytest.raises(loop.Stopped, match="vqvae: 40 of 40 steps are stored: resume"):
+        session.train(settings, "both", out, quiet=True)
+
+
 @pytest.mark.slow
 def test_both_stages_at_once(whole, tmp_path):
     settings, out, _ = whole
@@ -172,6 +188,15 @@ def test_batches_larger_than_the_data(tiny, tmp_path, name):
     with pytest.raises(UserError, match=f"{name}=62 given, but there are 61 training pictures"):
         session.train(tiny(**{name: 62}), "both", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_codec_takes_no_batches(tiny, tmp_path):
+    """Its batch need not fit the devices, or the parts, of the transformer's."""
+    settings = tiny(vqvae_batch_size=8, var_batch_size=9, accumulate=3)
+    with pytest.raises(UserError, match="vqvae_batch_size=8 cannot be split evenly"):
+        session.train(settings, "both", tmp_path / "run")
+    with pytest.raises(UserError, match="holds no trained codec"):
+        session.train(settings, "var", tmp_path / "run")
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, ""])

@@ -91,6 +91,8 @@ def start(text: str) -> None:
         if place.coordinator.startswith(("127.0.0.1:", "localhost:")):
             given["coordinator_bind_address"] = place.coordinator  # nobody else has to reach it
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # else JAX takes SIGTERM for itself, and one that comes before anybody listens is lost
+    jax.config.update("jax_enable_preemption_service", False)
     # JAX ends the process by a signal if the others do not come: this says it first
     alone = threading.Timer(START_S, _give_up, [text])
     alone.daemon = True
@@ -179,9 +181,10 @@ def answering() -> Iterator[None]:
     for want of memory: the usual reason is that a connection was closed."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-        if count() == 1 or "RESOURCE_EXHAUSTED" in reason:
+        ours = isinstance(error, ValueError) and "Gloo" not in reason  # whose errors may be so, too
+        if count() == 1 or ours or "RESOURCE_EXHAUSTED" in reason:
             raise
         raise LostProcess(LOST.format(f"{reason:.150}")) from None
 

@@ -12,6 +12,7 @@ from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.storage import lock
 
+TOKEN = ".process-"  # how the file begins that all have to see
 SEEN_WITHIN = (
     20.0  # seconds after which a shared file system shows what another machine has written
 )
@@ -27,6 +28,8 @@ def check(folder: Path, name: str, advice: str) -> None:
     token = folder / f"{name}{number}"
     with processes.together():
         if processes.is_first():
+            for left in folder.glob(f"{name}*"):  # by a process that was killed
+                left.unlink(missing_ok=True)
             token.write_bytes(b"")
     try:
         with processes.together():
@@ -57,5 +60,5 @@ def held(folder: Path, message: str, advice: str) -> Iterator[None]:
             if processes.is_first():
                 stack.enter_context(lock.held(folder, message))
         if processes.count() > 1:
-            check(folder, ".process-", advice)
+            check(folder, TOKEN, advice)
         yield

@@ -33,6 +33,8 @@ def axis_sizes(text: str | None, axes: Mapping[str, str], available: int | None)
             )
         if size == REST and available and int(REST) not in sizes.values():
             sizes[axis] = int(REST)
+        elif size == REST and available:
+            raise UserError(f"{axis}={REST}: only one axis may be {REST}, what is left over")
         # isdecimal alone also accepts digits of other scripts, and int() very long texts
         elif size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1:
             sizes[axis] = int(size)

@@ -14,22 +14,23 @@ ASKED = "varjax/asked_to_end"  # name of a note that processes leave each other
 class Stop:
     """Whether the system has asked to end, by SIGTERM. As a context manager it listens.
 
-    JAX has a service for this, too, which handles the signal in C++; files that appear whole
-    (`varjax.storage.atomic`) handle it in Python. One handler serves both, for one process and for
-    many, which ask each other now and then (`Ending`), or leave each other a note (`heard`)."""
+    JAX has a service for this, too, which handles the signal in C++ (`processes` leaves it out);
+    files that appear whole (`varjax.storage.atomic`) handle it in Python. One handler serves both,
+    for one process and for many, which ask each other now and then (`Ending`), or leave each other
+    a note (`heard`)."""
 
     asked = False
 
     def heard(self) -> bool:
         """Return whether this process or another one was asked. It waits for nobody: processes ask
-        at different times, after each piece of their own work. One that has ended its work, and
-        waits for the others, is heard when they come."""
+        at different times, after each piece of their own work."""
         if processes.count() == 1:
             return self.asked
-        said = processes.notes()
-        if self.asked:
-            said.key_value_set(f"{ASKED}/{processes.index()}", "", allow_overwrite=True)
-        return self.asked or bool(said.key_value_dir_get(ASKED))
+        with processes.answering():
+            said = processes.notes()
+            if self.asked:
+                said.key_value_set(f"{ASKED}/{processes.index()}", "", allow_overwrite=True)
+            return self.asked or bool(said.key_value_dir_get(ASKED))
 
     def __enter__(self) -> "Stop":
         with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
@@ -54,21 +55,29 @@ class Ending:
     """
 
     SECONDS = 2.0
+    FASTER = 4  # times as many steps between questions as before, at most
 
     def __init__(self, stop: Stop):
-        self._stop, self._ask_at = stop, 0
-        self._asked_at, self._last = 0, time.monotonic()
+        self._stop = stop
+        self._interval = self._left = 1  # steps between two questions, and until the next one
+        self._answered, self._pace = None, 0.0  # when, and steps per second between two answers
 
-    def after(self, done: int) -> bool:
-        """Whether to end after `done` steps; the same in all processes. `LostProcess` if one does
-        not answer."""
+    def after_step(self, last: bool = False) -> bool:
+        """Whether to end now; the same in all processes. `LostProcess` if one does not answer.
+
+        last: no step follows, so that they ask in any case.
+        """
         if processes.count() == 1:
             return self._stop.asked
-        if done < self._ask_at:
+        self._left -= 1
+        if self._left and not last:
             return False
-        now = time.monotonic()
-        pace = (done - self._asked_at) / max(now - self._last, 1e-3)
-        answers = processes.say_all(np.array([self._stop.asked, pace]))
-        self._asked_at, self._last = done, now
-        self._ask_at = done + max(1, int(self.SECONDS * answers[0, 1]))
+        # the pace of whole intervals: an answer waits for steps that were only started before
+        answers = processes.say_all(np.array([self._stop.asked, self._pace]))
+        now, steps = time.monotonic(), self._interval - self._left
+        if self._answered is not None:
+            self._pace = steps / max(now - self._answered, 1e-3)
+        self._answered = now
+        wanted = int(self.SECONDS * answers[0, 1])
+        self._interval = self._left = max(1, min(wanted, self.FASTER * self._interval))
         return bool(answers[:, 0].any())

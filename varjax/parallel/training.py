@@ -87,9 +87,10 @@ class TrainingMesh:
         setting. accumulate: parts of a step that run one after the other."""
         parts = self.size * accumulate
         if batch_size % parts:
-            by = f" and accumulate={accumulate}" if accumulate > 1 else ""
+            by = [f"a mesh of {self}"] * (self.size > 1)
+            by += [f"accumulate={accumulate}"] * (accumulate > 1)
             raise UserError(
-                f"{name}={batch_size} cannot be split evenly over a mesh of {self}{by}: choose a "
+                f"{name}={batch_size} cannot be split evenly over {' and '.join(by)}: choose a "
                 f"multiple of {parts}"
             )
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
-from varjax.parallel import processes
+from varjax.parallel import processes, shared_folder
 from varjax.parallel.stopping import Ending, Stop
 from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
@@ -55,7 +55,8 @@ def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> Non
     if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
         raise UserError(f"out={out}: no permission to read and write there")
     found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
-    if not found and any(path.name != lock.NAME for path in out.iterdir()):
+    names = {path.name for path in out.iterdir()} - {lock.NAME}
+    if not found and any(not name.startswith(shared_folder.TOKEN) for name in names):
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
@@ -78,6 +79,9 @@ def _compare(path: Path, settings: Mapping) -> None:
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): choose another folder") from error
     stored = {n: EARLIER[n] for n in EARLIER if n in settings} | stored
+    if not processes.is_first():
+        # another machine may have the pictures elsewhere; their content is compared
+        stored["data"] = settings.get("data")
     names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
     if names:
         changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {settings.get(n)}" for n in names)
@@ -227,8 +231,12 @@ def _placed_shapes(like: dict, places: dict | None) -> dict:
     )
 
 
-def run(stage: TrainingStage, out: str | os.PathLike, quiet: bool = False) -> dict:
+def run(
+    stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
+) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
+
+    goes_on: another stage follows, so that who asks during the last step wants that one not begun.
 
     Returns the final state.
 
@@ -245,7 +253,10 @@ def run(stage: TrainingStage, out: str | os.PathLike, quiet: bool = False) -> di
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
         with Stop() as stop, processes.answering():
-            return _loop(stage, folder, state, start, quiet, Ending(stop))
+            state = _loop(stage, folder, state, start, quiet, ending := Ending(stop))
+            if goes_on and ending.after_step(last=True):
+                raise Stopped(stage.name, stage.steps, stage.steps)
+            return state
 
 
 class Stopped(Exception):
@@ -289,7 +300,7 @@ def _loop(
                 last = time.monotonic()
                 left.validated(last - now)
             folder.append_history(entry)
-        stopped = not final and ending.after(done)
+        stopped = not final and ending.after_step()
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state)
         if stopped:

@@ -60,7 +60,7 @@ def train(
         mesh = TrainingMesh() if mesh is None else mesh
         if settings.start:
             _check_start(stage, Path(out))
-        for name in needed:
+        for name in (stage,) if stage == "var" else needed:  # the codec is there already
             size = getattr(settings, f"{name}_batch_size")
             mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
         stored = {name: settings.deciding(name) for name in needed}
@@ -171,7 +171,7 @@ def _codec(
     if stage == "var":
         state = _finished_state(codec_stage, out)
     else:
-        state = loop.run(codec_stage, out, quiet)
+        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
     return codec_stage.model(gathered(state["ema"]))
 
 
