@@ -119,18 +119,19 @@ def test_programs_that_are_forgotten_are_freed(studio, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_has_a_bound():
-    """The resident memory of a process that draws with many more choices than are kept."""
-    command = [sys.executable, "-m", "tests.serve.page_memory", "32", "small"]
+    """The resident memory of a process that draws with many more choices than are kept. At first
+    freed pieces that others do not fit are added; that ends (docs/lab/serving.md)."""
+    command = [sys.executable, "-m", "tests.serve.page_memory", "48", "small"]
     environment = users_environment()
     done = subprocess.run(
         command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )
     sizes = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:1].isdigit()]
     kept, whole = studio_lib.KEPT, len(sizes)
-    assert whole == 32
-    # between two times of forgetting traces it rises: those times are compared
-    grown = max(sizes[-kept:]) - max(sizes[2 * kept : 3 * kept])
-    assert grown < 8, sizes  # MiB, over eight choices
+    assert whole == 48
+    # just after traces were forgotten: between these times it rises and falls
+    grown = sizes[5 * kept] - sizes[4 * kept]
+    assert grown < 6, sizes  # MiB, over eight choices; 3.3 were measured
 
 
 def test_the_end_compiles_nothing_more(studio):
