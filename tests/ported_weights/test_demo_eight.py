@@ -1,12 +1,6 @@
 """The embedded checkpoint of eight scales, with which policies are compared."""
 
-import numpy as np
-import pytest
-
 import varjax
-from experiments.judges import Judges
-from varjax.evaluation import extractors
-from varjax.io.images import to_uint8
 from varjax.model import describe
 from varjax.models import registry
 from varjax.policies import HeatKV
@@ -33,13 +27,3 @@ def test_its_cache_is_twice_the_demos_and_calibrated():
     assert cached == [140, 66]
     plan = varjax.plan(eight, policy=HeatKV(budget=0.1))  # with its own calibration
     assert plan.num_bytes(1, "float32") <= 0.1 * varjax.plan(eight).num_bytes(1, "float32")
-
-
-@pytest.mark.slow
-def test_its_pictures_are_of_their_classes():
-    """By the embedded classifier, with the recommended sampling."""
-    model = varjax.load("demo-eight", "float32")
-    judges = Judges(classifier=extractors.classifier_of(model))
-    labels = np.arange(44)
-    pictures = varjax.generate(model, labels=list(labels), seed=1, batch_size=44)
-    assert judges.agreement(to_uint8(pictures), labels).mean() > 0.75

@@ -38,10 +38,12 @@ def test_names_of_embedded_checkpoints(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_its_pictures_are_of_their_classes():
-    """By the embedded classifier; 176 of 176 pictures were, with the recommended sampling."""
-    model = varjax.load("demo-llamagen", "float32")
+@pytest.mark.parametrize(("name", "least"), [("demo-llamagen", 0.9), ("demo-eight", 0.75)])
+def test_pictures_are_of_their_classes(name, least):
+    """By the embedded classifier; 176 of 176 and 471 of 528 pictures were, with the recommended
+    sampling."""
+    model = varjax.load(name, "float32")
     judges = Judges(classifier=extractors.classifier_of(model))
     labels = np.arange(44)
     pictures = varjax.generate(model, labels=list(labels), seed=1, batch_size=44)
-    assert judges.agreement(to_uint8(pictures), labels).mean() > 0.9
+    assert judges.agreement(to_uint8(pictures), labels).mean() > least
