@@ -58,7 +58,7 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (DEMO + INT8, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (TEXT + INT8, "full", {}, None, ("model=2",)),
     (BY_TOKEN + W8A8, "full", {}, None, ("model=2",)),
-    (models.GROUPS + FP8, "full", {}, None, ("model=2",)),
+    (BY_TOKEN + FP8, "full", {}, None, ("model=2",)),
 ]
 APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a mesh
 
