@@ -60,7 +60,7 @@ class Ending:
     def __init__(self, stop: Stop):
         self._stop = stop
         self._interval = self._left = 1  # steps between two questions, and until the next one
-        self._answered, self._pace = time.monotonic(), 0.0  # when, and steps per second since then
+        self._answered, self._pace = None, 0.0  # when, and steps per second between two answers
 
     def after_step(self, last: bool = False) -> bool:
         """Whether to end now; the same in all processes. `LostProcess` if one does not answer.
@@ -72,15 +72,12 @@ class Ending:
         self._left -= 1
         if self._left and not last:
             return False
-        # the pace of whole intervals, since an answer waits for steps that were only started
-        # before; of the first one what is known
-        steps = self._interval - self._left
-        pace = self._pace or self._per_second(steps)
-        answers = processes.say_all(np.array([self._stop.asked, pace]))
-        self._pace, self._answered = self._per_second(steps), time.monotonic()
+        # the pace of whole intervals: an answer waits for steps that were only started before
+        answers = processes.say_all(np.array([self._stop.asked, self._pace]))
+        now, steps = time.monotonic(), self._interval - self._left
+        if self._answered is not None:
+            self._pace = steps / max(now - self._answered, 1e-3)
+        self._answered = now
         wanted = int(self.SECONDS * answers[0, 1])
         self._interval = self._left = max(1, min(wanted, self.FASTER * self._interval))
         return bool(answers[:, 0].any())
-
-    def _per_second(self, steps: int) -> float:
-        return steps / max(time.monotonic() - self._answered, 1e-3)
