@@ -312,6 +312,11 @@ class Generator:
         """FLOPs per image of the attention, and of observing it for the policy."""
         return self.drawing.attention_flops()
 
+    @property
+    def over_processes(self) -> bool:
+        """Whether a batch is one program of all processes, which are in step then."""
+        return processes.count() > 1 and self.mesh.num_devices == len(jax.devices())
+
     # --- running ----------------------------------------------------------------------------------
 
     def __call__(
@@ -363,7 +368,7 @@ class Generator:
 
         With a mesh of this process's devices alone the batch is as many generators' as there are
         processes, and this one draws its part by itself."""
-        if self.mesh.num_devices < len(jax.devices()) or processes.count() == 1:
+        if not self.over_processes:
             first = self.batch_size * processes.index()
             own = index[first : first + self.batch_size]
             return [(own, self.draw(condition, own, **options))] if len(own) else []

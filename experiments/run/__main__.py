@@ -11,11 +11,10 @@ with --save_arrays, arrays.npz into --out (default: a new folder under results/)
 images/ with one file per image in the layout of the prompt set. An interrupted run started again
 with the same flags continues where it stopped. With --shard=I/N it makes part I of N
 (docs/howto/scale.md); experiments.merge joins them. With --distributed many processes work as one.
-SIGTERM ends it after the batch that is drawn, many processes within seconds, with status 0.
+SIGTERM ends it after the batch that is drawn, in many processes each after its own, with status 0.
 """
 
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -33,6 +32,7 @@ from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import part
 from experiments.run import results as run_results
+from experiments.run.made import Made
 from experiments.shards import PartStore, ShardFlag
 from experiments.stopping import Stopped, say_stopped
 from varjax import api, metrics
@@ -44,7 +44,6 @@ from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.stopping import Ending, Stop
-from varjax.progress import Progress
 from varjax.storage import npz
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
@@ -227,19 +226,18 @@ def generate_series(
         say(f"{name}: {done} of {total} images are there already, continuing")
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
-    progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
-    before, began, ending = done, time.monotonic(), Ending(stop)
+    made = Made(f"{name}: image", series, done, total)
+    ending = Ending(stop, in_step=generator.over_processes)
+    options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
     for index in missing:
-        options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
         held = generator.draw_here(run.condition, index, **options)
         for numbers, results in held:
             store.add(series, numbers, run_results.kept(run, results))
-        done += len(index)
-        if processes.is_first():
-            pace = (done - before) / (time.monotonic() - began)
-            progress.update(done, f"{pace:.2f} images/s" if processes.count() > 1 else "")
+        made.add(sum(len(numbers) for numbers, _ in held))
         if ending.after_step():
-            raise Stopped(done, total)
+            raise Stopped(made.by_all(), total)
+    if missing:
+        made.by_all()
     return generator
 
 

@@ -4,13 +4,14 @@ machine gives. Nothing else may run on it.
 
     python -m tests.parallel.throughput [--rounds=3] [--images=96] [FLAGS OF experiments.run]
 
-Counted is what each process stores while all of them are at work, from one of its batches to
-another: compilation, weights and the report do not count; exchanges do. `--batch_size` is 8 per
-process.
+Processes wait for each other after their first batch, by files of this script. Counted is what each
+stores from then on while all of them are at work: compilation, weights and the report do not count;
+what they say to each other does. `--batch_size` is 8 per process.
 """
 
 import argparse
 import os
+import pathlib
 import socket
 import statistics
 import subprocess
@@ -26,8 +27,9 @@ KINDS = {
 }
 
 
-def child(arguments: list[str]) -> None:
-    """`experiments.run`, which prints when it has stored how many images."""
+def child(count: int, folder: pathlib.Path, arguments: list[str]) -> None:
+    """`experiments.run`, which prints when it has stored how many images. It waits after its first
+    batch until `count` processes have come so far, by files in the folder."""
     from experiments.output import BatchStore
     from experiments.run.__main__ import main
     from varjax.cli import command_line
@@ -36,6 +38,9 @@ def child(arguments: list[str]) -> None:
 
     def added(self, series, index, results):
         add(self, series, index, results)
+        (folder / f"{os.getpid()}.ready").touch()
+        while len(list(folder.glob("*.ready"))) < count:
+            time.sleep(0.01)
         print("stored", time.monotonic(), len(index), file=sys.stderr, flush=True)
 
     BatchStore.add = added
@@ -55,14 +60,13 @@ def rate(kind: str, images: int, flags: list[str]) -> float:
             command = ["taskset", "-c", str(i), sys.executable, "-m", "tests.parallel.throughput"]
             environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            command += ["--child", *own, *flags]
+            command += ["--child", str(count), folder, *own, *flags]
             started.append(subprocess.Popen(command, env=environment, **pipes))
         texts = [process.communicate()[1] for process in started]
         assert not any(process.returncode for process in started), texts
     each = [_stored(text) for text in texts]
-    first = max(stored[0][0] for stored in each)  # all have stored their first batch
-    last = min(stored[-1][0] for stored in each)  # and all are still at work
-    return sum(_pace([(at, n) for at, n in stored if first <= at <= last]) for stored in each)
+    last = min(stored[-1][0] for stored in each)  # all are still at work
+    return sum(_pace([(at, n) for at, n in stored if at <= last]) for stored in each)
 
 
 def _pace(stored: list[tuple[float, int]]) -> float:
@@ -98,4 +102,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()
+    if sys.argv[1:2] == ["--child"]:
+        child(int(sys.argv[2]), pathlib.Path(sys.argv[3]), sys.argv[4:])
+    else:
+        main()

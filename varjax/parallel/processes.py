@@ -242,7 +242,23 @@ def _digest(value: object) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
 
 
-def notes():
+def post(topic: str, text: str) -> None:
+    """Leave a text for all processes, in place of what this one left under that topic before. It
+    waits for nobody. `LostProcess` if process 0, which keeps it, is gone."""
+    if count() > 1:
+        with answering():
+            _kept().key_value_set(f"varjax/{topic}/{index()}", text, allow_overwrite=True)
+
+
+def posted(topic: str) -> list[str]:
+    """Return what processes have left under a topic so far, in no order. It waits for nobody."""
+    if count() == 1:
+        return []
+    with answering():
+        return [text for _, text in _kept().key_value_dir_get(f"varjax/{topic}")]
+
+
+def _kept():
     """Texts by name that the service of `jax.distributed` keeps for all processes; JAX itself has
     no public way to them."""
     from jax._src import distributed

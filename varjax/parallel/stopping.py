@@ -8,7 +8,7 @@ import numpy as np
 
 from varjax.parallel import processes
 
-ASKED = "varjax/asked_to_end"  # name of a note that processes leave each other
+ASKED = "asked to end"  # what processes leave each other word of
 
 
 class Stop:
@@ -17,20 +17,16 @@ class Stop:
     JAX has a service for this, too, which handles the signal in C++ (`processes` leaves it out);
     files that appear whole (`varjax.storage.atomic`) handle it in Python. One handler serves both,
     for one process and for many, which ask each other now and then (`Ending`), or leave each other
-    a note (`heard`)."""
+    word (`heard`)."""
 
     asked = False
 
     def heard(self) -> bool:
         """Return whether this process or another one was asked. It waits for nobody: processes ask
         at different times, after each piece of their own work."""
-        if processes.count() == 1:
-            return self.asked
-        with processes.answering():
-            said = processes.notes()
-            if self.asked:
-                said.key_value_set(f"{ASKED}/{processes.index()}", "", allow_overwrite=True)
-            return self.asked or bool(said.key_value_dir_get(ASKED))
+        if self.asked:
+            processes.post(ASKED, "now")
+        return self.asked or bool(processes.posted(ASKED))
 
     def __enter__(self) -> "Stop":
         with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
@@ -46,29 +42,32 @@ class Stop:
 
 
 class Ending:
-    """Whether the system has asked one of the processes to end: all of them ask together.
+    """Whether the system has asked one of the processes to end.
 
-    One process looks after every step. Many ask each other about every `SECONDS`: a question waits
-    for the slowest, and for steps that were started ahead.
+    One process looks after every step, and so do many that are not in step. Those in step end
+    after the same one, so that they ask each other, about every `SECONDS`: a question waits for
+    the slowest, and for steps that were started ahead.
 
-    stop: listens meanwhile. A step is whatever the processes do in step: of training, or a batch.
+    stop: listens meanwhile. A step is of training, or a batch.
+    in_step: whether a step is one program of all processes.
     """
 
     SECONDS = 2.0
     FASTER = 4  # times as many steps between questions as before, at most
 
-    def __init__(self, stop: Stop):
-        self._stop = stop
+    def __init__(self, stop: Stop, in_step: bool = True):
+        self._stop, self._in_step = stop, in_step
         self._interval = self._left = 1  # steps between two questions, and until the next one
         self._answered, self._pace = None, 0.0  # when, and steps per second between two answers
 
     def after_step(self, last: bool = False) -> bool:
-        """Whether to end now; the same in all processes. `LostProcess` if one does not answer.
+        """Whether to end now; in step the same in all processes. `LostProcess` if one does not
+        answer.
 
         last: no step follows, so that they ask in any case.
         """
-        if processes.count() == 1:
-            return self._stop.asked
+        if processes.count() == 1 or not self._in_step:
+            return self._stop.heard()
         self._left -= 1
         if self._left and not last:
             return False
