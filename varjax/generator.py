@@ -22,7 +22,7 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import compilation_cache, cost, device_errors, pixels, program
+from varjax.engine import compilation_cache, cost, device_errors, kept_programs, pixels, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
@@ -198,7 +198,8 @@ class Generator:
             with self._explained("compiling"), compilation_cache.kept(), rarely_collected():
                 self._arrange()
                 state, arguments = self._traced_arguments(condition, given)
-                codes = program.trace_codes(
+                codes = partial(
+                    program.trace_codes,
                     self._networks,
                     state,
                     arguments,
@@ -209,21 +210,30 @@ class Generator:
                 )
                 # in this order: pixels take the weights in the layout that the codes' program chose
                 how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
-                self.compiled, self.timing.cache = program.compile_codes(codes, **how)
+                kept = self._kept_as((self.spec, self.precision), state, *arguments)
+                self.compiled, self.timing.cache = program.compile_codes(codes, **how, kept_as=kept)
                 formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
                 self._formats, self._cache_formats = formats
                 self._make_empty = None
-                traced = pixels.trace_pixels(
+                maps = (self.batch_size, *self.model.code_map)
+                code_map = jax.ShapeDtypeStruct(maps, jnp.float32)
+                images = partial(
+                    pixels.trace_pixels,
                     self._networks,
-                    jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32),
+                    code_map,
                     self.decoding,
                     formats=self._formats,
                     sharded=self._sharded,
                 )
-                self.compiled_decoder = pixels.compile_pixels(traced)
+                kept = self._kept_as(self.decoding, code_map)
+                self.compiled_decoder = pixels.compile_pixels(images, kept)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
+
+    def _kept_as(self, said: object, *arguments: PyTree) -> kept_programs.Said | None:
+        """What `kept_programs` asks of a program of one device."""
+        return None if self._sharded else (said, (self._networks, *arguments))
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.attention or implementations.preferred()

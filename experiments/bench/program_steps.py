@@ -220,7 +220,7 @@ def _decoded(
     row = Row(Call("pixels, by type", "", "xla", dtype, len(code_map)))
     try:
         decoding = Decoding(arithmetic.resolve_here(dtype))
-        compiled = compile_pixels(trace_pixels(networks, code_map, decoding))
+        compiled = compile_pixels(partial(trace_pixels, networks, code_map, decoding))
         run = partial(compiled, networks, code_map)
         found = np.asarray(run())
         seconds = [_seconds(run) for _ in range(scope.repeats)]

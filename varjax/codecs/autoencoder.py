@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 
 from varjax.codecs import arithmetic
 from varjax.errors import UserError
+from varjax.nn.parameters import drawn
 
 # Generous limits: every block and level is traced on its own.
 LARGEST_BLOCKS, LARGEST_LEVELS = 16, 10
 
-_uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+_uniform_fan_in = drawn(jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"))
 
 
 @dataclass(frozen=True, kw_only=True)

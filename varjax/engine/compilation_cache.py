@@ -81,6 +81,19 @@ def kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """JAX neither looks for programs that are compiled inside, nor keeps them."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def is_on() -> bool:
     """Whether compiled programs are kept and looked for."""
     config = jax.config

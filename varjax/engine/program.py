@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import implementations
-from varjax.engine import compilation_cache, segments
+from varjax.engine import kept_programs, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
@@ -180,18 +180,18 @@ def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
 
 
 def compile_codes(
-    traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
+    trace: kept_programs.Trace,
+    *,
+    few_rows: bool,
+    weights_dtype: str,
+    kept_as: kept_programs.Said | None = None,
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile the program of `trace_codes` for the device that is there; also what the compilation
-    cache did (`Timing.cache`). few_rows, weights_dtype: as in
-    `compiler_options`."""
-    # The watch sees this program only. Helpers compile too quickly to be kept in the cache, and
-    # would make every run look cold.
-    with compilation_cache.Watch() as watch:
-        how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
-        options = compiler_options(jax.default_backend(), **how)
-        compiled = traced.lower().compile(compiler_options=options)
-    return compiled, watch.verdict  # which is known once the watch has ended
+    cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`. kept_as: as in
+    `kept_programs.compiled`."""
+    how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
+    options = compiler_options(jax.default_backend(), **how)
+    return kept_programs.compiled(trace, options, kept_as)
 
 
 def check_attention(implementation: str | None) -> None:

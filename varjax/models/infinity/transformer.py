@@ -30,6 +30,7 @@ from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.nn import layers, split, stacked
+from varjax.nn.parameters import drawn
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
@@ -40,7 +41,7 @@ ROPE_BASE = 10000.0
 
 
 def _normal(std: float):
-    return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
+    return drawn(jax.nn.initializers.truncated_normal(std, lower=-2, upper=2))
 
 
 def _linear(
