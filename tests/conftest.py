@@ -42,6 +42,10 @@ from tests import annotations  # noqa: E402
 compilation.share_contexts()
 compilation.copy_host_arrays()
 annotations.install()
+
+from varjax.engine import kept_programs  # noqa: E402
+
+kept_programs.PLATFORMS = ()  # tests change what is traced, which no fingerprint sees
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "tests" / "training"
 

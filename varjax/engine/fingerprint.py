@@ -26,8 +26,7 @@ PACKAGES = ("varjax", "pallas_kernels")  # whose sources are part of the fingerp
 # whose versions are, and the language's own
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 KNOWN = {*PACKAGES, *VERSIONED, *sys.stdlib_module_names}
-# Settings of JAX that say where programs are kept and what is reported about them.
-ASIDE = ("cache", "log", "traceback", "debug_key", "xla_dump")
+ASIDE = ("compilation_cache", "persistent_cache")  # settings of JAX that change no program
 JITTED = type(jax.jit(abs))
 CPU_LINES = 2**14  # bytes of /proc/cpuinfo that describe the first processor
 
@@ -81,6 +80,7 @@ def surroundings() -> str:
     said = (
         _versions(),
         sorted((name, repr(value)) for name, value in settings.items()),
+        repr(jax.sharding.get_abstract_mesh()),
         [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         (device.platform, device.device_kind, device.id, device.client.platform_version),
         _processor(),

@@ -29,6 +29,8 @@ from varjax.engine import compilation_cache, fingerprint
 from varjax.errors import UserError
 from varjax.storage import atomic
 
+PLATFORMS = ("cpu",)  # others have run no kept program yet
+WATCHED = ("jax_dump_ir_to", "jax_log_compiles")  # who sets them wants to see JAX at work
 FOLDER = "varjax"  # beside the programs that JAX keeps
 TRACED, PROGRAM = ".traced", ".program"
 MOST_BYTES = 2 * 2**30  # of all files: those that were not used for longest go
@@ -74,7 +76,9 @@ class _Kept:
     @classmethod
     def of(cls, said: object, arguments: tuple[PyTree, ...]) -> "_Kept | None":
         """None: this program is not kept here."""
-        if not compilation_cache.is_on() or jax.default_backend() != "cpu":
+        if not compilation_cache.is_on() or jax.default_backend() not in PLATFORMS:
+            return None
+        if any(map(jax.config.values.get, WATCHED)):
             return None
         name = fingerprint.of(said, arguments[0], arguments[1:])
         folder = pathlib.Path(jax.config.jax_compilation_cache_dir, FOLDER)
@@ -118,8 +122,7 @@ class _Kept:
         data = _read(self._folder / (digest + PROGRAM))
         if data is None:
             return None
-        # JAX refuses what another version of it has written: then it is compiled anew
-        with contextlib.suppress(ValueError, KeyError, jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):  # whatever JAX does not like: it is compiled anew
             return serialize_executable.deserialize_and_load(
                 data, self._tree, out_tree, execution_devices=jax.local_devices()[:1]
             )

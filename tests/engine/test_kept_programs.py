@@ -1,0 +1,263 @@
+"""Programs that a new process neither traces nor compiles: the same pictures, and every change of
+what tracing depends on is another program. Rung 2: the programs themselves."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+import varjax
+from tests.models_under_test import fixture_model
+from varjax.engine import fingerprint, kept_programs, pixels, program
+from varjax.engine.pixels import Decoding
+from varjax.policies.h2o import H2O
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where programs are kept; the session's own settings come back afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    saved = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax_cache.reset_cache()
+    monkeypatch.setattr(kept_programs, "PLATFORMS", ("cpu",))
+    yield tmp_path / kept_programs.FOLDER
+    for name, value in saved.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+@pytest.fixture(params=["a_k10", "llamagen_c2i"])
+def model(request):
+    return fixture_model(request.param)
+
+
+def drawn(model, **options) -> tuple[np.ndarray, str]:
+    """Pictures of a new generator, and where its programs came from."""
+    generator = varjax.Generator(model, "streaming", 0.5, batch_size=2, **options)
+    return generator(labels=[0, 1], seed=3), generator.timing.cache
+
+
+def refuse(*args, **options):
+    raise AssertionError("it is kept")
+
+
+def names(folder: pathlib.Path, suffix: str) -> set[str]:
+    return {path.name for path in folder.glob(f"*{suffix}")}
+
+
+def test_nothing_is_traced_again(model, folder, monkeypatch):
+    plain, cold = drawn(model)
+    monkeypatch.setattr(program, "trace_codes", refuse)
+    monkeypatch.setattr(pixels, "trace_pixels", refuse)
+    again, warm = drawn(model)
+    assert (cold, warm) == ("cold", "warm")
+    np.testing.assert_array_equal(plain, again)
+
+
+def test_other_sources_of_the_same_program(folder, monkeypatch):
+    """A comment was changed: it is traced, and not compiled."""
+    model = fixture_model("a_k10")
+    plain, _ = drawn(model)
+    programs, traced = (names(folder, s) for s in (kept_programs.PROGRAM, kept_programs.TRACED))
+    monkeypatch.setattr(fingerprint, "_sources", lambda: "changed")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", refuse)
+        again, said = drawn(model)
+    assert said == "warm" and names(folder, kept_programs.PROGRAM) == programs
+    assert len(names(folder, kept_programs.TRACED) - traced) == 2  # known from now on
+    np.testing.assert_array_equal(plain, again)
+
+
+def plus(number: float) -> tuple[np.ndarray, str]:
+    """The result of a small program, and where it came from."""
+    arguments = ({}, np.arange(3, dtype=np.float32))
+
+    def trace():
+        return jax.jit(lambda _, x: jnp.sort(x) + number).trace(*arguments)
+
+    found, said = kept_programs.compiled(trace, {}, (number, arguments))
+    return np.asarray(found(*arguments)), said
+
+
+def cut(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change(path: pathlib.Path) -> None:
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+
+
+def write_otherwise(path: pathlib.Path) -> None:
+    """Whole, but not what JAX reads."""
+    if path.suffix == kept_programs.PROGRAM:
+        kept_programs._write(path, b"other")
+
+
+@pytest.mark.parametrize("damage", [cut, change, write_otherwise])
+def test_damaged_files_are_made_anew(damage, folder):
+    assert plus(1.0)[1] == "cold" and plus(1.0)[1] == "warm" and plus(2.0)[1] == "cold"
+    for path in list(folder.iterdir()):
+        damage(path)
+    for expected in ("cold", "warm"):
+        result, said = plus(1.0)
+        np.testing.assert_array_equal(result, [1, 2, 3])
+        assert said == expected
+
+
+def test_a_folder_that_cannot_be_written(folder, monkeypatch):
+    def full(path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(kept_programs.atomic, "new_file", full)
+    for _ in range(2):
+        result, said = plus(1.0)
+        assert said == "cold" and list(result) == [1, 2, 3] and not names(folder, "")
+
+
+def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
+    folder.mkdir()
+    for age in range(4):
+        path = folder / f"{age}{kept_programs.PROGRAM}"
+        path.write_bytes(bytes(100))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (folder / "other").write_bytes(bytes(1000))
+    monkeypatch.setattr(kept_programs, "MOST_BYTES", 250)
+    kept_programs._forget(folder)
+    assert {path.name for path in folder.iterdir()} == {"0.program", "1.program", "other"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnPolicy(H2O):
+    """Of the user's own: its module may depend on anything."""
+
+
+def test_a_policy_of_the_users_own_is_left_to_jax(folder):
+    generator = varjax.Generator(fixture_model("a_k10"), OwnPolicy(budget=0.5), batch_size=1)
+    assert fingerprint_of(generator) is None
+    generator.compile()
+    assert len(names(folder, kept_programs.TRACED)) == 1  # pixels do not depend on it
+
+
+@pytest.mark.parametrize("setting", kept_programs.WATCHED)
+def test_who_wants_to_see_jax_at_work_does(setting, folder, monkeypatch):
+    values = {**jax.config.values, setting: "somewhere"}
+    monkeypatch.setattr(type(jax.config), "values", values)
+    arguments = ({}, np.zeros(2, np.float32))
+    trace = lambda: jax.jit(lambda _, x: x + 1).trace(*arguments)  # noqa: E731
+    for _ in range(2):
+        found, _ = kept_programs.compiled(trace, {}, ("plus", arguments))
+        assert not folder.exists()
+        np.testing.assert_array_equal(found(*arguments), [1, 1])
+
+
+@pytest.mark.parametrize("name", ["a_k10", pytest.param("llamagen_c2i", marks=pytest.mark.slow)])
+def test_the_same_in_another_process(name):
+    """Whatever the order of sets there is."""
+    call = f"from tests.engine import test_kept_programs as t; print(t.codes_of({name!r}))"
+    said = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", call]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        said.append(done.stdout.strip())
+        assert len(said[-1]) == 64, done.stderr
+    assert said[0] == said[1]
+
+
+def codes_of(name: str) -> str | None:
+    return fingerprint_of(varjax.Generator(fixture_model(name), "headkv", 0.5, batch_size=2))
+
+
+def fingerprint_of(generator: varjax.Generator) -> str | None:
+    state, arguments = generator._traced_arguments(None, None)
+    said = (generator.spec, generator.precision)
+    return fingerprint.of(said, generator._networks, (state, *arguments))
+
+
+def text_of(generator: varjax.Generator) -> str:
+    state, arguments = generator._traced_arguments(None, None)
+    how = {"precision": generator.precision}
+    traced = program.trace_codes(generator._networks, state, arguments, generator.spec, **how)
+    return traced.lower().as_text()
+
+
+VARIANTS = [
+    {},
+    {"budget": 0.25},
+    {"policy": "h2o"},
+    {"policy": "snapkv"},
+    {"batch_size": 3},
+    {"kv_dtype": "int8"},
+    {"keep_logits": True},
+    {"layers": "unroll"},
+    {"sampling": varjax.Sampling(top_k=7)},
+    {"sampling": varjax.Sampling(top_p=0.5)},
+    {"sampling": varjax.Sampling(cfg=2.5)},
+]
+
+
+def test_programs_that_differ_have_other_fingerprints():
+    """Of all pairs; and the same one twice has the same, from another model object, too."""
+    found = {}
+    for options in VARIANTS:
+        model = fixture_model("a_k10")
+        options = {"policy": "streaming", "budget": 0.5, "batch_size": 2, **options}
+        generator = varjax.Generator(model, **options)
+        found.setdefault(fingerprint_of(generator), set()).add(text_of(generator))
+        assert fingerprint_of(varjax.Generator(fixture_model("a_k10"), **options)) in found
+    assert None not in found and all(len(texts) == 1 for texts in found.values())
+    assert len(found) > 8
+
+
+def digest(said=None, networks=None, arrays=None) -> str | None:
+    return fingerprint.of(said, networks, arrays)
+
+
+def test_static_arrays_count_by_contents_and_arguments_by_shape():
+    ones, twos = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    assert digest(said=ones) != digest(said=twos)
+    assert digest(said=jnp.asarray(ones)) != digest(said=jnp.asarray(twos))
+    assert digest(arrays=ones) == digest(arrays=jnp.asarray(twos))
+    assert digest(arrays=ones) != digest(arrays=ones.astype(np.float16))
+    assert digest(arrays=ones) != digest(arrays=ones[:2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (1, True),
+        ((1, 2), [1, 2]),
+        ((1, (2,)), ((1, 2),)),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        ("ab", ("a", "b")),
+        (Decoding("float32", 1), Decoding("float32", 2)),
+        (jnp.sum, jnp.max),
+        (np.dtype("int8"), np.dtype("uint8")),
+    ],
+)
+def test_what_differs_differs(one, other):
+    assert digest(one) and digest(one) != digest(other) and digest(one) == digest(one)
+
+
+@pytest.mark.parametrize("unknown", [object(), lambda x: x, OwnPolicy(budget=0.5), iter("ab")])
+def test_what_cannot_be_told_has_none(unknown):
+    assert digest(said=[unknown]) is None
+
+
+def test_settings_of_jax_count(monkeypatch):
+    plain = digest()
+    with jax.numpy_dtype_promotion("strict"):
+        assert digest() != plain
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert digest() != plain
