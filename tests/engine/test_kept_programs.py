@@ -88,6 +88,34 @@ def plus(number: float) -> tuple[np.ndarray, str]:
     return np.asarray(found(*arguments)), said
 
 
+def test_equal_texts_of_other_arguments(folder, monkeypatch):
+    """Arguments that a program does not use are not in its text."""
+    texts = set()
+    for functions in (None, "private parts of JAX are elsewhere"):
+        if functions:
+            monkeypatch.setattr(kept_programs, "_inputs", lambda lowered: None)
+        for sizes, used in (((2, 2), 0), ((2, 2), 1), ((3, 2), 1), ((2, 4), 0)):
+            arguments = ({}, *(np.full(size, i, np.float32) for i, size in enumerate(sizes)))
+            jitted = jax.jit(lambda _, *arrays, used=used: arrays[used] + 1)
+            texts.add(jitted.lower(*arguments).as_text())
+            said = (functions, used)
+            for expected in ("cold", "warm"):
+                found, verdict = kept_programs.compiled(
+                    lambda: jitted.trace(*arguments),  # noqa: B023
+                    {},
+                    (said, arguments),
+                )
+                assert verdict == expected
+                np.testing.assert_array_equal(found(*arguments), np.full(2, used + 1))
+    assert len(texts) == 1
+
+
+def test_this_version_of_jax_says_which_arguments_are_used():
+    """If not, changed sources compile anew: slower, no more."""
+    lowered = jax.jit(lambda a, b: b + 1).lower(np.zeros(1), np.zeros(2))
+    assert kept_programs._inputs(lowered).endswith("[1]")
+
+
 def cut(path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

@@ -94,7 +94,10 @@ class _Kept:
     ) -> jax.stages.Compiled | None:
         """The program of this text, if it is kept; it is known from now on."""
         self._digest = fingerprint.digest_of(
-            fingerprint.surroundings(), repr(sorted(options.items())), lowered.as_text()
+            fingerprint.surroundings(),
+            repr(sorted(options.items())),
+            lowered.as_text(),
+            _inputs(lowered) or self._traced.stem,
         )
         found = self._load(self._digest, lowered.out_tree)
         if found:
@@ -127,6 +130,17 @@ class _Kept:
                 data, self._tree, out_tree, execution_devices=jax.local_devices()[:1]
             )
         return None
+
+
+def _inputs(lowered: jax.stages.Lowered) -> str | None:
+    """What the text does not say, because arguments that are not used do not occur in it: types of
+    all, and which are used. None if this version of JAX, which does not say that in public, keeps
+    it elsewhere."""
+    try:
+        used = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return f"{jax.tree.leaves(lowered.in_avals)} {used}"
 
 
 def _read(path: pathlib.Path) -> bytes | None:
