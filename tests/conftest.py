@@ -18,6 +18,7 @@ import pytest
 from tests import compilation
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported anywhere
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands that tests start read 300 of our files
 if "VARJAX_TEST_FOLDER" not in os.environ:
     os.environ["VARJAX_TEST_FOLDER"] = tempfile.mkdtemp(prefix="varjax-test-")
     atexit.register(shutil.rmtree, os.environ["VARJAX_TEST_FOLDER"], ignore_errors=True)
