@@ -232,8 +232,10 @@ class Generator:
         self.timing.compile_s = time.perf_counter() - start
 
     def _kept_as(self, said: object, *arguments: PyTree) -> kept_programs.Said | None:
-        """What `kept_programs` asks of a program of one device."""
-        return None if self._sharded else (said, (self._networks, *arguments))
+        """What `kept_programs` asks of a program of one device that does not call the host."""
+        if self._sharded or self.spec.watch:
+            return None
+        return said, (self._networks, *arguments)
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.attention or implementations.preferred()

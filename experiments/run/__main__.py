@@ -234,10 +234,12 @@ def generate_series(
         for numbers, results in held:
             store.add(series, numbers, run_results.kept(run, results))
         made.add(sum(len(numbers) for numbers, _ in held))
-        if ending.after_step():
-            raise Stopped(made.by_all(), total)
-    if missing:
-        made.by_all()
+        if ended := ending.after_step():
+            break
+    if missing:  # the same in all processes, which end together or go on together
+        stored, ended = made.by_all(ended)
+        if ended:
+            raise Stopped(stored, total)
     return generator
 
 

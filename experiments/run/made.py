@@ -2,6 +2,8 @@
 
 import time
 
+import numpy as np
+
 from varjax.parallel import processes
 from varjax.progress import Progress
 
@@ -27,12 +29,12 @@ class Made:
         processes.post(self._topic, str(self._own))
         self._say()
 
-    def by_all(self) -> int:
-        """Wait for all processes; return how many images are stored. `LostProcess` if one is
-        gone."""
-        processes.wait()
+    def by_all(self, ended: bool) -> tuple[int, bool]:
+        """Wait for all processes; return how many images are stored, and whether any process has
+        `ended` early. The same in all. `LostProcess` if one is gone."""
+        any_ended = bool(processes.say_all(np.array([ended])).any())
         self._say()
-        return self._stored()
+        return self._stored(), any_ended
 
     def _stored(self) -> int:
         many = processes.count() > 1

@@ -34,8 +34,7 @@ def start(folder, verb, each, *flags, out="out"):
             verb,
         ]
         command += [*flags, where, into, *own.get("flags", ())]
-        command += [f"--compilation_cache={folder / 'programs'}"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": own.get("xla", "")}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
     try:

@@ -14,7 +14,7 @@ from tests.parallel import collectives
 def counted(*more: str) -> dict[str, dict]:
     found = subprocess.run(
         [sys.executable, "-m", "tests.parallel.collectives", *more],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )

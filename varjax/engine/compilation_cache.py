@@ -9,6 +9,7 @@ import contextlib
 import functools
 import pathlib
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -81,23 +82,28 @@ def kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+_off = threading.Lock()  # JAX's cache is off for a program of `off`
+
+
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """JAX neither looks for programs that are compiled inside, nor keeps them."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+    """JAX neither looks for programs that are compiled inside, nor keeps them. One thread at a
+    time, since that is a setting of the process."""
+    with _off:
+        jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
 
 
 def is_on() -> bool:
     """Whether compiled programs are kept and looked for."""
     config = jax.config
-    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
+    enabled = config.jax_enable_compilation_cache or _off.locked()
+    return bool(config.jax_compilation_cache_dir and enabled)
 
 
 def _set(folder: str | None) -> None:

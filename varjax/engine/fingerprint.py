@@ -1,8 +1,9 @@
 """A name for a program before it is traced: a digest of all that tracing depends on.
 
 That is what it is called with (static objects by their contents, arrays by shape and type), the
-sources of this package, versions, settings of JAX and the machine. What cannot be followed, or
-whose code is not of this package, has no fingerprint: its program is traced as usual.
+files of this package, versions, settings of JAX and the machine. Whatever cannot be followed, or is
+code of somebody else's, has no fingerprint: its program is traced as usual. Functions that are
+replaced while the process runs are not seen.
 """
 
 import dataclasses
@@ -10,23 +11,30 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import os
 import pathlib
 import platform
 import sys
+import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 from flax import nnx
 
-PACKAGES = ("varjax", "pallas_kernels")  # whose sources are part of the fingerprint
-# whose versions are, and the language's own
+IMPORTED = time.time()
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # which XLA reads when JAX starts
+FLAGS_THEN = [os.environ.get(name, "") for name in FLAGS]
+PACKAGES = ("varjax", "pallas_kernels")  # whose files are part of the fingerprint
+FILES = (".py", ".json")  # sources, and tuned tiles
+# whose versions are part of it, and the language's own
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
-KNOWN = {*PACKAGES, *VERSIONED, *sys.stdlib_module_names}
+KNOWN = {*PACKAGES, *VERSIONED, "builtins", "collections"}
 ASIDE = ("compilation_cache", "persistent_cache")  # settings of JAX that change no program
+# Seconds before the import of this module in which others of the package were imported: what was
+# written later need not be what runs.
+IMPORTING = 10.0
 JITTED = type(jax.jit(abs))
 CPU_LINES = 2**14  # bytes of /proc/cpuinfo that describe the first processor
 
@@ -47,9 +55,9 @@ def of(said: object, networks: object, arrays: object) -> str | None:
         walk.add((said, networks))
         walk.by_shape = True
         walk.add(arrays)
-    except Unknown:
+        return digest_of(_files(), surroundings(), walk.digest.hexdigest())
+    except Exception:  # besides `Unknown`: objects that do not say what they consist of
         return None
-    return digest_of(_sources(), surroundings(), walk.digest.hexdigest())
 
 
 def digest_of(*texts: str) -> str:
@@ -57,20 +65,42 @@ def digest_of(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-@functools.cache
-def _sources() -> str:
-    """Digest of all sources of this package, read once in a process."""
-    digest = hashlib.sha256()
+def _files() -> str:
+    """Digest of the files of this package. `Unknown` if they may be others than those that run."""
+    found = tuple(
+        (path, status.st_size, max(status.st_mtime, status.st_ctime))
+        for path in _paths()
+        for status in [os.stat(path)]
+    )
+    if max(changed for *_, changed in found) > IMPORTED - IMPORTING:
+        raise Unknown("files that have changed since they were imported")
+    return _contents(found)
+
+
+def _paths() -> Iterator[str]:
     for name in PACKAGES:
-        folder = pathlib.Path(sys.modules[name].__file__).parent
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
-            digest.update(file.read_bytes())
+        main = pathlib.Path(sys.modules[name].__file__)
+        if main.suffix != ".py" or not main.is_file():
+            raise Unknown(f"{name} has no sources")
+        for folder, folders, files in os.walk(main.parent):
+            folders.sort()
+            yield from (f"{folder}/{file}" for file in sorted(files) if file.endswith(FILES))
+
+
+@functools.lru_cache(maxsize=2)
+def _contents(files: tuple[tuple[str, int, float], ...]) -> str:
+    """Digest of files: read once in a process."""
+    digest = hashlib.sha256()
+    for path, size, _ in files:
+        digest.update(f"{path}\0{size}\0".encode())
+        digest.update(pathlib.Path(path).read_bytes())
     return digest.hexdigest()
 
 
 def surroundings() -> str:
     """Digest of what every program on this device depends on: versions, settings, the machine."""
+    if FLAGS_THEN != [os.environ.get(name, "") for name in FLAGS]:
+        raise Unknown("flags that XLA may not have read")
     device = jax.local_devices()[0]
     settings = {
         name: value
@@ -81,7 +111,7 @@ def surroundings() -> str:
         _versions(),
         sorted((name, repr(value)) for name, value in settings.items()),
         repr(jax.sharding.get_abstract_mesh()),
-        [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        FLAGS_THEN,
         (device.platform, device.device_kind, device.id, device.client.platform_version),
         _processor(),
         _cores(),
@@ -123,20 +153,16 @@ class _Walk:
         self.digest, self._met, self._alive = hashlib.sha256(), {}, []
 
     def add(self, item: object) -> None:
-        if item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
-            self._plain(item)
+        if type(item) in (type(None), bool, int, float, complex, str, bytes):
+            self._say(type(item).__name__, repr(item))
             return
-        if id(item) in self._met:
-            self._say("again", self._met[id(item)])
+        met = (id(item), self.by_shape)
+        if met in self._met:
+            self._say("again", self._met[met])
             return
-        self._met[id(item)] = len(self._met)
+        self._met[met] = len(self._met)
         self._alive.append(item)  # else its number could be given to another object
         self._object(item)
-
-    def _plain(self, item: object) -> None:
-        if type(item).__module__ != "builtins":
-            self._class(type(item))
-        self._say(type(item).__name__, repr(item))
 
     def _object(self, item: object) -> None:
         if isinstance(item, type):
@@ -156,24 +182,27 @@ class _Walk:
             self._items(item.func, item.args, item.keywords)
         elif isinstance(item, types.MethodType):
             self._items(item.__self__, item.__func__)
-        elif isinstance(item, (types.FunctionType, types.BuiltinFunctionType, JITTED)):
+        elif isinstance(item, types.FunctionType):
             self._function(item)
+        elif isinstance(item, (types.BuiltinFunctionType, JITTED)):
+            self._named("function", item)
         else:
             self._compound(item)
 
     def _compound(self, item: object) -> None:
         self._class(type(item))
-        if isinstance(item, Mapping):
+        if dataclasses.is_dataclass(item):
+            fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
+            self._mapping(fields | (_attributes(item) if hasattr(item, "__dict__") else {}))
+        elif isinstance(item, Mapping):
             self._mapping(item)
         elif isinstance(item, (tuple, list)):
             self._items(*item)
         elif isinstance(item, (set, frozenset)):
             self._items(*sorted(item, key=repr))
-        elif dataclasses.is_dataclass(item):
-            self._mapping({f.name: getattr(item, f.name) for f in dataclasses.fields(item)})
+        elif isinstance(item, (int, float, str)):
+            self._items(repr(item), _attributes(item))
         elif isinstance(item, nnx.Module) or _package(type(item)) in PACKAGES:
-            if not hasattr(item, "__dict__"):
-                raise Unknown(type(item))
             self._mapping(_attributes(item))
         else:
             raise Unknown(type(item))
@@ -203,18 +232,27 @@ class _Walk:
             self.add(item)
 
     def _class(self, item: type) -> None:
-        if _package(item) not in KNOWN:
-            raise Unknown(item)
-        self._say("class", item.__module__, item.__qualname__)
+        self._named("class", item)
 
-    def _function(self, item: Callable) -> None:
-        if _package(item) not in KNOWN:
+    def _named(self, kind: str, item: type | Callable) -> None:
+        """What its module knows under its name, and nothing else of that name."""
+        found = sys.modules.get(item.__module__ or "")
+        for name in item.__qualname__.split("."):
+            found = getattr(found, name, None)
+        if found is not item or _package(item) not in KNOWN:
             raise Unknown(item)
-        self._say("function", item.__module__, item.__qualname__)
-        if isinstance(item, types.FunctionType):
-            self._say(item.__code__.co_firstlineno)
-            self._items(item.__defaults__, item.__kwdefaults__)
-            self._items(*inspect.getclosurevars(item).nonlocals.items())
+        self._say(kind, item.__module__, item.__qualname__)
+
+    def _function(self, item: types.FunctionType) -> None:
+        """Functions inside of others, too: code of a file that is known, and what it has seen."""
+        code, package = item.__code__, _package(item)
+        main = getattr(sys.modules.get(package), "__file__", None)
+        inside = main and pathlib.Path(main).parent in pathlib.Path(code.co_filename).parents
+        if package not in KNOWN or not inside:
+            raise Unknown(item)
+        self._say("function", code.co_filename, item.__qualname__, code.co_firstlineno)
+        self._items(item.__defaults__, item.__kwdefaults__, getattr(item, "__wrapped__", None))
+        self._items(*(cell.cell_contents for cell in item.__closure__ or ()))
 
     def _say(self, *words: object) -> None:
         self.digest.update("\0".join(map(str, words)).encode() + b"\1")
@@ -225,12 +263,16 @@ def _package(item: type | Callable) -> str:
 
 
 def _attributes(item: object) -> dict:
-    """Attributes of an object, without what it computes once and keeps, and what flax notes."""
+    """Attributes of an object, without what it computes once and keeps, and what flax notes.
+    `Unknown` if it has others than those of its dictionary."""
+    if any(vars(kind).get("__slots__") for kind in type(item).__mro__):
+        raise Unknown(type(item))
     kept = {
         name
         for kind in type(item).__mro__
         for name, value in vars(kind).items()
         if isinstance(value, functools.cached_property)
     }
-    found = {n: v for n, v in vars(item).items() if n not in kept and not n.startswith("_pytree__")}
+    found = getattr(item, "__dict__", {})
+    found = {n: v for n, v in found.items() if n not in kept and not n.startswith("_pytree__")}
     return dict(sorted(found.items()))

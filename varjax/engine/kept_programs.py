@@ -19,6 +19,7 @@ import hashlib
 import os
 import pathlib
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
@@ -30,7 +31,8 @@ from varjax.errors import UserError
 from varjax.storage import atomic
 
 PLATFORMS = ("cpu",)  # others have run no kept program yet
-WATCHED = ("jax_dump_ir_to", "jax_log_compiles")  # who sets them wants to see JAX at work
+# Who sets them wants to see JAX at work, or chooses a device.
+LEFT_TO_JAX = ("jax_dump_ir_to", "jax_log_compiles", "jax_default_device")
 FOLDER = "varjax"  # beside the programs that JAX keeps
 TRACED, PROGRAM = ".traced", ".program"
 MOST_BYTES = 2 * 2**30  # of all files: those that were not used for longest go
@@ -54,16 +56,22 @@ def compiled(
     """
     kept = kept_as and _Kept.of((kept_as[0], sorted(options.items())), kept_as[1])
     if kept is None:
-        # it sees this program only: helpers compile too quickly to be kept, and look cold
-        with compilation_cache.Watch() as watch:
-            found = trace().lower().compile(compiler_options=options)
-        return found, watch.verdict  # which is known once the watch has ended
+        return _by_jax(trace().lower(), options)
     if found := kept.known():
         return found, "warm"
     lowered = trace().lower()
     if found := kept.same_text(lowered, options):
         return found, "warm"
+    if not kept.can_be_written():  # as where JAX's programs came with an image
+        return _by_jax(lowered, options)
     return kept.compile(lowered, options), "cold"
+
+
+def _by_jax(lowered: jax.stages.Lowered, options: Options) -> tuple[jax.stages.Compiled, str]:
+    # it sees this program only: helpers compile too quickly to be kept, and look cold
+    with compilation_cache.Watch() as watch:
+        found = lowered.compile(compiler_options=options)
+    return found, watch.verdict  # which is known once the watch has ended
 
 
 class _Kept:
@@ -78,16 +86,19 @@ class _Kept:
         """None: this program is not kept here."""
         if not compilation_cache.is_on() or jax.default_backend() not in PLATFORMS:
             return None
-        if any(map(jax.config.values.get, WATCHED)):
+        place = jax.config.jax_compilation_cache_dir
+        left = "://" in place or any(map(jax.config.values.get, LEFT_TO_JAX))
+        if left or not _are_here(arguments):
             return None
         name = fingerprint.of(said, arguments[0], arguments[1:])
-        folder = pathlib.Path(jax.config.jax_compilation_cache_dir, FOLDER)
-        return name and cls(folder, name, arguments)
+        return name and cls(pathlib.Path(place, FOLDER), name, arguments)
 
     def known(self) -> jax.stages.Compiled | None:
         """The program of this fingerprint, if it is kept."""
         said = _read(self._traced)
-        return said and self._load(*pickle.loads(said))
+        with contextlib.suppress(Exception):  # whatever it holds
+            return said and self._load(*pickle.loads(said))
+        return None
 
     def same_text(
         self, lowered: jax.stages.Lowered, options: Options
@@ -104,13 +115,21 @@ class _Kept:
             self._note(lowered)
         return found
 
+    def can_be_written(self) -> bool:
+        try:  # asking for permissions is not enough: for root they always look right
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._folder).close()
+        except OSError:
+            return False
+        return True
+
     def compile(self, lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
         """Compile the program of `same_text`, and keep it if it can be kept."""
         # what JAX has read from its cache cannot be written again
         with compilation_cache.off():
             found = lowered.compile(compiler_options=options)
         # before it runs: afterwards jaxlib cannot write it any more
-        with contextlib.suppress(ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):  # some programs cannot be, as those that call the host
             data, *_ = serialize_executable.serialize(found)
             _write(self._folder / (self._digest + PROGRAM), data)
             self._note(lowered)
@@ -118,8 +137,7 @@ class _Kept:
         return found
 
     def _note(self, lowered: jax.stages.Lowered) -> None:
-        with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
-            _write(self._traced, pickle.dumps((self._digest, lowered.out_tree)))
+        _write(self._traced, pickle.dumps((self._digest, lowered.out_tree)))
 
     def _load(self, digest: str, out_tree: jax.tree_util.PyTreeDef) -> jax.stages.Compiled | None:
         data = _read(self._folder / (digest + PROGRAM))
@@ -130,6 +148,14 @@ class _Kept:
                 data, self._tree, out_tree, execution_devices=jax.local_devices()[:1]
             )
         return None
+
+
+def _are_here(arguments: tuple[PyTree, ...]) -> bool:
+    """Whether all arrays lie where the program will be loaded for, in its usual memory."""
+    here, *_ = jax.local_devices()
+    usual = here.default_memory().kind
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    return all(a.devices() == {here} and a.sharding.memory_kind in (usual, None) for a in arrays)
 
 
 def _inputs(lowered: jax.stages.Lowered) -> str | None:
@@ -147,27 +173,28 @@ def _read(path: pathlib.Path) -> bytes | None:
     """The contents of a file of `_write`; None if there is none, or it is damaged."""
     try:
         data = path.read_bytes()
-        os.utime(path)  # it was used
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # of somebody else
+        os.utime(path)  # it was used
     told, contents = data[:CHECKSUM], data[CHECKSUM:]
     return contents if hashlib.sha256(contents).digest() == told else None
 
 
 def _write(path: pathlib.Path, contents: bytes) -> None:
     """Keep a file, if it can be written: it is only a cache."""
-    with contextlib.suppress(OSError, UserError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.new_file(path) as file:
-            file.write(hashlib.sha256(contents).digest() + contents)
+    # files of this name hold the same, whoever writes them: threads and processes may meet
+    with contextlib.suppress(OSError, UserError), atomic.new_file(path) as file:
+        file.write(hashlib.sha256(contents).digest() + contents)
 
 
 def _forget(folder: pathlib.Path) -> None:
-    """Remove what was not used for longest, until `MOST_BYTES` are left."""
-    total = 0
+    """Remove what was not used for longest, until `MOST_BYTES` are left, or what JAX was told."""
+    told = jax.config.jax_compilation_cache_max_size
+    total, most = 0, min(MOST_BYTES, told) if told > 0 else MOST_BYTES
     for path, status in sorted(_files(folder), key=lambda f: f[1].st_mtime, reverse=True):
         total += status.st_size
-        if total > MOST_BYTES:
+        if total > most:
             with contextlib.suppress(OSError):  # another process removes it, too
                 path.unlink()
 
