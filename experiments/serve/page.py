@@ -17,7 +17,7 @@ from PIL import Image
 from experiments.serve import look, shown, typed
 from experiments.serve.api import MOST_UPLOAD_PIXELS, Service
 from experiments.serve.drawer import Patch
-from experiments.serve.guard import MOST_FILE
+from experiments.serve.guard import UPLOAD, most_bytes
 from experiments.serve.shown import SHOWN, large
 from experiments.serve.studio import Choice, Drawn, Studio
 from experiments.serve.typed import FULL, LOWER, WAYS
@@ -49,7 +49,7 @@ def mount(app: FastAPI, service: Service, make: Callable[..., Generator]) -> Fas
         blocks,
         path="/",
         show_error=False,  # messages of ours are shown anyway; others would show internals
-        max_file_size=MOST_FILE,
+        max_file_size=most_bytes(UPLOAD),  # not less: the guard refuses, in its own form
         ssr_mode=False,
         theme=gr.themes.Default(**look.FONTS),
         css=look.CSS,

@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
 from experiments.serve import page as page_lib  # noqa: E402
 from experiments.serve import typed  # noqa: E402
 from experiments.serve.api import Service, make_app  # noqa: E402
-from experiments.serve.guard import MOST_FILE, MOST_PAGE  # noqa: E402
+from experiments.serve.guard import MOST_FILE, MOST_PAGE, UPLOAD, most_bytes  # noqa: E402
 from experiments.serve.studio import Studio  # noqa: E402
 from experiments.serve.subjects import subjects  # noqa: E402
 
@@ -87,6 +87,9 @@ def test_uploads(client):
             answer = client.post(f"/gradio_api/{path}", content=body, headers=kind)
             assert answer.status_code == 413, path
             assert answer.json()["error"]["type"] == "request_too_large"
+    for more in (most_bytes(UPLOAD) - MOST_FILE - 2**10, most_bytes(UPLOAD) - MOST_FILE):
+        answer = upload(client, bytes(MOST_FILE + more))  # the guard counts what is around the file
+        assert answer.status_code == 200 or answer.json()["error"]["type"] == "request_too_large"
     picture = pictures.png(np.zeros((8, 8, 3), np.uint8))
     answer = upload(client, picture)
     assert answer.status_code == 200
