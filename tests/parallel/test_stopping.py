@@ -57,3 +57,21 @@ def test_who_was_asked_ends_all(questions, monkeypatch):
     assert not ending.after_step() and not ending.after_step()
     stop.asked = True
     assert ending.after_step(last=True)  # whatever the interval is
+
+
+def test_who_is_silent_is_lost(monkeypatch):
+    """Who has ended, or not begun, may be silent."""
+    clock, texts = [0.0], ["0 5", "1 7", "2 over"]
+    monkeypatch.setattr(processes, "posted", lambda topic: texts)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+    pulse = stopping.Pulse()
+    for beat in range(10):
+        clock[0], texts[0] = 4.0 * beat, f"0 {beat}"
+        if clock[0] <= pulse.LOST_S:
+            pulse.check()
+            continue
+        with pytest.raises(processes.LostProcess, match="process 1 has said nothing for 28 s"):
+            pulse.check()
+        break
+    texts[1] = "1 8"
+    pulse.check()

@@ -27,7 +27,7 @@ from varjax.errors import UserError, some
 AUTO = "auto"
 Item = TypeVar("Item")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
-START_S, HEARTBEAT_S, STOP_S = 120.0, 30, 30  # seconds until somebody counts as lost
+START_S, HEARTBEAT_S, STOP_S = 120.0, 45, 30  # seconds until somebody counts as lost
 MOST = 10**5  # processes
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
