@@ -137,7 +137,8 @@ class _Kept:
         return found
 
     def _note(self, lowered: jax.stages.Lowered) -> None:
-        _write(self._traced, pickle.dumps((self._digest, lowered.out_tree)))
+        with contextlib.suppress(Exception):  # results of a kind that cannot be written
+            _write(self._traced, pickle.dumps((self._digest, lowered.out_tree)))
 
     def _load(self, digest: str, out_tree: jax.tree_util.PyTreeDef) -> jax.stages.Compiled | None:
         data = _read(self._folder / (digest + PROGRAM))
