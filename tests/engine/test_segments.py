@@ -5,7 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from varjax.engine.segments import Segment, padded_tokens, plan_segments
+import varjax
+from varjax.engine import program
+from varjax.engine.segments import TILE_8_BITS, Segment, padded_tokens, plan_segments
 from varjax.errors import UserError
 from varjax.models.step_inputs import StepInputs
 from varjax.schedule import Schedule
@@ -108,6 +110,12 @@ def test_large_models_pad_a_twentieth(name, rows):
     assert plan_segments(schedule, len(segments), rows, 192) == segments
 
 
+def test_rows_in_8_bits_come_by_sixteen():
+    """Two rows of 100 tokens would be padded and cut around every product."""
+    found = plan_segments(SCHEDULES["var-256"], "auto", 2, 192, TILE_8_BITS)
+    assert found == (Segment(0, 8, 104), Segment(8, 9, 176), Segment(9, 10, 256))
+
+
 def test_auto_accepts_a_quarter_exactly():
     schedule = Schedule.parse("1x3;1x5")  # one segment of 2 x 5 tokens is 1.25 x 8
     assert plan_segments(schedule) == (Segment(0, 2, 5),)
@@ -149,3 +157,14 @@ def test_index_maps(name, how):
             seen += index[row, : real[row]].tolist()
             assert (index[row, real[row] :] == schedule.ends[k] - 1).all()
     assert seen == list(range(schedule.total_tokens))
+
+
+def test_a_large_model_in_8_bits_is_cut_for_its_products(monkeypatch):
+    monkeypatch.setattr(program, "SCANNED_BYTES", 0)
+    model, schedule = varjax.describe(), SCHEDULES["var-256"]
+    lengths = {}
+    for scheme in (None, "int8", "fp8"):
+        networks = (model.quantized(scheme, emulated=scheme == "fp8") if scheme else model).networks
+        cut = program.plan_segments(networks, schedule, "auto", 2, "gpu")
+        lengths[scheme] = [segment.length for segment in cut]
+    assert lengths == {None: [100, 172, 256], "int8": [100, 172, 256], "fp8": [104, 176, 256]}

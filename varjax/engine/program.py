@@ -132,9 +132,11 @@ def plan_segments(
     rows: cache rows of one device.
     """
     # In a small program the bodies' compile time counts, in a large one what padding costs.
-    if not _is_large(networks["transformer"]):
+    transformer = networks["transformer"]
+    if not _is_large(transformer):
         return segments.plan_segments(schedule, wanted)
-    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform])
+    tile = segments.TILE if transformer.bits is None else segments.TILE_8_BITS
+    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
 
 
 def _is_large(transformer: nnx.Module) -> bool:

@@ -31,7 +31,8 @@ AUTO = "auto"
 # "auto" accepts this much of the exact count, of a small and of a large program; integers, so that
 # 1.25x exactly is still in
 SMALL_OVERHEAD, LARGE_OVERHEAD = (5, 4), (21, 20)
-TILE = 8  # rows that libraries multiply with at once; they copy others into such
+TILE = 8  # rows that libraries multiply at once; they copy others into such
+TILE_8_BITS = 16  # the same of rows in 8 bits
 LOGITS_BYTES = 2**30  # logits, and what sampling from them takes, that may exist at once
 ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
 
@@ -59,6 +60,7 @@ def plan_segments(
     segments: int | str = AUTO,
     rows: int | None = None,
     free_rows: int = 0,
+    tile: int = TILE,
 ) -> tuple[Segment, ...]:
     """Cut the scales into contiguous segments with the fewest padded tokens. For a large program
     take those that cost least.
@@ -69,8 +71,9 @@ def plan_segments(
         whose padded tokens are at most 1.25x the exact count: another compiled body costs more than
         padding. A large one gets the fewest that cost at most 1.05x what no padding would.
       rows: rows that each token has on one device. It is given for a large program, whose products
-        take most of its time. Lengths are then rounded up to whole tiles of `TILE` rows.
+        take most of its time. Lengths are then rounded up to whole tiles of rows.
       free_rows: rows of a product that take as long as one.
+      tile: rows of a tile.
 
     Returns:
       The segments in order; together they cover scales 0..K-1. Among equal cuts the last segment
@@ -88,12 +91,12 @@ def plan_segments(
     counts = range(1, schedule.num_scales + 1) if count is None else (count,)
     cuts = (_best_cut(tokens, n, least) for n in counts)
     best = next(c for c in cuts if count or padded_tokens(c, least) * than <= exact * more)
-    return tuple(_in_tiles(segment, rows) for segment in best) if rows else best
+    return tuple(_in_tiles(segment, rows, tile) for segment in best) if rows else best
 
 
-def _in_tiles(segment: Segment, rows: int) -> Segment:
+def _in_tiles(segment: Segment, rows: int, tile: int) -> Segment:
     """Lengthen a segment until its products have a whole number of tiles of rows."""
-    multiple = TILE // math.gcd(TILE, rows)
+    multiple = tile // math.gcd(tile, rows)
     return replace(segment, length=-(-segment.length // multiple) * multiple)
 
 
