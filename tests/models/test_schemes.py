@@ -83,6 +83,17 @@ def test_matrices_of_layers(name):
     assert (plain.array, plain.scale) == (2, 1)
 
 
+@pytest.mark.parametrize("at_once", [0, 256])
+@pytest.mark.parametrize("scheme", [SCHEMES["int8"], *EMULATED.values()], ids=lambda s: s.name)
+def test_one_product_with_all_layers(scheme, at_once, monkeypatch):
+    monkeypatch.setattr(quantized, "ROWS_AT_ONCE", at_once)
+    x, matrices = random(2, 5, 32), quantize(random(3, 32, 16), scheme)
+    expected = jnp.stack([matrices.layer(layer).product(x) for layer in range(3)])
+    found = jax.jit(matrices.of_all_layers)(x)
+    assert found.shape == (3, 2, 5, 16)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
 def _slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 

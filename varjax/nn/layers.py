@@ -64,12 +64,15 @@ class Linear(nnx.Linear):
         bias = None if self.bias is None else self.bias[...]
         return replace(self.kernel.get_value().sums(x), bias=bias)
 
-    def each_layer(self, x: Float[Array, "L ... D_in"]) -> Float[Array, "L ... D_out"]:
-        """Where the matrices of all layers are stacked: every layer's product, without biases."""
+    def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
+        """Where the matrices of all layers are stacked: the product of each with the same rows,
+        without biases."""
         kernel = self.kernel.get_value()
         if quantized.is_one(kernel):
-            return jax.lax.map(lambda layer: layer[0].product(layer[1]), (kernel, x))
-        return jnp.einsum("l...d,lde->l...e", x, kernel)
+            return kernel.of_all_layers(x)
+        # a product per layer: one over all would first copy all these weights, transposed
+        rows = jnp.broadcast_to(x, (len(kernel), *x.shape))
+        return jnp.einsum("l...d,lde->l...e", rows, kernel)
 
 
 def rms_norm(

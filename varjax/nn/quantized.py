@@ -32,6 +32,8 @@ Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | stored.Stored
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
+# Rows that the matrices of all layers multiply at once: the result of more is large, and is turned.
+ROWS_AT_ONCE = 256
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +101,19 @@ class Quantized:
         else:
             sums = self._plain(activation(rows) if activation else rows)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
+
+    def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
+        """`product` of the same rows with the matrices of all layers.
+
+        Matrices that lie turned are one matrix: a loop would copy each for the library, and bring
+        the rows into 8 bits for each.
+        """
+        layers, d_in, d_out = self.shape
+        if not self.scheme.activations or x.size > ROWS_AT_ONCE * d_in:
+            return jax.lax.map(lambda matrix: matrix.product(x), self)
+        joined = replace(self, array=self.array.reshape(-1, d_in), scale=self.scale.reshape(-1))
+        found = joined.product(x).reshape(*x.shape[:-1], layers, d_out)
+        return jnp.moveaxis(found, -2, 0)
 
     def sums(self, x: Rows8) -> Sums:
         """The product of rows that are in 8 bits already, with its scales still to come. The sums

@@ -217,8 +217,7 @@ class Infinity(NextScaleTransformer):
     def _text_keys_and_values(self, source: Float[Array, "R M D"]):
         """Keys and values of the text for all layers, each [L, R, N, M, H]."""
         depth = self.config.depth
-        sources = jnp.broadcast_to(source, (depth, *source.shape))
-        found = self.blocks.cross_kv.each_layer(sources)
+        found = self.blocks.cross_kv.of_all_layers(source)
         k, v = jnp.split(found.reshape(*found.shape[:3], -1, self.config.head_dim), 2, axis=3)
         bias = self.blocks.cross_v_bias[...].reshape(depth, 1, 1, *v.shape[3:])
         return k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)

@@ -134,9 +134,7 @@ class VAR(NextScaleTransformer):
             per_layer = self.blocks.modulation_offset[:, None] + shared[None]
         else:
             modulation = self.blocks.modulation
-            # a product per layer: one over all would first copy all these weights, transposed
-            rows = jnp.broadcast_to(active, (config.depth, *active.shape))
-            per_layer = modulation.each_layer(rows)
+            per_layer = modulation.of_all_layers(active)
             per_layer = per_layer + modulation.bias[...][:, None]
             per_layer = split.whole(per_layer, self.model_axis).reshape(
                 config.depth, -1, 6, config.embed_dim
