@@ -219,6 +219,9 @@ _CHIPS = (
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
 _ALIASES |= {name.removeprefix("tpu-"): name for name in CHIPS if name.startswith("tpu-")}
+_TPU_KINDS = {"tpu v5 lite": "tpu-v5e", "tpu v5": "tpu-v5p", "tpu v6 lite": "tpu-v6e"}
+# words of device kinds that go with the peaks that are listed
+_OF_CARDS = {"nvidia", "geforce", "rtx", "sxm", "sxm4", "sxm5", "80gb", "hbm3", "hbm3e"}
 
 
 def get_chip(name: str) -> Chip:
@@ -235,13 +238,14 @@ def get_chip(name: str) -> Chip:
 
 def of_kind(kind: str) -> Chip | None:
     """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"). None if its peak numbers are
-    not known, for example those of cards with other memory than the one that is listed."""
-    kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
-    kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
-    words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
-    if {"pcie", "40gb"} & set(words):  # slower memory than the listed SXM cards with 80 GB
-        return None
-    return next((found for name, found in CHIPS.items() if name in words), None)
+    not known: a card with other memory than the listed one ("NVIDIA H100 NVL"), a slower one of
+    that name ("NVIDIA GeForce RTX 4090 Laptop GPU"), a part of one ("NVIDIA H200 MIG 1g.18gb")."""
+    kind = kind.lower()
+    if kind.startswith("tpu"):
+        kind = _TPU_KINDS.get(kind, kind.replace("tpu ", "tpu-"))
+        return CHIPS.get(_ALIASES.get(kind, kind))
+    words = set(re.split("[ -]", kind.replace("rtx 4090", "rtx4090"))) - _OF_CARDS
+    return CHIPS.get(words.pop()) if len(words) == 1 else None
 
 
 def quiet_environment() -> dict[str, str]:
