@@ -90,7 +90,7 @@ WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, re
 
 
 def targets() -> list[Chip]:
-    """The chips of --target, each once, whose compilers are here."""
+    """The chips of --target, each once."""
     found = {}
     for name in TARGET.value.split(","):
         try:
@@ -98,11 +98,16 @@ def targets() -> list[Chip]:
         except ValueError as error:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
-    if why := chips.why_unavailable(*found):
-        raise UserError(f"cannot compile for {why}")
     for chip in found.values():
         efficiencies.of(chip)  # a damaged file is refused before anything is compiled
     return list(found.values())
+
+
+def check_compilers(wanted: Sequence[Chip]) -> None:
+    """Raise `UserError` if a compiler is missing. To be asked last: nobody should install one for a
+    program that a chip cannot run."""
+    if why := chips.why_unavailable(*(chip.name for chip in wanted)):
+        raise UserError(f"cannot compile for {why}")
 
 
 def attention_for(chip: Chip, asked: str | None) -> str:
@@ -210,6 +215,7 @@ def main(argv) -> int:
         said, text = [title(workloads[wanted[0].name]), *remarks], report.text
         batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
         work = partial(worker.work, workloads, batch)
+    check_compilers(wanted)
     if WORKER.value:
         if len(wanted) > 1:
             raise UserError(f"--worker compiles for one chip, --target names {len(wanted)}")

@@ -124,6 +124,9 @@ def test_missing_compilers_are_named_together(call, monkeypatch):
     for package in ("libtpu", "jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"):
         assert package in err.partition("run `pip install --no-deps ")[2]
     assert "cannot compile for tpu-v5e: libtpu is" in call("aot", "--target=v5e")[2]
+    # nobody should install them for what a chip cannot do
+    err = call("aot", "--target=a100", "--weights_dtype=fp8")[2]
+    assert "and a100 does not: choose int8" in err
 
 
 def results(monkeypatch, **of):
