@@ -14,7 +14,8 @@ by the model every kernel alone: max(bytes / 90 % of the bandwidth, FLOPs / 80 %
              2.5 us to start; TPU: the compiler's cycles. Kernels of ours: their estimates at 85 %
              of the peaks. It ranks programs and shows waste; it is no measurement.
 expected     the same work with what was measured on the chip of each operation, and gaps between
-             kernels. "assumed": nothing was, so there is no other time than the model's.
+             kernels. "assumed": nothing was, so there is no other time than the model's; the more
+             of it is assumed, the less two expected times can be compared.
 weights copied: slices of 1 MiB and more that are cut out of stacked arrays and written beside them;
              an activation may be among them."""
 
@@ -123,11 +124,22 @@ def _known(r: Mapping) -> str:
     return f"measured on {codes['measured_on']}"
 
 
+def _assumed(r: Mapping) -> str:
+    """The share of the expected time that nothing was measured of."""
+    codes = _codes(r)
+    if not codes["expected_s"]:
+        return ""
+    operations = codes["operations"].values()
+    part = sum(o["expected"] for o in operations if o["basis"] == "assumed")
+    return f"{part / codes['expected_s']:.0%}"
+
+
 _ROWS = (
     ("by the model, seconds", lambda r: _shown(_seconds(r))),
     ("  / roofline", _over_roofline),
     ("  codes alone", lambda r: _shown(_codes(r)["modelled_s"])),
     ("  codes, expected", lambda r: _shown(_codes(r)["expected_s"])),
+    ("    assumed of these", _assumed),
     ("  efficiencies", _known),
     ("  products of these", lambda r: f"{_codes(r)['product_s']:.3g}"),
     ("  kernels started", lambda r: f"{_codes(r)['kernels']:.0f}"),

@@ -203,6 +203,14 @@ def test_the_report_says_what_was_measured(on_h100):
         }
         rows = {name.strip(): row(result) for name, row in modelled_report.ROWS}
         assert rows["efficiencies"] == said and bool(rows["codes, expected"]) == seconds
+        if seconds:
+            parts = program["operations"].values()
+            assumed = sum(p["expected"] for p in parts if p["basis"] == "assumed")
+            assert 0 < assumed < program["expected_s"]
+            share = f"{assumed / program['expected_s']:.0%}"
+            assert rows["assumed of these"] == share
+        else:
+            assert rows["assumed of these"] == ""
         lines = "\n".join(modelled_report.notes(chip, "codes", program))
         assert ("products (measured)" in lines) == ("fusions (assumed)" in lines) == seconds
         # the work that is written gives the same times again
