@@ -27,7 +27,7 @@ class FakeDrawer:
     """Draws at once, or when it is told to; a picture says its item."""
 
     def __init__(self, sizes=(1, 2, 4)):
-        self.sizes, self.batches, self.go = sizes, [], threading.Event()
+        self.sizes, self.batches, self.drawing, self.go = sizes, [], 0, threading.Event()
         self.go.set()
 
     @property
@@ -38,7 +38,9 @@ class FakeDrawer:
         return Drawer.size_for(self, waiting)
 
     def draw(self, items):
+        self.drawing = len(items)
         assert self.go.wait(30)
+        self.drawing = 0
         self.batches.append(list(items))
         if any(item.seed == 666 for item in items):
             raise RuntimeError("a batch that fails")

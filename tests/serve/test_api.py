@@ -336,8 +336,7 @@ def test_what_is_not_drawn_in_time_at_the_end():
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: batcher.depth or len(answers) == 3)
-        time.sleep(0.3)
+        wait_until(lambda: batcher.depth + drawer.drawing == 3)
     for thread in threads:
         thread.join(30)
     drawer.go.set()
