@@ -80,7 +80,9 @@ ADOPT = FLAGS.string(
     "adopt", None, "Take what --machine has written into the cost model's data and tuned tiles."
 )
 WORKER = FLAGS.string("worker", None, "Internal: run the steps of --machine, keep them here.")
-SKIP = FLAGS.list("skip", [], "Internal: steps of --machine to leave out.")
+SKIP = FLAGS.list(
+    "skip", [], "--adopt: steps that failed, to do without; internal: steps of --machine."
+)
 JSON = FileFlags(
     FLAGS, "json", "Also write the results to this file; --machine: results/machine.json."
 )
@@ -308,16 +310,35 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
 # --- a whole machine ---
 
 
+# flags that each of them takes, in the order in which they are looked for
+TAKEN = {
+    "adopt": ("skip",),
+    "worker": ("machine", "quick", "overwrite", "skip"),
+    "step": ("machine", "quick"),
+    "machine": ("quick", "minutes", "json", "overwrite"),
+}
+
+
+def check_flags() -> None:
+    """Raise `UserError` for flags that --machine, --adopt and those beside them do not take."""
+    given = [name for name in FLAGS.values if FLAGS.values[name].present]
+    if MACHINE.value and (CHECK.value or TUNE.value):
+        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    for name in ("quick", "minutes", "step", "worker", "skip"):
+        if name in given and not (MACHINE.value or ADOPT.value):
+            raise UserError(f"--{name} belongs to --machine: add it, or leave --{name} out")
+    mode = next(name for name in TAKEN if FLAGS.values[name].value)
+    for name in given:
+        if name not in (mode, *TAKEN[mode]):
+            others = ", ".join(f"--{other}" for other in TAKEN[mode])
+            raise UserError(f"--{mode} does not take --{name}: leave it out; it takes {others}")
+
+
 def show_machine() -> int:
     """Do what --machine, --adopt and the flags that belong to them ask for."""
-    own = QUICK, MINUTES, STEP, WORKER, SKIP
-    only = {f"--{flag.name}": flag.value for flag in own}
-    if given := [name for name, value in only.items() if value and not MACHINE.value]:
-        raise UserError(f"{given[0]} belongs to --machine: add it, or leave {given[0]} out")
-    if CHECK.value or TUNE.value:
-        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    check_flags()
     if ADOPT.value:
-        return adopt.show_adopted(ADOPT.value)
+        return adopt.show_adopted(ADOPT.value, SKIP.value)
     if STEP.value:
         return worker.alone(STEP.value, QUICK.value)
     if WORKER.value:

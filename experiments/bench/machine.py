@@ -28,6 +28,7 @@ from varjax.storage.atomic import check_new_file, exits_when_terminated, write_t
 from varjax.storage.manifest import read_json
 
 FORMAT = {"format": "varjax machine", "version": 1}
+STATUSES = ("finished", "failed", "not run")  # of steps
 DEFAULT = RESULTS / "machine.json"
 MINUTES = {False: 40, True: 5}  # by whether the run is quick
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,9 +153,14 @@ def content(watch: Watch, folder: Path, quick: bool, clocks: dict) -> dict:
 
 def revision(versions: dict) -> str:
     """The commit of this varjax, or else its version."""
+    return commit() or versions.get("varjax", "unknown")
+
+
+def commit() -> str | None:
+    """The commit of this varjax; None where that is not known."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return versions.get("varjax", "unknown")
-    return done.stdout.strip()
+        return None
+    return done.stdout.strip() or None
