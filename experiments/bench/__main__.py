@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from experiments.bench import adopt, checks, machine, report, tuning, worker
+from experiments.bench.lifeline import end_with_parent
 from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
@@ -342,6 +343,7 @@ def show_machine() -> int:
     if STEP.value:
         return worker.alone(STEP.value, QUICK.value)
     if WORKER.value:
+        end_with_parent()
         options = {"overwrite": JSON.overwrite, "skip": SKIP.value}
         return worker.work(Path(WORKER.value), quick=QUICK.value, **options)
     options = {"minutes": MINUTES.value, "overwrite": JSON.overwrite}

@@ -137,8 +137,13 @@ class Watch:
 def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[tuple]:
     """(a process, the queue of what it says, the last lines of its errors); None in the queue is
     the end. Other lines are printed. At the end of the block it is killed, with what it has
-    started."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started. Its input tells it that this process is there (`lifeline`)."""
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     events: queue.Queue = queue.Queue()
     last: deque[str] = deque(maxlen=LAST_LINES)

@@ -1,10 +1,15 @@
 """The processes of `experiments.bench --machine`: one uses the device and keeps what it finished,
 another watches it and goes on without a step that fails or hangs; a wrong number ends both."""
 
+import contextlib
 import json
 import os
+import pathlib
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -195,6 +200,59 @@ def test_a_process_that_does_not_begin(monkeypatch):
     monkeypatch.setattr(watch, "BEGIN_SECONDS", 1)
     with pytest.raises(Refused):
         follow(60)
+
+
+PARENT = """
+import os, sys, time
+from experiments.bench.watch import Watch
+Watch().follow([sys.executable, "-c", sys.argv[1]], dict(os.environ), time.monotonic() + 300)
+"""
+WORKER = """
+import os, pathlib, subprocess, sys, time
+from experiments.bench.lifeline import end_with_parent
+end_with_parent()
+child = subprocess.Popen(["sleep", "300"])
+work = pathlib.Path({path!r} + ".work")
+work.write_text(f"{{os.getpid()}} {{child.pid}}")
+work.rename({path!r})
+time.sleep(300)
+"""
+
+
+def test_the_worker_ends_when_the_other_process_is_killed(tmp_path):
+    """It hangs, and is in a session of its own, with a process that it has started."""
+    path = tmp_path / "pids"
+    command = [sys.executable, "-c", PARENT, WORKER.format(path=str(path))]
+    parent = subprocess.Popen(command, env={**os.environ, **machine.environ()})
+    try:
+        assert until(path.exists, 60), "it did not start"
+        pids = [int(text) for text in path.read_text().split()]
+        assert all(map(alive, pids))
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        assert until(lambda: not any(map(alive, pids)), 10), "the worker lives on"
+    finally:
+        parent.kill()
+        for pid in map(int, path.read_text().split() if path.exists() else ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition holds within so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: one that has ended may wait for somebody to ask for its status."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 # --- the whole again, with made-up processes ---
