@@ -19,7 +19,6 @@ from varjax.errors import UserError, choose, show, some
 from varjax.storage.manifest import read_json
 
 SAME = ("varjax", "jax", "jaxlib")  # versions that have to be those here
-OF_A_MACHINE = {"quick", "platform", "kind", "versions"}  # in the settings of its unfinished run
 COMMIT = re.compile(r"[0-9a-f]{7,}")
 
 
@@ -63,7 +62,7 @@ def _is_run(folder: Path) -> bool:
     """Whether a folder is that of an unfinished --machine."""
     with contextlib.suppress(UserError):
         settings = read_json(folder / SETTINGS)
-        return isinstance(settings, dict) and OF_A_MACHINE <= settings.keys()
+        return isinstance(settings, dict) and machine.OF_A_MACHINE <= settings.keys()
     return False
 
 

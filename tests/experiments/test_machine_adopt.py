@@ -208,7 +208,7 @@ def test_an_unfinished_run_is_refused(files, tmp_path):
     partial.mkdir()
     with pytest.raises(UserError, match="a folder that no --machine has made: name the file"):
         adopt.show_adopted(str(partial))
-    settings = {"quick": False, "platform": "gpu", "kind": "NVIDIA H200", "versions": {}}
+    settings = dict.fromkeys(machine.OF_A_MACHINE, "")
     (partial / "settings.json").write_text(json.dumps(settings))
     for name in ("m.json", "m.json.partial"):
         with pytest.raises(UserError, match="m.json.partial is the folder of an unfinished run"):

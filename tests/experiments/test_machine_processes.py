@@ -2,6 +2,7 @@
 another watches it and goes on without a step that fails or hangs; a wrong number ends both."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -108,6 +109,21 @@ def test_another_machine_does_not_go_on(fake, tmp_path, monkeypatch, changed, sa
     assert run(tmp_path, overwrite=True) == 0
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "/place/step-one.json")
+
+
+@pytest.mark.parametrize("functions", [{"one": full}, {"check_one": full}, {"one": nothing}])
+def test_a_full_disk_is_no_failure_of_a_step(fake, tmp_path, monkeypatch, capsys, functions):
+    """Whether the step meets it or the file that keeps it: no other step is tried."""
+    ran = fake(**functions, two=nothing)
+    monkeypatch.setattr(step_files, "write", full)
+    assert run(tmp_path) == worker.STOPPED and len(ran) == 1
+    event = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(worker.MARK))
+    assert event["event"] == "stopped"
+    assert "No space left on device: /place/step-one.json: make room there" in event["why"]
+
+
 def test_a_foreign_file_is_not_touched(fake, tmp_path):
     fake(one=nothing)
     (tmp_path / "mine.txt").write_text("mine")
@@ -197,9 +213,38 @@ def test_a_process_that_does_not_begin(monkeypatch):
     with pytest.raises(Refused) as refused:
         follow("sys.exit(2)")
     assert refused.value.status == 2
+    with pytest.raises(Refused, match="ended with -6") as refused:
+        follow("import os; os.abort()")
+    assert refused.value.status == 1
+    with pytest.raises(Refused, match="the device did not answer before the time was up"):
+        follow(60, seconds=1)
     monkeypatch.setattr(watch, "BEGIN_SECONDS", 1)
-    with pytest.raises(Refused):
-        follow(60)
+    for events in ([60], [BEGIN, 60]):
+        with pytest.raises(Refused, match="the device did not answer within 1 s"):
+            monkeypatch.setattr(watch, "BETWEEN_SECONDS", 1)
+            follow(*events)
+
+
+@pytest.mark.parametrize("end", [1, 0, 7])
+def test_a_process_that_ends_between_two_steps(end):
+    """It has not said why: another one might do the same, for ever."""
+    with pytest.raises(Refused, match=f"ended with {end}: , between two of them") as refused:
+        follow(BEGIN, START, DONE, f"sys.exit({end})")
+    assert refused.value.status == max(1, end)
+
+
+@pytest.mark.parametrize("status", [worker.WRONG, worker.AGAIN, 0])
+def test_a_status_is_not_believed_while_a_step_runs(status):
+    again, found = follow(BEGIN, START, f"sys.exit({status})")
+    assert again and f"ended with {status}" in found.failed["a"]
+
+
+@pytest.mark.parametrize("event", [DONE, {"event": "failed", "name": "a", "why": "no memory"}])
+def test_there_is_a_limit_between_steps(event, monkeypatch):
+    monkeypatch.setattr(watch, "BETWEEN_SECONDS", 1)
+    start = time.monotonic()
+    again, found = follow(BEGIN, START, event, 60)
+    assert again and found.left == ["b"] and time.monotonic() - start < 30
 
 
 PARENT = """
@@ -312,8 +357,62 @@ def test_a_wrong_result_writes_nothing(measured):
 
 def test_a_failed_step_is_listed(measured):
     events = BEGIN, START, {"event": "failed", "name": "a", "why": "no memory"}
-    status, out, _, path = measured(*events, "sys.exit(0)", keep=["b"])
+    events += {**START, "name": "b"}, {**DONE, "name": "b"}
+    status, out, _, path = measured(*events, keep=["b"])
     assert status == 1 and "failed: a: no memory" in out and path.exists()
+
+
+def test_a_full_disk_is_one_message(measured):
+    stopped = {"event": "stopped", "why": "step b cannot be kept: No space left: /x: make room"}
+    events = BEGIN, START, DONE, {**CHECK, "name": "b"}, CASE, stopped
+    status, out, err, path = measured(*events, "sys.exit(2)", keep=["a"])
+    assert status == 2 and not out.startswith("NVIDIA") and not path.exists()
+    assert err.count("error:") == 1 and "error: step b cannot be kept" in err
+    assert "wrong" not in err and "1 of 2 steps are kept" in err
+    assert (path.parent / "m.json.partial" / "step-a.json").exists()
+
+
+def test_the_time_is_up_before_the_device_answers(measured, monkeypatch):
+    monkeypatch.setitem(machine.MINUTES, False, 0.02)
+    status, out, err, path = measured(60)
+    assert status == 1 and not out and not path.exists()
+    assert err == (
+        "error: the device did not answer before the time was up: see whether others use it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("shutil.rmtree(f)", "settings.json was lost or changed .*: there is no file"),
+        ("(f / 'settings.json').write_text('[]')", "does not say what the machine is"),
+        ("(f / 'step-a.json').unlink()", "a had been kept there; the same command runs them again"),
+    ],
+)
+def test_a_folder_that_is_damaged_during_the_run(measured, tmp_path, damage, message):
+    code = f"import pathlib, shutil; f = pathlib.Path({str(tmp_path)!r}) / 'm.json.partial'"
+    events = BEGIN, START, DONE, {**START, "name": "b"}, {**DONE, "name": "b"}
+    with pytest.raises(UserError, match=message):
+        measured(*events, f"{code}; {damage}", keep=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": "varjax machine", "steps": [1]}', "exists already: choose another --json"),
+        ('{"format": "varjax machine", "steps": 5}', "exists already: choose another --json"),
+        ("null", "exists already: choose another --json or add --overwrite"),
+        ('{"format": "varjax', "cannot read .* as JSON: .*; choose another --json or add --over"),
+    ],
+)
+def test_a_damaged_file_of_results_is_not_replaced(measured, tmp_path, text, message):
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    path.with_name("m.json.partial").mkdir()
+    (path.with_name("m.json.partial") / "settings.json").write_text("{}")
+    with pytest.raises(UserError, match=message):
+        measured(BEGIN)
+    assert path.read_text() == text
 
 
 def test_two_at_once(measured, tmp_path):
