@@ -16,6 +16,8 @@ from experiments.bench import (
     kernel_steps,
     machine,
     machine_report,
+    program_steps,
+    random_models,
     sanitizer,
     scope,
     steps,
@@ -224,6 +226,18 @@ def test_the_sanitizer(monkeypatch, tmp_path, status, output, said):
     assert wrong.value.command.startswith("compute-sanitizer --error-exitcode=99 python -m exper")
 
 
+def test_bytes_beside_the_weights_are_those_of_the_decoder(monkeypatch):
+    """The program holds the codec only, and the transformer is larger than it needs."""
+    here = scope.here(True)
+    model = random_models.with_weights(random_models.abstract("var-d30", True), "float32")
+    shown = []
+    monkeypatch.setattr(program_steps, "show_bytes", lambda n: shown.append(n) or f"{n} B")
+    code_map = jax.numpy.zeros((1, *model.code_map))
+    row, pixels = program_steps._decoded(here, model, code_map, "float32", None)
+    [held] = shown
+    assert pixels.nbytes <= held < 2**24 and row.note == f"{held} B beside the weights"
+
+
 # --- what it prints ---
 
 
@@ -256,7 +270,16 @@ def test_the_table():
     assert lines[-1] == "" or "not run" not in lines[-1]
     for status, said in (("failed", "failed: a: because"), ("not run", "not run, the time was up")):
         assert said in machine_report.text(content(status=status))
-    assert "its peaks are not known" in machine_report.text(content(chip=None))
+
+
+def test_the_table_of_an_unknown_chip():
+    """Its times are real, unlike those of a CPU."""
+    found = content(ROW, chip=None)
+    text = machine_report.text(found)
+    assert "its peaks are not known" in text and "The peaks of this chip are not known" in text
+    assert "CPU" not in text and "2.4e+03" in text
+    found["device"]["platform"] = "cpu"
+    assert "On a CPU kernels are interpreted" in machine_report.text(found)
 
 
 def test_clocks_come_from_nvidia_smi(monkeypatch, tmp_path):
