@@ -102,6 +102,8 @@ class Watch:
             self._step = None
         elif kind == "failed":
             self._fail(event["why"])
+        elif kind == "empty":  # a check that says nothing about the kernel
+            self._leave_out(event["why"])
         elif kind == "stopped":
             self._place, self._step = event["why"], None
         elif kind == "finished":
@@ -146,13 +148,19 @@ class Watch:
     def _fail(self, why: str) -> None:
         """The step that is running has failed. Of a check that is a wrong result."""
         name, case = self._step["name"], self._case
+        if not self._step["checks"]:
+            self._leave_out(why)
+            return
         print(f"step {name} failed: {why}", file=sys.stderr, flush=True)
-        if self._step["checks"]:
-            words = f"{case['words']}: {why}" if case else why
-            self.wrong = Wrong(name, words, case["command"] if case else "")
-        else:
-            self.failed[name] = why
+        words = f"{case['words']}: {why}" if case else why
+        self.wrong = Wrong(name, words, case["command"] if case else "")
         self._step = None
+
+    def _leave_out(self, why: str) -> None:
+        """The step that is running is listed as failed, and the others go on."""
+        name = self._step["name"]
+        print(f"step {name} failed: {why}", file=sys.stderr, flush=True)
+        self.failed[name], self._step = why, None
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import jax
 from experiments import step_files
 from experiments.bench import device, scope, steps
 from experiments.bench.checks import Case
-from experiments.bench.kernel_steps import WrongResult, show
+from experiments.bench.kernel_steps import NothingCompared, WrongResult, show
 from experiments.bench.steps import Step
 from experiments.work_folder import WorkFolder
 from pallas_kernels import bench
@@ -100,6 +100,9 @@ def _run(step: Step, folder: Path, settings: str) -> int:
     except WrongResult as wrong:
         say("wrong", name=step.name, words=wrong.words, command=wrong.command)
         return WRONG
+    except NothingCompared as nothing:
+        say("empty", name=step.name, why=str(nothing))
+        return 0
     except Exception as error:  # after which the device may be of no use to this process
         if isinstance(error, OSError) and error.errno in NO_PLACE:
             return _stopped(step, folder, error)
@@ -137,6 +140,9 @@ def alone(name: str, quick: bool) -> int:
         found = step.run()
     except WrongResult as wrong:
         print(f"error: wrong result: {wrong.words}", file=sys.stderr)
+        return WRONG
+    except NothingCompared as nothing:
+        print(f"error: {nothing}", file=sys.stderr)
         return WRONG
     print("\n".join(show(row) for row in found.rows))
     return 0

@@ -3,6 +3,7 @@ says of a chip is not tested."""
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from experiments.bench import (
     scope,
     steps,
 )
-from experiments.bench.kernel_steps import WrongResult
+from experiments.bench.kernel_steps import NothingCompared, WrongResult
 from experiments.bench.rows import Call, Row
 from experiments.work_folder import FINISHED
 from pallas_kernels import bench, implementations
@@ -183,13 +184,42 @@ def test_a_kernel_that_fails_is_wrong(monkeypatch):
         kernel_steps.check(scope.here(True), "write", "tpu-interpret")
 
 
-def test_a_kernel_may_refuse_shapes(monkeypatch):
-    def errors(*_):
-        raise NotImplementedError("heads of 64")
+def test_a_kernel_may_refuse_shapes_but_not_all(call, monkeypatch):
+    """A check in which nothing was compared is none; the command it names says the same."""
+    refused = ["bfloat16"]
+
+    def errors(operation, spec, name):
+        if spec.dtype in refused:
+            raise NotImplementedError("heads of 64")
+        return {"out": 1e-6}
 
     monkeypatch.setattr(bench, "errors", errors)
-    [row] = kernel_steps.check(scope.here(True), "write", "tpu-interpret").rows
-    assert row.note == "0 right, largest error 0.0e+00, 1 refused"
+    here = scope.here(True)
+    with pytest.raises(
+        NothingCompared, match="0 right, .* 1 refused; the first: heads of 64"
+    ) as no:
+        kernel_steps.check(here, "write", "tpu-interpret")
+    status, out, _ = call("bench", *str(no.value).split("experiments.bench ")[1].split())
+    assert status == 1 and out.startswith("REFUSED") and "0 of 1 right, 1 refused" in out
+    both = replace(here, types=(("bfloat16", None), ("float32", None)), quick=False)
+    [row] = kernel_steps.check(both, "write", "tpu-interpret").rows
+    assert re.fullmatch(r"(\d) right, largest error 1.0e-06, \1 refused", row.note), row.note
+    flags = "--check", "--op=write", "--shape=var-d30-t1", "--implementation=tpu-interpret"
+    status, out, _ = call("bench", *flags, "--dtype=bfloat16,float32", "--filling=random")
+    assert status == 0 and "1 of 2 right, 1 refused" in out
+
+
+@pytest.mark.parametrize("reference_fits", [False, True])
+def test_only_the_reference_may_not_fit(monkeypatch, reference_fits):
+    def errors(operation, spec, name):
+        if name == "reference" and reference_fits:
+            return {"out": 0.0}
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(bench, "errors", errors)
+    expected = WrongResult if reference_fits else NothingCompared
+    with pytest.raises(expected, match="RESOURCE_EXHAUSTED" if reference_fits else "1 did not fit"):
+        kernel_steps.check(scope.here(True), "write", "tpu-interpret")
 
 
 def test_what_cannot_be_timed_says_why(monkeypatch):
@@ -207,23 +237,36 @@ def test_what_cannot_be_timed_says_why(monkeypatch):
     ("status", "output", "said"),
     [
         (0, "", "nothing found"),
-        (5, "", "it ended with 5"),
+        (127, "no libsanitizer", "not run: compute-sanitizer does not start: no libsanitizer"),
+        (5, "Error: Device not supported", "not run: .* Device not supported"),
         (sanitizer.FOUND, "========= Invalid __global__ read of size 4", "Invalid __global__ read"),
         (1, "WRONG  attend_token", "WRONG  attend_token"),
+        (2, "error: unknown shape", "it ended with 2: error: unknown shape"),
+        (5, "", "it ended with 5: it says nothing; if the tool is at fault, leave it out of PATH"),
+        (-11, "", "it ended with -11"),
     ],
 )
 def test_the_sanitizer(monkeypatch, tmp_path, status, output, said):
     tool = tmp_path / sanitizer.TOOL
-    tool.write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+    end = f"exit {status}" if status >= 0 else f"kill {status} $$"
+    tool.write_text(f"#!/bin/sh\necho '{output}'\n{end}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert sanitizer.available()
-    if status in (0, 5):
-        assert sanitizer.check().rows[0].note == said
+    if said.startswith(("nothing", "not run")):
+        assert re.match(said, sanitizer.check().rows[0].note)
         return
     with pytest.raises(WrongResult, match=said) as wrong:
         sanitizer.check()
     assert wrong.value.command.startswith("compute-sanitizer --error-exitcode=99 python -m exper")
+
+
+def test_a_sanitizer_that_cannot_be_started_is_noted(monkeypatch, tmp_path):
+    tool = tmp_path / sanitizer.TOOL
+    tool.write_text("#!/no/such/shell\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "does not start: " in sanitizer.check().rows[0].note
 
 
 def test_bytes_beside_the_weights_are_those_of_the_decoder(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 
 from experiments import step_files
 from experiments.bench import device, machine, scope, steps, watch, worker
-from experiments.bench.kernel_steps import WrongResult
+from experiments.bench.kernel_steps import NothingCompared, WrongResult
 from experiments.bench.rows import Call, Found, Row
 from experiments.bench.steps import Step
 from experiments.bench.watch import Refused, Watch
@@ -181,6 +181,22 @@ def test_a_step_that_fails_is_left_out():
     failed = {"event": "failed", "name": "a", "why": "no memory"}
     again, found = follow(BEGIN, START, failed, f"sys.exit({worker.AGAIN})")
     assert again and found.failed == {"a": "no memory"} and found.left == ["b"]
+
+
+def test_a_check_that_compares_nothing_is_left_out(fake, tmp_path, capsys):
+    """It is neither finished nor a wrong result."""
+
+    def nothing_compared():
+        raise NothingCompared("nothing was compared: 0 right")
+
+    ran = fake(check_one=nothing_compared, two=nothing)
+    assert run(tmp_path) == 0 and ran == ["check_one", "two"]
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-two.json"]
+    empty = {"event": "empty", "name": "check_one", "why": "nothing was compared: 0 right"}
+    assert worker.MARK + json.dumps(empty) in capsys.readouterr().out
+    again, found = follow(BEGIN, CHECK, {**empty, "name": "a"}, {**START, "name": "b"}, 0.1)
+    assert again is False and not found.wrong
+    assert found.failed["a"] == "nothing was compared: 0 right"
 
 
 @pytest.mark.parametrize(
