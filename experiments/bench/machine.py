@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) -> int:
     """Check, tune and time this machine, print the table and write `path`. Returns the exit status:
-    1 if a result is wrong (nothing is written then) or a step failed.
+    1 if a step failed; where a result is wrong or the device does not answer 1, where no step can
+    be kept 2, and nothing is written then.
 
     Raises:
       UserError: `path` exists, or the unfinished run is another one's.

@@ -10,7 +10,8 @@ against a row, each with `MARGIN`:
     all bytes       over what the cores can load, wherever it lies
     its own bytes   (the least that a call needs) that the cache cannot hold, over the memory's rate
 
-Of whole programs only FLOPs count: their kernels hand each other what the cache holds.
+Of whole programs only FLOPs count, at the chip's fastest peak: their kernels hand each other what
+the cache holds, and libraries have convolutions that multiply less than the definition does.
 """
 
 from collections.abc import Mapping
@@ -73,7 +74,8 @@ def _check_work(work: Mapping, row: Row, chip: Chip) -> None:
         arguments.number(name, work[name], 0)
     rate = arguments.number("rate", work["rate"], 0)
     if work["flops"] and not any(abs(rate / peak - 1) < 1e-6 for peak in rates(chip)):
-        raise arguments.wrong("rate", work["rate"], f"{chip.name} has no units of that peak")
+        why = f"{chip.name} has no units of that peak here: adopt the file where it was written"
+        raise arguments.wrong("rate", work["rate"], why)
     arguments.integer("programs", work["programs"], 0, int(MOST))
     arguments.number("copies", work["copies"], 0, MOST)
     calls = arguments.number("calls", work["calls"], 0, MOST, above=True)
@@ -107,12 +109,11 @@ def _check_seconds(row: Row, chip: Chip) -> None:
 
 def _computing(row: Row, chip: Chip) -> float:
     """Seconds of the FLOPs at peak rates."""
-    found = sum(float(w["calls"]) * w["flops"] / w["rate"] for w in row.work if w["flops"])
-    if row.call.operation in PROGRAMS:  # a row's own are those of the program before it is compiled
-        return found
-    in_8_bits = "8" in row.call.types
-    peak = max(rates(chip)) if in_8_bits else chip.bf16_flops
-    return max(found, row.flops / peak)
+    if row.call.operation in PROGRAMS:  # its own FLOPs are those before it was compiled
+        return sum(float(w["calls"]) * w["flops"] for w in row.work) / max(rates(chip))
+    kernels = sum(float(w["calls"]) * w["flops"] / w["rate"] for w in row.work if w["flops"])
+    peak = max(rates(chip)) if "8" in row.call.types else chip.bf16_flops
+    return max(kernels, row.flops / peak)
 
 
 def _moving(row: Row, chip: Chip) -> float:

@@ -50,7 +50,9 @@ def check(notify: object = None) -> Found:
     if done.returncode == 0:
         return Found([Row(call, note="nothing found")])
     output = done.stdout + done.stderr
-    if done.returncode in NOT_STARTED or any(words in output for words in UNABLE):
+    found = done.returncode == FOUND or "WRONG" in output
+    unable = done.returncode in NOT_STARTED or any(words in output for words in UNABLE)
+    if unable and not found:
         return Found([Row(call, note=f"not run: {TOOL} does not start: {_told(output)}")])
     why = f"it ended with {done.returncode}: {_told(output)}; if the tool is at fault, leave it out"
     repeat = f"{TOOL} --error-exitcode={FOUND} {' '.join(bench)}"

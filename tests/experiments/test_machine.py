@@ -240,6 +240,7 @@ def test_what_cannot_be_timed_says_why(monkeypatch):
         (127, "no libsanitizer", "not run: compute-sanitizer does not start: no libsanitizer"),
         (5, "Error: Device not supported", "not run: .* Device not supported"),
         (sanitizer.FOUND, "========= Invalid __global__ read of size 4", "Invalid __global__ read"),
+        (sanitizer.FOUND, "Invalid read, then Internal Sanitizer Error", "Invalid read"),
         (1, "WRONG  attend_token", "WRONG  attend_token"),
         (2, "error: unknown shape", "it ended with 2: error: unknown shape"),
         (5, "", "it ended with 5: it says nothing; if the tool is at fault, leave it out of PATH"),
