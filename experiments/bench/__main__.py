@@ -14,10 +14,10 @@ be equal, 0 if they are.
 
 On a CPU shapes are cut down and the reference is timed. That shows that the command works, not how
 fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
-exits with 1 if one differs. --tune times all tiles of the attention kernels and writes the best
-into pallas_kernels/ragged_attention/tuned/, where later programs for this kind of device find them.
-Timing exits with 1 if the kernel itself could not be timed or is wrong, --tune if no tiles of a
-call work.
+exits with 1 if one differs, or if the kernel refuses all of them. --tune times all tiles of the
+attention kernels and writes the best into pallas_kernels/ragged_attention/tuned/, where later
+programs for this kind of device find them. Timing exits with 1 if the kernel itself could not be
+timed or is wrong, --tune if no tiles of a call work.
 """
 
 import json
@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from experiments.bench import adopt, checks, machine, report, tuning, worker
+from experiments.bench.lifeline import end_with_parent
 from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
@@ -80,7 +81,9 @@ ADOPT = FLAGS.string(
     "adopt", None, "Take what --machine has written into the cost model's data and tuned tiles."
 )
 WORKER = FLAGS.string("worker", None, "Internal: run the steps of --machine, keep them here.")
-SKIP = FLAGS.list("skip", [], "Internal: steps of --machine to leave out.")
+SKIP = FLAGS.list(
+    "skip", [], "--adopt: steps that failed, to do without; internal: steps of --machine."
+)
 JSON = FileFlags(
     FLAGS, "json", "Also write the results to this file; --machine: results/machine.json."
 )
@@ -246,23 +249,25 @@ def compared(name: str) -> list[checks.Case]:
 
 
 def show_check(name: str) -> int:
-    """Compare kernel and reference; return 1 if a result differs."""
+    """Compare kernel and reference; return 1 if a result differs, or if the kernel refuses all."""
     if name == "reference":
         raise UserError(
             f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
-    failures, rows = 0, []
+    verdicts, rows = [], []
     for case in compared(name):
         verdict, found, said = case.compare()
-        failures += verdict != checks.OK
+        verdicts.append(verdict)
         spec, operation = case.spec, case.operation
         types = f"{spec.dtype}, pool {spec.pool_dtype}"
         print(f"{verdict:5}", operation, spec.name, types, spec.filling, said, sep="  ", flush=True)
         rows.append({"shape": spec.name, "table": spec.filling, "operation": operation} | found)
-    print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
+    right, refused = verdicts.count(checks.OK), verdicts.count(checks.REFUSED)
+    told = f"{right} of {len(rows)} right" + f", {refused} refused" * bool(refused)
+    print(f"{name} on {jax.devices()[0].device_kind}: {told}")
     save({"implementation": name, "errors": rows})
-    return 1 if failures else 0
+    return 0 if right and checks.WRONG not in verdicts else 1
 
 
 def show_tuning(name: str) -> int:
@@ -308,19 +313,39 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
 # --- a whole machine ---
 
 
+# flags that each of them takes, in the order in which they are looked for
+TAKEN = {
+    "adopt": ("skip",),
+    "worker": ("machine", "quick", "overwrite", "skip"),
+    "step": ("machine", "quick"),
+    "machine": ("quick", "minutes", "json", "overwrite"),
+}
+
+
+def check_flags() -> None:
+    """Raise `UserError` for flags that --machine, --adopt and those beside them do not take."""
+    given = [name for name in FLAGS.values if FLAGS.values[name].present]
+    if MACHINE.value and (CHECK.value or TUNE.value):
+        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    for name in ("quick", "minutes", "step", "worker", "skip"):
+        if name in given and not (MACHINE.value or ADOPT.value):
+            raise UserError(f"--{name} belongs to --machine: add it, or leave --{name} out")
+    mode = next(name for name in TAKEN if FLAGS.values[name].value)
+    for name in given:
+        if name not in (mode, *TAKEN[mode]):
+            others = ", ".join(f"--{other}" for other in TAKEN[mode])
+            raise UserError(f"--{mode} does not take --{name}: leave it out; it takes {others}")
+
+
 def show_machine() -> int:
     """Do what --machine, --adopt and the flags that belong to them ask for."""
-    own = QUICK, MINUTES, STEP, WORKER, SKIP
-    only = {f"--{flag.name}": flag.value for flag in own}
-    if given := [name for name, value in only.items() if value and not MACHINE.value]:
-        raise UserError(f"{given[0]} belongs to --machine: add it, or leave {given[0]} out")
-    if CHECK.value or TUNE.value:
-        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
+    check_flags()
     if ADOPT.value:
-        return adopt.show_adopted(ADOPT.value)
+        return adopt.show_adopted(ADOPT.value, SKIP.value)
     if STEP.value:
         return worker.alone(STEP.value, QUICK.value)
     if WORKER.value:
+        end_with_parent()
         options = {"overwrite": JSON.overwrite, "skip": SKIP.value}
         return worker.work(Path(WORKER.value), quick=QUICK.value, **options)
     options = {"minutes": MINUTES.value, "overwrite": JSON.overwrite}

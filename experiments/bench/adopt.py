@@ -1,49 +1,48 @@
 """`experiments.bench --adopt=FILE`: what `--machine` measured on a chip becomes a record of the
 cost model (`experiments.aot.efficiencies`) and tuned tiles. Everything is checked before anything
-is written."""
+is written (`machine_file`, `possible`)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from experiments.aot import efficiencies, fitting
-from experiments.aot.efficiencies import GAPS, Efficiency
+from experiments.aot.efficiencies import GAPS, Efficiency, Record
 from experiments.aot.kernels import START
 from experiments.aot.work import Work, by_operation
-from experiments.aot.worker import versions
-from experiments.bench.machine import FORMAT
+from experiments.bench import machine_file
 from experiments.bench.rows import Row
 from experiments.bench.worker import check_tuned_file
-from experiments.output import partial_folder
-from pallas_kernels import bench
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.ragged_attention import config, tune
-from varjax import arguments
-from varjax.errors import UserError, about, show, some
+from varjax.errors import UserError, about
 from varjax.storage.atomic import check_place
-from varjax.storage.manifest import read_json
 
-SAME = ("varjax", "jax", "jaxlib")  # versions that have to be those here
 # operations of the record, each after those whose kernels run in its calls, too
 MEASURED = ("products", "finish", "choosing", "write", "attention", "token attention")
 # tried for kernels that copy block by block: shares of the peak, and seconds between two copies
 SHARES, COPIES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8), np.arange(10, 401, 10) * 1e-9
 LEAST = 0.1  # share of a call's time that is left for its own kernel, whatever the others take
+KEPT = "kept: "  # begins the note of an operation whose numbers are those of an older record
 Point = tuple[Mapping[Work, float], float]  # (work of an operation, seconds of it)
 
 
-def show_adopted(path: str) -> int:
+def show_adopted(path: str, without: Collection[str] = ()) -> int:
     """Adopt a file and say what was taken. Returns the exit status.
 
+    without: failed steps that the file may lack.
+
     Raises:
-      UserError: it is no finished file of a chip that is known, or of other versions.
+      UserError: it is no finished file of a chip that is known, of other versions, or holds what
+        cannot be. Nothing is written then.
     """
-    file = Path(path)
     with about(f"--adopt={path}"):
-        content = read(file)
+        content = machine_file.read(Path(path), without)
         chip, kind = CHIPS[content["device"]["chip"]], content["device"]["kind"]
-        record, tiles = record_of(content, chip), tiles_of(content, kind)
+        older = efficiencies.read(efficiencies.FILE) if efficiencies.FILE.exists() else {}
+        record = record_of(content, chip, older.get(chip.name))
+        tiles = machine_file.tiles_of(content, chip)
         check_place(efficiencies.FILE, kind="file")
         for operation, name in tiles:
             check_place(config.tuned_path(kind, operation), kind="file")
@@ -52,126 +51,51 @@ def show_adopted(path: str) -> int:
             efficiencies.adopt(record)
     for (operation, name), found in tiles.items():
         print(f"tiles of {len(found)} calls: {tune.keep(kind, operation, name, found)}")
-    print(_said(record, chip))
+    print("\n".join([*_said(record, chip), *_remarks(content, without)]))
     return 0
 
 
-def _said(record: Mapping | None, chip: Chip) -> str:
+def _said(record: Mapping | None, chip: Chip) -> list[str]:
     if record is None:
-        return f"{chip.name}: times of TPUs are the compiler's cycles, no efficiencies are kept"
+        return [f"{chip.name}: times of TPUs are the compiler's cycles, no efficiencies are kept"]
     lines = [f"efficiencies of {chip.name} in {efficiencies.FILE}:"]
     for name, numbers in record["operations"].items():
         each = ", ".join(f"{k} {v:.3g}" for k, v in numbers.items() if isinstance(v, float))
-        lines.append(f"  {name}: {each}")
-    return "\n".join(lines)
+        kept = str(numbers.get("note", "")).startswith(KEPT)
+        lines.append(f"  {name}: {numbers['note']:.80}" if kept else f"  {name}: {each}")
+    return lines
 
 
-# --- the file ---
-
-
-def read(path: Path) -> dict:
-    """The content of a finished file of results.
-
-    Raises:
-      UserError: why it cannot be adopted, and what to do.
-    """
-    partial = path if path.is_dir() else partial_folder(path)
-    if path.is_dir() or not path.exists() and partial.is_dir():
-        raise UserError(
-            f"{partial} is the folder of an unfinished run: the same --machine command goes on, "
-            "and writes the file to adopt when it is done"
-        )
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT["format"]:
-        raise UserError("it is no file that `experiments.bench --machine` has written")
-    if content.get("version") != FORMAT["version"]:
-        given, known = show(content.get("version")), FORMAT["version"]
-        raise UserError(f"it has version {given}, this varjax reads {known}: measure again")
-    _check_device(_part(content, "device", dict))
-    _check_whole(content)
-    return content
-
-
-def _part(content: Mapping, name: str, kind: type):
-    return arguments.instance(name, content.get(name), kind, f"a {kind.__name__}, as it is written")
-
-
-def _check_device(device: Mapping) -> None:
-    """Refuse a CPU, a chip that is not known, another one than it says, other versions."""
-    kind, chip, theirs = (device.get(name) for name in ("kind", "chip", "versions"))
-    if device.get("platform") == "cpu":
-        raise UserError(
-            "it was measured on a CPU, where kernels are interpreted and times mean nothing: "
-            "adopt a file from a GPU or TPU"
-        )
-    known = bench.chip(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise UserError(
-            f"it is of the chip {show(kind)}, whose peaks are not known: add it to "
-            f"pallas_kernels/chips.py, which has {', '.join(CHIPS)}, and measure again"
-        )
-    if chip != known.name:
-        raise UserError(
-            f"it says chip {show(chip)}, but {kind} is {known.name}: it was changed, or is of "
-            "another chip; adopt the file as it was written"
-        )
-    here, theirs = versions(), theirs if isinstance(theirs, dict) else {}
-    for name in SAME:
-        if theirs.get(name) != here.get(name):
-            raise UserError(
-                f"it was measured with {name} {theirs.get(name)}, here is {here.get(name)}: adopt "
-                "it with the versions that it names, or measure again with those that are here"
-            )
-
-
-def _check_whole(content: Mapping) -> None:
-    """Refuse results of a part of the steps."""
-    if content.get("quick") is not False:
-        raise UserError("it is from --quick, which measures too little: run without --quick")
-    steps = _part(content, "steps", list)
-    left = [str(s.get("name")) for s in steps if s.get("status") == "not run"]
-    if left or not steps:
-        raise UserError(
-            f"{len(left)} steps were not run ({some(left, 5)}): the same --machine command runs "
-            "them"
-        )
-
-
-# --- tiles ---
-
-
-def tiles_of(content: Mapping, kind: str) -> dict[tuple[str, str], dict]:
-    """{(operation, implementation): {call: its tiles}}; `UserError` for what is none."""
-    found: dict[tuple[str, str], dict] = {}
-    for entry in _part(content, "tuned", list):
-        try:
-            operation, name = entry["operation"], entry["implementation"]
-            call, tiles = config.read_entry(entry, operation, name)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"tuned tiles of {kind} cannot be read: {error}") from None
-        found.setdefault((operation, name), {})[call] = tiles
-    return found
+def _remarks(content: Mapping, without: Collection[str]) -> Iterator[str]:
+    """What a reader of the numbers should know of the run."""
+    if without:
+        yield f"without the steps that failed: {', '.join(without)}; kept numbers are older ones"
+    if here := machine_file.another_revision(content):
+        theirs = content["revision"]
+        yield f"it was measured at {theirs}, here is {here}: kernels may differ from those measured"
 
 
 # --- efficiencies ---
 
 
-def record_of(content: Mapping, chip: Chip) -> dict | None:
-    """The chip's record (`experiments.aot.efficiencies`) from measured rows; None for a TPU."""
-    try:
-        rows = [Row.read(given) for given in _part(content, "rows", list)]
-        calls = [row for row in rows if row.seconds and row.work]
-        if chip.gpu is None:
-            return None
-        found = fitted([(r.of_work(), r.seconds) for r in calls if not _is_program(r)], chip)
-        drawn = [(r.of_work(), r.seconds) for r in calls if _is_program(r)]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"its rows cannot be read: {error!r:.200}") from None
+def record_of(content: Mapping, chip: Chip, older: Record | None = None) -> dict | None:
+    """The chip's record (`experiments.aot.efficiencies`) from measured rows; None for a TPU.
+
+    older: the record that it replaces. Operations that were not measured now keep its numbers, and
+      say so.
+    """
+    calls = [r for r in machine_file.rows_of(content, chip) if r.seconds and r.work]
+    if chip.gpu is None:
+        return None
+    found = fitted([(r.of_work(), r.seconds) for r in calls if not _is_program(r)], chip)
     if not found:
         raise UserError("it holds no times of kernels or products: measure again")
-    device, numbers = content["device"], {n: _numbers(e) for n, e in found.items()}
-    if drawn:
-        numbers[GAPS] = {"call_us": 1e6 * gap(drawn, found, chip), "note": "what is left of codes"}
+    drawn = [(r.of_work(), r.seconds) for r in calls if _is_program(r)]
+    numbers, kept = {n: _numbers(e) for n, e in found.items()}, _kept(older, found)
+    if drawn:  # beyond what is expected of all kernels, those with kept numbers among them
+        every = found | {n: older.operations[n] for n in kept if n != GAPS}
+        numbers[GAPS] = {"call_us": 1e6 * gap(drawn, every, chip), "note": "what is left of codes"}
+    device = content["device"]
     return {
         "chip": chip.name,
         "device": device["kind"],
@@ -181,8 +105,22 @@ def record_of(content: Mapping, chip: Chip) -> dict | None:
         "revision": content["revision"],
         "source": f"experiments.bench --machine, {len(calls)} calls",
         "peaks": {"bf16_flops": chip.bf16_flops, "bandwidth": chip.bandwidth},
-        "operations": numbers,
+        "operations": kept | numbers,
     }
+
+
+def _kept(older: Record | None, found: Mapping[str, Efficiency]) -> dict[str, dict]:
+    """The numbers of an older record for operations that were not measured now. Their notes say
+    where they are from; that of a record before it stays."""
+    kept = {}
+    for name, numbers in (older.content["operations"] if older else {}).items():
+        if name not in found:
+            note, record = numbers.get("note", ""), older.content
+            if not str(note).startswith(KEPT):
+                note = f"; {note}" if note else ""
+                note = f"{KEPT}of {record['date']} at {record['revision']}{note}"
+            kept[name] = {**numbers, "note": note}
+    return kept
 
 
 def _is_program(row: Row) -> bool:
@@ -247,8 +185,8 @@ def gap(drawn: Sequence[Point], found: Mapping[str, Efficiency], chip: Chip) -> 
     """Seconds between two kernels that were measured: what programs take beyond what is expected
     of all of their kernels."""
     record = efficiencies.Record(chip.name, {}, dict(found))
-    calls = [sum(n for w, n in work.items() if w.operation in found) for work, _ in drawn]
     parts = [by_operation(work, chip, record).values() for work, _ in drawn]
+    calls = [sum(part.calls for part in p if part.basis != "assumed") for p in parts]
     left = [
         whole - sum(part.expected for part in p) for (_, whole), p in zip(drawn, parts, strict=True)
     ]

@@ -30,6 +30,10 @@ class WrongResult(Exception):
         self.words, self.command = words, command
 
 
+class NothingCompared(Exception):
+    """A check whose cases the kernel refused, or that did not fit the device, all of them."""
+
+
 # --- checks ---
 
 
@@ -62,27 +66,55 @@ def _fillings(scope: Scope, found: bench.Operation) -> list[str]:
 def check(
     scope: Scope, operation: str, kernel: str, notify: Callable[[Case], object] = lambda case: None
 ) -> Found:
-    """Compare a kernel with the reference; `WrongResult` at the first difference or failure.
-    notify: called with every case before it runs, since it may end the process."""
-    right, refused, full, largest = 0, 0, 0, 0.0
+    """Compare a kernel with the reference; `WrongResult` at the first difference or failure,
+    `NothingCompared` if no case was right either. notify: called with every case before it runs,
+    since it may end the process."""
+    right, full, largest, refused = 0, 0, 0.0, []
     for case in cases(scope, operation, kernel):
         notify(case)
-        try:
-            verdict, errors, said = case.compare()
-        except Exception as error:  # compilers and devices have many ways to fail
-            if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(str(error)):
-                full += 1  # of the reference above all
-                continue
-            raise WrongResult(f"{case.words}: {bench.short(error, 400)}", case.command) from error
+        compared = _compared(case)
+        if compared is None:
+            full += 1
+            continue
+        verdict, errors, said = compared
         if verdict == checks.WRONG:
             allowed = f"allowed is less than {case.allowed:.0e}"
             raise WrongResult(f"{case.words}: error {said}, {allowed}", case.command)
-        refused += verdict == checks.REFUSED
-        if verdict == checks.OK:
+        if verdict == checks.REFUSED:
+            refused.append(f"{said}: {case.command}")
+        else:
             right, largest = right + 1, max(largest, *errors.values())
     note = f"{right} right, largest error {largest:.1e}"
-    note += f", {refused} refused" * bool(refused) + f", {full} did not fit" * bool(full)
+    note += f", {len(refused)} refused" * bool(refused) + f", {full} did not fit" * bool(full)
+    if not right:
+        first = f"; the first: {refused[0]}" if refused else ""
+        raise NothingCompared(f"nothing was compared: {note}{first}")
     return Found([Row(Call(f"check {operation}", "all", kernel, ""), note=note)])
+
+
+def _compared(case: Case) -> tuple[str, dict, str] | None:
+    """What `Case.compare` returns, None if the reference does not fit the device; `WrongResult` if
+    the kernel fails."""
+    try:
+        return case.compare()
+    except Exception as error:  # compilers and devices have many ways to fail
+        if _is_full(error) and not _reference_fits(case):
+            return None
+        raise WrongResult(f"{case.words}: {bench.short(error, 400)}", case.command) from error
+
+
+def _reference_fits(case: Case) -> bool:
+    """Whether the device holds what the comparison takes, with the reference in place of the
+    kernel. It fails of itself then, if at all, as the kernel did."""
+    try:
+        bench.errors(case.operation, case.spec, "reference")
+    except Exception as error:
+        return not _is_full(error)
+    return True
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(str(error))
 
 
 # --- attention by what it reads ---

@@ -21,13 +21,15 @@ from experiments.bench import device, machine_report
 from experiments.bench.watch import Refused, Watch
 from experiments.output import RESULTS, partial_folder
 from experiments.work_folder import SETTINGS, WorkFolder
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.io.json_text import json_text
 from varjax.progress import show_seconds
 from varjax.storage.atomic import check_new_file, exits_when_terminated, write_text
 from varjax.storage.manifest import read_json
 
 FORMAT = {"format": "varjax machine", "version": 1}
+STATUSES = ("finished", "failed", "not run")  # of steps
+OF_A_MACHINE = {"quick", "platform", "kind", "versions", "plugin"}  # in settings of its folder
 DEFAULT = RESULTS / "machine.json"
 MINUTES = {False: 40, True: 5}  # by whether the run is quick
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) -> int:
     """Check, tune and time this machine, print the table and write `path`. Returns the exit status:
-    1 if a result is wrong (nothing is written then) or a step failed.
+    1 if a step failed; where a result is wrong or the device does not answer 1, where no step can
+    be kept 2, and nothing is written then.
 
     Raises:
       UserError: `path` exists, or the unfinished run is another one's.
@@ -49,6 +52,9 @@ def measure(path: Path, *, quick: bool, minutes: int | None, overwrite: bool) ->
         try:
             _follow(watch, folder, quick, overwrite, until)
         except Refused as refused:
+            lines = [f"error: {refused.why}"] if refused.why else []
+            lines += [_kept(watch, folder)] if watch.names else []
+            print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
             return refused.status
         except (KeyboardInterrupt, SystemExit):
             print(_kept(watch, folder), file=sys.stderr)
@@ -80,10 +86,15 @@ def _goes_on(path: Path) -> bool:
     """Whether a file of results is of an unfinished run whose steps are there."""
     if not (partial_folder(path) / SETTINGS).is_file():
         return False
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; choose another --json or add --overwrite") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT["format"]:
         return False
-    return any(step.get("status") != "finished" for step in found.get("steps", ()))
+    steps = found.get("steps")
+    listed = [s for s in steps if isinstance(s, dict)] if isinstance(steps, list) else []
+    return any(step.get("status") != "finished" for step in listed)
 
 
 def _follow(watch: Watch, folder: Path, quick: bool, overwrite: bool, until: float) -> None:
@@ -124,17 +135,9 @@ def _stopped(watch: Watch, folder: Path) -> int:
 
 
 def content(watch: Watch, folder: Path, quick: bool, clocks: dict) -> dict:
-    """The content of the file of results."""
-    settings = read_json(folder / SETTINGS)
-    digest = WorkFolder(folder, settings).digest
-    steps, rows, tuned = [], [], []
-    for name in watch.names:
-        found = step_files.read(folder, name, digest) or {}
-        status = "finished" if found else "failed" if name in watch.failed else "not run"
-        step = {"name": name, "status": status, "seconds": found.get("seconds")}
-        steps.append({**step, "note": watch.failed.get(name, "")})
-        rows += found.get("rows", [])
-        tuned += found.get("tuned", [])
+    """The content of the file of results. `UserError` if what was kept is not there any more."""
+    settings = _settings(folder)
+    found = _found(watch, folder, WorkFolder(folder, settings).digest)
     here = {k: v for k, v in settings.items() if k not in ("format", "quick")}
     return {
         **FORMAT,
@@ -144,17 +147,54 @@ def content(watch: Watch, folder: Path, quick: bool, clocks: dict) -> dict:
         "device": here,
         "driver": device.driver(clocks["before"]) or here["plugin"],
         "clocks": clocks,
-        "steps": steps,
-        "rows": rows,
-        "tuned": tuned,
+        "steps": [_step(name, found[name], watch.failed.get(name)) for name in watch.names],
+        "rows": [row for name in watch.names for row in found[name].get("rows", ())],
+        "tuned": [tiles for name in watch.names for tiles in found[name].get("tuned", ())],
     }
+
+
+def _settings(folder: Path) -> dict:
+    """What the process of the steps has said of itself."""
+    try:
+        found = read_json(folder / SETTINGS)
+        if isinstance(found, dict) and OF_A_MACHINE <= found.keys():
+            return found
+        why = "it does not say what the machine is"
+    except UserError as error:
+        why = str(error)
+    raise UserError(
+        f"{folder / SETTINGS} was lost or changed during the run, and nothing is written: {why}; "
+        "leave that folder alone and run the same command with --overwrite"
+    )
+
+
+def _found(watch: Watch, folder: Path, digest: str) -> dict[str, dict]:
+    """{step: what it found}; nothing of steps that are not finished."""
+    found = {name: step_files.read(folder, name, digest) or {} for name in watch.names}
+    if lost := [name for name in watch.done if not found.get(name)]:
+        raise UserError(
+            f"{folder} was changed during the run, and nothing is written: {some(lost, 5)} had been"
+            " kept there; the same command runs them again"
+        )
+    return found
+
+
+def _step(name: str, found: dict, why: str | None) -> dict:
+    """A step in the list of the file."""
+    status = "finished" if found else "not run" if why is None else "failed"
+    return {"name": name, "status": status, "seconds": found.get("seconds"), "note": why or ""}
 
 
 def revision(versions: dict) -> str:
     """The commit of this varjax, or else its version."""
+    return commit() or versions.get("varjax", "unknown")
+
+
+def commit() -> str | None:
+    """The commit of this varjax; None where that is not known."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return versions.get("varjax", "unknown")
-    return done.stdout.strip()
+        return None
+    return done.stdout.strip() or None

@@ -28,6 +28,10 @@ model     by the cost model of experiments.aot: what kernels move and compute at
           peaks, and 2.5 us for each start. expected: by what was measured on such a chip before.
 rates     the least that a call needs over its time; in brackets the share of the peak. They may
           exceed what the memory offers where a cache helps. Codes: the bytes of the model."""
+LEGEND_UNKNOWN = """\
+batch     images, of two rows each. cache: share of the full cache that heads own.
+The peaks of this chip are not known, so there is no model of its times, and rates have no shares:
+add it to pallas_kernels/chips.py and run again for them."""
 LEGEND_SMALL = "On a CPU kernels are interpreted and shapes are small: times mean nothing."
 
 
@@ -36,7 +40,8 @@ def text(content: Mapping) -> str:
     chip = CHIPS.get(content["device"]["chip"] or "")
     rows = [Row.read(given) for given in content["rows"]]
     lines = [*_head(content, chip), columns([HEADER, *(_cells(r, chip) for r in rows)], SIDES)]
-    lines += ["", LEGEND] if chip else ["", LEGEND_SMALL]
+    on_cpu = content["device"]["platform"] == "cpu"
+    lines += ["", LEGEND_SMALL if on_cpu else LEGEND if chip else LEGEND_UNKNOWN]
     return "\n".join([*lines, *_unfinished(content["steps"])])
 
 

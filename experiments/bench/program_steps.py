@@ -27,7 +27,7 @@ from varjax.cache.plan import CachePlan
 from varjax.codecs import arithmetic
 from varjax.engine import memory
 from varjax.engine import program as programs
-from varjax.engine.cost import Cost, program_cost, tree_bytes
+from varjax.engine.cost import Cost, program_cost
 from varjax.engine.device_errors import OutOfMemory
 from varjax.engine.memory import show_bytes
 from varjax.engine.pixels import Decoding, compile_pixels, trace_pixels
@@ -226,8 +226,9 @@ def _decoded(
         seconds = [_seconds(run) for _ in range(scope.repeats)]
     except (jax.errors.JaxRuntimeError, UserError) as error:  # out of memory; no such type here
         return replace(row, note=bench.short(error)), exact
-    held = show_bytes(peak_bytes(compiled) - tree_bytes(networks))
-    note = f"{held} beside the weights"
+    # weights that it does not read (the transformer's) are no arguments of the compiled program
+    given = compiled.memory_analysis().argument_size_in_bytes
+    note = f"{show_bytes(peak_bytes(compiled) - given)} beside the weights"
     if exact is not None:
         note += _distance(found, exact)
     row = replace(row, seconds=statistics.median(seconds), note=note)

@@ -13,6 +13,8 @@ from experiments.aot.work import Work, by_operation, works
 from pallas_kernels.chips import Chip
 from varjax.engine.cost import PallasWork, program_cost
 
+PROGRAMS = ("codes", "pixels", "pixels, by type")  # operations that are whole programs
+
 
 @dataclass(frozen=True)
 class Call:

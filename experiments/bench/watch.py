@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from experiments.aot.worker import LAST_LINES
-from experiments.bench.worker import AGAIN, MARK, WRONG
+from experiments.bench.worker import AGAIN, MARK
 
 BEGIN_SECONDS = 180  # until the device answers
+BETWEEN_SECONDS = 60  # from one step to the next, or to the end of the process
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,12 @@ class Wrong:
 
 
 class Refused(Exception):
-    """The process has said why it does not start. status: the one to exit with."""
+    """The process does not start, or cannot go on. status: the one to exit with. why: empty where
+    the process has said it."""
 
-    def __init__(self, status: int):
-        super().__init__(status)
-        self.status = status
+    def __init__(self, status: int, why: str = ""):
+        super().__init__(status, why)
+        self.status, self.why = status, why
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Watch:
     wrong: Wrong | None = None
     _step: dict | None = None  # the one that is running
     _case: dict | None = None  # what it compares
+    _place: str = ""  # why results cannot be kept
+    _ran: bool = False  # whether this process has started with a step
 
     @property
     def left(self) -> list[str]:
@@ -63,21 +67,24 @@ class Watch:
         whether another one should go on. until: as `time.monotonic` says.
 
         Raises:
-          Refused: it ended before it began with the steps.
+          Refused: it ended, or was ended, before it began with the steps or between two of them, or
+            cannot keep what it finds.
         """
         self._step = self._case = None
-        begun, ends = False, time.monotonic() + BEGIN_SECONDS
+        self._ran = begun = False
+        ends = time.monotonic() + BEGIN_SECONDS
         with _process(command, environment) as (process, events, last):
             while True:
                 try:
                     event = events.get(timeout=max(0.0, min(until, ends) - time.monotonic()))
                 except queue.Empty:
-                    return self._late(until, begun)
+                    return self._late(until)
                 if event is None:
                     return self._ended(process.wait(), begun, last)
                 begun = True
                 self._note(event)
-                ends = self._step["ends"] if self._step else float("inf")
+                between = time.monotonic() + BETWEEN_SECONDS
+                ends = self._step["ends"] if self._step else between
 
     def _note(self, event: dict) -> None:
         kind = event["event"]
@@ -86,59 +93,87 @@ class Watch:
             print(f"{event['kind']}: {len(self.done)} of {len(self.names)} steps are done")
         elif kind == "start":
             self._step = {**event, "ends": time.monotonic() + event["limit"]}
-            self._case = None
+            self._case, self._ran = None, True
         elif kind == "case":
             self._case = event
             self._step["ends"] = time.monotonic() + self._step["limit"]
         elif kind == "wrong":
             self.wrong = Wrong(event["name"], event["words"], event["command"])
+            self._step = None
         elif kind == "failed":
             self._fail(event["why"])
+        elif kind == "empty":  # a check that says nothing about the kernel
+            self._leave_out(event["why"])
+        elif kind == "stopped":
+            self._place, self._step = event["why"], None
         elif kind == "finished":
             self.done.append(event["name"])
             self._step = None
             told = f"{len(self.done)}/{len(self.names)}  {event['name']}  {event['seconds']:.0f} s"
             print(f"steps {told}", file=sys.stderr, flush=True)
 
-    def _late(self, until: float, begun: bool) -> bool:
+    def _late(self, until: float) -> bool:
         """The process said nothing for too long."""
-        if time.monotonic() >= until:
+        if self._place:
+            raise Refused(2, self._place)
+        if self.wrong:
             return False
-        if not begun:
-            why = f"error: the device did not answer within {BEGIN_SECONDS} s"
-            print(why, file=sys.stderr)
-            raise Refused(1)
-        self._fail(f"it did not end within {self._step['limit']:.0f} s")
-        return self.wrong is None
+        up = time.monotonic() >= until
+        if not self._ran and not (up and self.names):
+            before = "before the time was up" if up else f"within {BEGIN_SECONDS} s"
+            raise Refused(1, f"the device did not answer {before}: see whether others use it")
+        if up:
+            return False
+        if self._step:
+            self._fail(f"it did not end within {self._step['limit']:.0f} s")
+        else:
+            print(f"no step for {BETWEEN_SECONDS} s: another process goes on", file=sys.stderr)
+        return self.wrong is None and bool(self.left)
 
     def _ended(self, status: int, begun: bool, last: Sequence[str]) -> bool:
         """The process has ended by itself."""
+        said, error = f"ended with {status}: {'; '.join(last)[-400:]}", max(1, status)
+        if self._place:
+            raise Refused(2, self._place)
         if not begun:
-            raise Refused(status or 1)
-        if self.wrong or status == 0 or status == WRONG:
+            raise Refused(error, "" if status > 0 else f"the process of the steps {said}")
+        if self.wrong:
             return False
-        if status != AGAIN and self._step:
-            self._fail(f"the process ended with {status}: {'; '.join(last)[-400:]}")
+        if self._step:
+            self._fail(f"the process {said}")
+        elif status != AGAIN and self.left:
+            raise Refused(error, f"the process of the steps {said}, between two of them")
         return self.wrong is None and bool(self.left)
 
     def _fail(self, why: str) -> None:
         """The step that is running has failed. Of a check that is a wrong result."""
         name, case = self._step["name"], self._case
+        if not self._step["checks"]:
+            self._leave_out(why)
+            return
         print(f"step {name} failed: {why}", file=sys.stderr, flush=True)
-        if self._step["checks"]:
-            words = f"{case['words']}: {why}" if case else why
-            self.wrong = Wrong(name, words, case["command"] if case else "")
-        else:
-            self.failed[name] = why
+        words = f"{case['words']}: {why}" if case else why
+        self.wrong = Wrong(name, words, case["command"] if case else "")
         self._step = None
+
+    def _leave_out(self, why: str) -> None:
+        """The step that is running is listed as failed, and the others go on."""
+        name = self._step["name"]
+        print(f"step {name} failed: {why}", file=sys.stderr, flush=True)
+        self.failed[name], self._step = why, None
 
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[tuple]:
     """(a process, the queue of what it says, the last lines of its errors); None in the queue is
     the end. Other lines are printed. At the end of the block it is killed, with what it has
-    started."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started. Its input tells it that this process is there (`lifeline`)."""
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     events: queue.Queue = queue.Queue()
     last: deque[str] = deque(maxlen=LAST_LINES)

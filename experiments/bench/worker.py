@@ -5,6 +5,7 @@ doing, in JSON lines. `machine` starts it, watches it, and starts another one wh
 it. So a kernel that never ends, or that takes the process with it, is found, too.
 """
 
+import errno
 import gc
 import json
 import sys
@@ -17,7 +18,7 @@ import jax
 from experiments import step_files
 from experiments.bench import device, scope, steps
 from experiments.bench.checks import Case
-from experiments.bench.kernel_steps import WrongResult, show
+from experiments.bench.kernel_steps import NothingCompared, WrongResult, show
 from experiments.bench.steps import Step
 from experiments.work_folder import WorkFolder
 from pallas_kernels import bench
@@ -26,7 +27,10 @@ from varjax.errors import UserError
 
 FORMAT = 1  # of step files
 MARK = "@machine "  # begins the lines that `machine` reads
-WRONG, AGAIN = 1, 3  # statuses: a wrong result; a step failed, go on in another process
+# statuses: a wrong result; nothing can be kept; a step failed, go on in another process
+WRONG, STOPPED, AGAIN = 1, 2, 3
+# of a place where nothing can be written: every step would fail
+NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def settings(quick: bool) -> dict:
@@ -96,17 +100,33 @@ def _run(step: Step, folder: Path, settings: str) -> int:
     except WrongResult as wrong:
         say("wrong", name=step.name, words=wrong.words, command=wrong.command)
         return WRONG
+    except NothingCompared as nothing:
+        say("empty", name=step.name, why=str(nothing))
+        return 0
     except Exception as error:  # after which the device may be of no use to this process
+        if isinstance(error, OSError) and error.errno in NO_PLACE:
+            return _stopped(step, folder, error)
         say("failed", name=step.name, why=bench.short(error, 400))
         return AGAIN
     seconds = time.monotonic() - start
-    step_files.write(folder, step.name, settings, {"seconds": seconds, **found.as_json()})
+    try:
+        step_files.write(folder, step.name, settings, {"seconds": seconds, **found.as_json()})
+    except OSError as error:
+        return _stopped(step, folder, error)
     for row in found.rows:
         print(f"  {show(row)}", file=sys.stderr, flush=True)
     say("finished", name=step.name, seconds=seconds)
     jax.clear_caches()  # compiled programs hold memory of the device
     gc.collect()
     return 0
+
+
+def _stopped(step: Step, folder: Path, error: OSError) -> int:
+    """Say that results cannot be kept, which no further step can change. Returns the status."""
+    where = error.filename or folder
+    why = f"step {step.name} cannot be kept: {error.strerror or error}: {where}"
+    say("stopped", why=f"{why}: make room there, or choose another --json")
+    return STOPPED
 
 
 def _case(case: Case) -> None:
@@ -120,6 +140,9 @@ def alone(name: str, quick: bool) -> int:
         found = step.run()
     except WrongResult as wrong:
         print(f"error: wrong result: {wrong.words}", file=sys.stderr)
+        return WRONG
+    except NothingCompared as nothing:
+        print(f"error: {nothing}", file=sys.stderr)
         return WRONG
     print("\n".join(show(row) for row in found.rows))
     return 0

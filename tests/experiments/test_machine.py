@@ -3,6 +3,7 @@ says of a chip is not tested."""
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from experiments.bench import (
     kernel_steps,
     machine,
     machine_report,
+    program_steps,
+    random_models,
     sanitizer,
     scope,
     steps,
 )
-from experiments.bench.kernel_steps import WrongResult
+from experiments.bench.kernel_steps import NothingCompared, WrongResult
 from experiments.bench.rows import Call, Row
 from experiments.work_folder import FINISHED
 from pallas_kernels import bench, implementations
@@ -89,6 +92,18 @@ def test_a_step_alone(call):
         (["--step=starts"], "--step belongs to --machine"),
         (["--worker=x"], "--worker belongs to --machine"),
         (["--machine", "--check"], "leave --check and --tune out"),
+        (["--skip=x"], "--skip belongs to --machine"),
+        (["--machine", "--adopt=x"], "--adopt does not take --machine: leave it out; it takes"),
+        (["--adopt=x", "--quick"], "--adopt does not take --quick"),
+        (["--adopt=x", "--json=y"], "--adopt does not take --json"),
+        (["--machine", "--model=nonsense"], "--machine does not take --model: leave it out"),
+        (["--machine", "--op=zzz"], "--machine does not take --op"),
+        (["--machine", "--dtype=float99"], "--machine does not take --dtype"),
+        (["--machine", "--rows=3"], "--machine does not take --rows"),
+        (["--machine", "--skip=x"], "--machine does not take --skip"),
+        (["--machine", "--step=starts", "--minutes=3"], "--step does not take --minutes"),
+        (["--machine", "--step=starts", "--json=m.json"], "--step does not take --json"),
+        (["--machine", "--worker=x", "--step=starts"], "--worker does not take --step"),
         (["--machine", "--minutes=0"], "--minutes=0 is not valid"),
         (["--machine", "--json=missing/m.json"], "there is no folder"),
         (["--machine", "--json=."], "is a folder"),
@@ -169,13 +184,42 @@ def test_a_kernel_that_fails_is_wrong(monkeypatch):
         kernel_steps.check(scope.here(True), "write", "tpu-interpret")
 
 
-def test_a_kernel_may_refuse_shapes(monkeypatch):
-    def errors(*_):
-        raise NotImplementedError("heads of 64")
+def test_a_kernel_may_refuse_shapes_but_not_all(call, monkeypatch):
+    """A check in which nothing was compared is none; the command it names says the same."""
+    refused = ["bfloat16"]
+
+    def errors(operation, spec, name):
+        if spec.dtype in refused:
+            raise NotImplementedError("heads of 64")
+        return {"out": 1e-6}
 
     monkeypatch.setattr(bench, "errors", errors)
-    [row] = kernel_steps.check(scope.here(True), "write", "tpu-interpret").rows
-    assert row.note == "0 right, largest error 0.0e+00, 1 refused"
+    here = scope.here(True)
+    with pytest.raises(
+        NothingCompared, match="0 right, .* 1 refused; the first: heads of 64"
+    ) as no:
+        kernel_steps.check(here, "write", "tpu-interpret")
+    status, out, _ = call("bench", *str(no.value).split("experiments.bench ")[1].split())
+    assert status == 1 and out.startswith("REFUSED") and "0 of 1 right, 1 refused" in out
+    both = replace(here, types=(("bfloat16", None), ("float32", None)), quick=False)
+    [row] = kernel_steps.check(both, "write", "tpu-interpret").rows
+    assert re.fullmatch(r"(\d) right, largest error 1.0e-06, \1 refused", row.note), row.note
+    flags = "--check", "--op=write", "--shape=var-d30-t1", "--implementation=tpu-interpret"
+    status, out, _ = call("bench", *flags, "--dtype=bfloat16,float32", "--filling=random")
+    assert status == 0 and "1 of 2 right, 1 refused" in out
+
+
+@pytest.mark.parametrize("reference_fits", [False, True])
+def test_only_the_reference_may_not_fit(monkeypatch, reference_fits):
+    def errors(operation, spec, name):
+        if name == "reference" and reference_fits:
+            return {"out": 0.0}
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(bench, "errors", errors)
+    expected = WrongResult if reference_fits else NothingCompared
+    with pytest.raises(expected, match="RESOURCE_EXHAUSTED" if reference_fits else "1 did not fit"):
+        kernel_steps.check(scope.here(True), "write", "tpu-interpret")
 
 
 def test_what_cannot_be_timed_says_why(monkeypatch):
@@ -193,23 +237,49 @@ def test_what_cannot_be_timed_says_why(monkeypatch):
     ("status", "output", "said"),
     [
         (0, "", "nothing found"),
-        (5, "", "it ended with 5"),
+        (127, "no libsanitizer", "not run: compute-sanitizer does not start: no libsanitizer"),
+        (5, "Error: Device not supported", "not run: .* Device not supported"),
         (sanitizer.FOUND, "========= Invalid __global__ read of size 4", "Invalid __global__ read"),
+        (sanitizer.FOUND, "Invalid read, then Internal Sanitizer Error", "Invalid read"),
         (1, "WRONG  attend_token", "WRONG  attend_token"),
+        (2, "error: unknown shape", "it ended with 2: error: unknown shape"),
+        (5, "", "it ended with 5: it says nothing; if the tool is at fault, leave it out of PATH"),
+        (-11, "", "it ended with -11"),
     ],
 )
 def test_the_sanitizer(monkeypatch, tmp_path, status, output, said):
     tool = tmp_path / sanitizer.TOOL
-    tool.write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+    end = f"exit {status}" if status >= 0 else f"kill {status} $$"
+    tool.write_text(f"#!/bin/sh\necho '{output}'\n{end}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert sanitizer.available()
-    if status in (0, 5):
-        assert sanitizer.check().rows[0].note == said
+    if said.startswith(("nothing", "not run")):
+        assert re.match(said, sanitizer.check().rows[0].note)
         return
     with pytest.raises(WrongResult, match=said) as wrong:
         sanitizer.check()
     assert wrong.value.command.startswith("compute-sanitizer --error-exitcode=99 python -m exper")
+
+
+def test_a_sanitizer_that_cannot_be_started_is_noted(monkeypatch, tmp_path):
+    tool = tmp_path / sanitizer.TOOL
+    tool.write_text("#!/no/such/shell\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "does not start: " in sanitizer.check().rows[0].note
+
+
+def test_bytes_beside_the_weights_are_those_of_the_decoder(monkeypatch):
+    """The program holds the codec only, and the transformer is larger than it needs."""
+    here = scope.here(True)
+    model = random_models.with_weights(random_models.abstract("var-d30", True), "float32")
+    shown = []
+    monkeypatch.setattr(program_steps, "show_bytes", lambda n: shown.append(n) or f"{n} B")
+    code_map = jax.numpy.zeros((1, *model.code_map))
+    row, pixels = program_steps._decoded(here, model, code_map, "float32", None)
+    [held] = shown
+    assert pixels.nbytes <= held < 2**24 and row.note == f"{held} B beside the weights"
 
 
 # --- what it prints ---
@@ -244,7 +314,16 @@ def test_the_table():
     assert lines[-1] == "" or "not run" not in lines[-1]
     for status, said in (("failed", "failed: a: because"), ("not run", "not run, the time was up")):
         assert said in machine_report.text(content(status=status))
-    assert "its peaks are not known" in machine_report.text(content(chip=None))
+
+
+def test_the_table_of_an_unknown_chip():
+    """Its times are real, unlike those of a CPU."""
+    found = content(ROW, chip=None)
+    text = machine_report.text(found)
+    assert "its peaks are not known" in text and "The peaks of this chip are not known" in text
+    assert "CPU" not in text and "2.4e+03" in text
+    found["device"]["platform"] = "cpu"
+    assert "On a CPU kernels are interpreted" in machine_report.text(found)
 
 
 def test_clocks_come_from_nvidia_smi(monkeypatch, tmp_path):

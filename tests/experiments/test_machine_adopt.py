@@ -2,7 +2,10 @@
 tiles, and nothing is written of what cannot be taken. All times are made up."""
 
 import json
+import math
 from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +14,7 @@ from experiments.aot import efficiencies
 from experiments.aot.efficiencies import Efficiency
 from experiments.aot.work import ASSUMED, Work
 from experiments.aot.worker import versions
-from experiments.bench import adopt, machine
+from experiments.bench import adopt, machine, possible
 from experiments.bench.rows import Call, Row
 from pallas_kernels.chips import get_chip
 from pallas_kernels.ragged_attention import config
@@ -75,6 +78,10 @@ def rows() -> list[Row]:
     return found
 
 
+def step(name: str, status: object) -> dict:
+    return {"name": name, "status": status}
+
+
 def content(**changes) -> dict:
     """A file of results of an H200."""
     device = {"platform": "gpu", "kind": "NVIDIA H200", "chip": "h200", "versions": versions()}
@@ -87,7 +94,7 @@ def content(**changes) -> dict:
         "device": device | changes.pop("device", {}),
         "driver": "580.1",
         "clocks": {},
-        "steps": [{"name": "a", "status": "finished"}],
+        "steps": [step("a", "finished")],
         "rows": [r.as_json() for r in rows()],
         "tuned": [{**entry, "call": asdict(CALL), "config": asdict(TILES)}],
     }
@@ -133,7 +140,7 @@ def test_numbers_are_found_again(call, files):
     # once more, beside other tiles
     more = {CALL.bucket(): TILES}
     config.write_tuned("NVIDIA H200", "attend", "mosaic", {**more, other_call(): TILES})
-    assert call("bench", "--machine", f"--adopt={files(content())}")[0] == 0
+    assert call("bench", f"--adopt={files(content())}")[0] == 0
     assert len(config.read_tuned("NVIDIA H200", "attend", "mosaic")) == 2
 
 
@@ -170,13 +177,21 @@ WRONG_TILES = {"operation": "attend", "implementation": "mosaic", "call": {}, "c
         (content(device={"versions": None}), "measured with varjax None"),
         ({**content(), "device": 3}, "device=3: give a dict"),
         (content(quick=True), "from --quick, which measures too little"),
-        (content(steps=[{"name": "x", "status": "not run"}]), r"1 steps were not run \(x\)"),
+        (content(steps=[step("x", "not run")]), r"1 steps were not run \(x\)"),
+        (content(steps=[step("x", "failed")]), r"1 steps failed \(x\): .* without them: --skip=x"),
+        (content(steps=[step("x", None)]), "unknown status of step x None"),
+        (content(steps=[1]), r"steps\[0\]=1: give a step"),
         (content(steps=[]), "0 steps were not run"),
         (content(steps=None), "steps=None"),
         (content(rows=[]), "no times of kernels or products"),
         (content(rows=[{"call": 3}]), "its rows cannot be read"),
         (content(tuned=[WRONG_TILES]), "tuned tiles of NVIDIA H200 cannot be read"),
         (content(tuned=[3]), "tuned tiles of NVIDIA H200 cannot be read"),
+        (content(rows=[{}]), r"its rows cannot be read: rows\[0\]"),
+        (content(tuned=[{**WRONG_TILES, "implementation": "triton"}] * 2), "cannot be read"),
+        ({k: v for k, v in content().items() if k != "driver"}, "driver=None: it must be a text"),
+        ({k: v for k, v in content().items() if k != "date"}, "date=None: it must be a text"),
+        ({k: v for k, v in content().items() if k != "revision"}, "revision=None"),
         (content(date="today"), "date='today': write year-month-day"),
     ],
 )
@@ -189,12 +204,175 @@ def test_what_is_refused(call, files, found, message):
 
 
 def test_an_unfinished_run_is_refused(files, tmp_path):
-    (tmp_path / "m.json.partial").mkdir()
+    partial = tmp_path / "m.json.partial"
+    partial.mkdir()
+    with pytest.raises(UserError, match="a folder that no --machine has made: name the file"):
+        adopt.show_adopted(str(partial))
+    settings = dict.fromkeys(machine.OF_A_MACHINE, "")
+    (partial / "settings.json").write_text(json.dumps(settings))
     for name in ("m.json", "m.json.partial"):
         with pytest.raises(UserError, match="m.json.partial is the folder of an unfinished run"):
             adopt.show_adopted(str(tmp_path / name))
     with pytest.raises(UserError, match="there is no file"):
         adopt.show_adopted(str(tmp_path / "other.json"))
+
+
+# --- what cannot be ---
+
+
+def changed(row: int, **numbers) -> dict:
+    """The file with other numbers in a row; those of its kernels under "work"."""
+    found = content()
+    work = numbers.pop("work", {})
+    found["rows"][row] |= numbers
+    for kernel in found["rows"][row]["work"]:
+        kernel |= work
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            changed(3, seconds=-1.0),
+            r"rows\[3\] \('token attention' 's', 'mosaic'\): seconds=-1 is outside",
+        ),
+        (changed(3, seconds=0.0), "seconds=0 is outside"),
+        (changed(3, seconds=math.nan), "seconds=nan is outside"),
+        (changed(3, seconds=math.inf), "seconds=inf is outside"),
+        (changed(3, seconds=1e300), "no call has more than 3600 s"),
+        (changed(3, seconds=1e-12), "1e-12 s: it takes 1e-07 s at least: no kernel starts"),
+        (changed(5, seconds=6e-6), "takes 7.77e-06 s at least: for what it computes"),
+        (
+            changed(6, seconds=2e-5, work={"calls": 10.0}),
+            "for what it computes, at the peak of h200",
+        ),
+        (changed(3, seconds=1e-3, bytes=8e9), "for what it moves, as fast as h200 can"),
+        (changed(3, seconds=2e-7, bytes=5e7), "for what it moves, as fast as h200 can"),
+        (changed(3, work={"calls": 0}), "work: calls=0 is outside"),
+        (changed(3, work={"calls": 1.5}), "work: calls=1.5: it must be a whole number"),
+        (changed(5, work={"rate": 1e300}), "work: rate=1e[+]300: h200 has no units of that peak"),
+        (changed(3, bytes=math.nan), "bytes=nan is outside"),
+        (changed(3, flops=-1), "flops=-1 is outside"),
+        (changed(3, work={"programs": -1}), "programs=-1: choose 0 to"),
+        (changed(3, work={"more": 1}), "does not have the entries bytes, calls"),
+    ],
+)
+def test_what_no_chip_can_do_is_refused(call, files, found, message):
+    path, before = files(found), files.data.read_bytes()
+    with pytest.raises(UserError, match=message):
+        adopt.show_adopted(str(path))
+    status, _, err = call("bench", f"--adopt={path}")
+    assert status == 2 and err.count("error:") == 1
+    assert files.data.read_bytes() == before and not files.tuned.exists()
+
+
+def test_data_that_lie_in_the_cache_may_move_faster_than_memory():
+    """40 MB in 4 us are 10 TB/s, of 4.8 that the memory has; 8-bit products have a peak of their
+    own."""
+    fast = Row(Call("finish", "s", "mosaic", "bfloat16"), 4e-6, bytes=40e6)
+    possible.check(0, fast, H200)
+    work = Work("products, other types", False, 1e6, 1.5e9, H200.int8_flops)
+    kernel = {**asdict(work), "calls": 1.0}
+    possible.check(0, Row(fast.call, 1e-6, work=(kernel,)), H200)
+    with pytest.raises(UserError, match="for what it computes"):
+        possible.check(0, Row(fast.call, 1e-6, work=({**kernel, "rate": RATE},)), H200)
+
+
+MISSING = object()
+BAD = (MISSING, None, -1, 0, "x", [], {}, math.nan, math.inf, 1e300, 10**400, True)
+
+
+def leaves(found: object, path: tuple = ()) -> Iterator[tuple]:
+    """The ways to everything that a file holds."""
+    inner = found.items() if isinstance(found, dict) else ()
+    inner = enumerate(found) if isinstance(found, list) else inner
+    for key, value in inner:
+        yield (*path, key)
+        yield from leaves(value, (*path, key))
+
+
+def test_any_damage_is_refused_or_does_no_harm(files, monkeypatch):
+    """Every value is replaced by such as no run writes, and left out."""
+    monkeypatch.setattr(machine, "commit", lambda: None)  # asked of a process each time
+    good, before = content(), files.data.read_bytes()
+    good["rows"] = good["rows"][4:7]  # attention, products, codes
+    good["rows"][2]["work"] = good["rows"][2]["work"][:1]
+    taken = 0
+    for *path, last in leaves(good):
+        for bad in BAD:
+            found = deepcopy(good)
+            place = found
+            for key in path:
+                place = place[key]
+            place[last] = bad
+            if bad is MISSING:
+                del place[last]
+            try:
+                adopt.show_adopted(str(files(found)))
+            except UserError:
+                assert files.data.read_bytes() == before, (path, last, bad)
+            else:
+                taken += 1
+                efficiencies.read(files.data)
+                files.data.write_bytes(before)
+    assert taken
+
+
+# --- steps that failed, other revisions ---
+
+
+def test_failed_steps_are_left_out_by_name(call, files):
+    """Operations that were not measured then keep the numbers of an older record, and say so."""
+    assert call("bench", f"--adopt={files(content())}")[0] == 0
+    older = efficiencies.read(files.data)["h200"].content["operations"]["write"]
+    steps = [step("a", "finished"), step("b", "failed"), step("c", "failed")]
+    rows_ = [r for r in content()["rows"] if r["call"]["operation"] != "write"]
+    found = content(steps=steps, rows=rows_, date="2026-02-03", revision="def")
+    status, _, err = call("bench", f"--adopt={files(found)}", "--skip=b")
+    assert status == 2 and "1 steps failed (c)" in err and "--skip=b,c" in err
+    for skip, why in (("b,c,a", "step a is finished"), ("b,c,d", "unknown step 'd'")):
+        status, _, err = call("bench", f"--adopt={files(found)}", f"--skip={skip}")
+        assert status == 2 and why in err
+    for _ in range(2):  # the second time the record already says where they are from
+        status, out, err = call("bench", f"--adopt={files(found)}", "--skip=b,c")
+        assert status == 0, err
+        assert "  write: kept: of 2026-01-02 at abc\n" in out
+        assert "without the steps that failed: b, c; kept numbers are older ones" in out
+        record = efficiencies.read(files.data)["h200"].content
+        kept = {**older, "note": "kept: of 2026-01-02 at abc"}
+        assert record["operations"]["write"] == kept and record["date"] == "2026-02-03"
+
+
+def test_another_revision_is_named(call, files, monkeypatch):
+    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab")
+    for revision, said in (("abc", True), ("0123456789ab", False), ("0123456", False)):
+        status, out, _ = call("bench", f"--adopt={files(content(revision=revision))}")
+        assert status == 0
+        assert (f"it was measured at {revision}, here is 0123456789ab: kernels may" in out) == said
+        assert efficiencies.read(files.data)["h200"].content["revision"] == revision
+    monkeypatch.setattr(machine, "commit", lambda: None)
+    assert "it was measured at" not in call("bench", f"--adopt={files(content())}")[1]
+
+
+# --- tiles ---
+
+
+def test_tiles_are_those_of_the_chip(files):
+    """One implementation for an operation, the one that runs there, and tiles that are tried."""
+    [entry] = content()["tuned"]
+    triton = {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 3}
+    of_triton = {**entry, "implementation": "triton", "config": triton}
+    huge = {**entry, "config": entry["config"] | {"block_k": 2**70}}
+    tpu = {"platform": "tpu", "kind": "TPU v5 lite", "chip": "tpu-v5e"}
+    for found, message in (
+        (content(tuned=[entry, of_triton]), r"tuned\[1\]: they are of triton, h200 runs mosaic"),
+        (content(tuned=[entry], device=tpu, rows=[]), "they are of mosaic, tpu-v5e runs tpu"),
+        (content(tuned=[huge]), "--tune does not try MosaicConfig"),
+    ):
+        with pytest.raises(UserError, match=message):
+            adopt.show_adopted(str(files(found)))
+        assert not files.tuned.exists()
 
 
 def test_tuned_tiles_of_another_device_are_not_replaced(files):

@@ -1,21 +1,17 @@
-"""The processes of `experiments.bench --machine`: one uses the device and keeps what it finished,
-another watches it and goes on without a step that fails or hangs; a wrong number ends both."""
+"""The process of `experiments.bench --machine` that uses the device: it keeps what it finished and
+says what ended it. `test_machine_watch` has the one that watches it."""
 
+import errno
 import json
-import os
-import sys
-import time
 from dataclasses import replace
 
 import pytest
 
 from experiments import step_files
-from experiments.bench import device, machine, scope, steps, watch, worker
-from experiments.bench.kernel_steps import WrongResult
+from experiments.bench import device, scope, steps, worker
+from experiments.bench.kernel_steps import NothingCompared, WrongResult
 from experiments.bench.rows import Call, Found, Row
 from experiments.bench.steps import Step
-from experiments.bench.watch import Refused, Watch
-from experiments.work_folder import WorkFolder
 from pallas_kernels.ragged_attention import config
 from varjax.errors import UserError
 
@@ -81,6 +77,17 @@ def test_a_wrong_result_ends_the_process(fake, tmp_path, capsys):
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_a_check_that_compares_nothing_is_not_kept(fake, tmp_path, capsys):
+    def nothing_compared():
+        raise NothingCompared("nothing was compared: 0 right")
+
+    ran = fake(check_one=nothing_compared, two=nothing)
+    assert run(tmp_path) == 0 and ran == ["check_one", "two"]
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-two.json"]
+    empty = {"event": "empty", "name": "check_one", "why": "nothing was compared: 0 right"}
+    assert worker.MARK + json.dumps(empty) in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -103,6 +110,21 @@ def test_another_machine_does_not_go_on(fake, tmp_path, monkeypatch, changed, sa
     assert run(tmp_path, overwrite=True) == 0
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "/place/step-one.json")
+
+
+@pytest.mark.parametrize("functions", [{"one": full}, {"check_one": full}, {"one": nothing}])
+def test_a_full_disk_is_no_failure_of_a_step(fake, tmp_path, monkeypatch, capsys, functions):
+    """Whether the step meets it or the file that keeps it: no other step is tried."""
+    ran = fake(**functions, two=nothing)
+    monkeypatch.setattr(step_files, "write", full)
+    assert run(tmp_path) == worker.STOPPED and len(ran) == 1
+    event = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(worker.MARK))
+    assert event["event"] == "stopped"
+    assert "No space left on device: /place/step-one.json: make room there" in event["why"]
+
+
 def test_a_foreign_file_is_not_touched(fake, tmp_path):
     fake(one=nothing)
     (tmp_path / "mine.txt").write_text("mine")
@@ -122,143 +144,3 @@ def test_tuned_tiles_of_another_device_are_refused(fake, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="device is 'nvidia-h100', needed is 'cpu'; move it away"):
         run(tmp_path / "work")
     assert not (tmp_path / "work").exists()
-
-
-# --- watching it ---
-
-
-def said(*events):
-    """A program that says these events, one number meaning seconds to sleep."""
-    lines = ["import time, sys"]
-    for event in events:
-        line = f"time.sleep({event})"
-        if not isinstance(event, (int, float)):
-            line = f"print({worker.MARK + json.dumps(event)!r}, flush=True)"
-        lines.append(event if isinstance(event, str) else line)
-    return [sys.executable, "-c", "\n".join(lines)]
-
-
-BEGIN = {"event": "begin", "steps": ["a", "b"], "done": [], "kind": "chip"}
-START = {"event": "start", "name": "a", "limit": 30, "checks": False}
-CHECK = {**START, "checks": True}
-CASE = {"event": "case", "words": "attend, shape s", "command": "python -m one"}
-DONE = {"event": "finished", "name": "a", "seconds": 1.0}
-
-
-def follow(*events, seconds=60.0):
-    found = Watch()
-    again = found.follow(said(*events), dict(os.environ), time.monotonic() + seconds)
-    return again, found
-
-
-def test_a_process_that_is_done():
-    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, {**DONE, "name": "b"})
-    assert not again and found.done == ["a", "b"] and not found.left and not found.failed
-
-
-def test_a_step_that_fails_is_left_out():
-    failed = {"event": "failed", "name": "a", "why": "no memory"}
-    again, found = follow(BEGIN, START, failed, f"sys.exit({worker.AGAIN})")
-    assert again and found.failed == {"a": "no memory"} and found.left == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("end", "why"),
-    [
-        ("sys.exit(7)", "the process ended with 7"),
-        ("import os; os.abort()", "the process ended with -6"),
-        (60, "it did not end within 1 s"),
-    ],
-)
-def test_a_step_that_ends_its_process_or_hangs(end, why):
-    again, found = follow(BEGIN, {**START, "limit": 1}, end)
-    assert again and why in found.failed["a"] and found.left == ["b"] and not found.wrong
-
-
-@pytest.mark.parametrize("end", ["sys.exit(7)", 60])
-def test_a_check_that_ends_its_process_or_hangs_is_wrong(end):
-    again, found = follow(BEGIN, {**CHECK, "limit": 1}, CASE, end)
-    assert not again and found.wrong.command == "python -m one"
-    assert found.wrong.words.startswith("attend, shape s: ")
-
-
-def test_the_time_is_up():
-    start = time.monotonic()
-    again, found = follow(BEGIN, START, DONE, {**START, "name": "b"}, 60, seconds=3)
-    assert not again and found.left == ["b"] and time.monotonic() - start < 30
-
-
-def test_a_process_that_does_not_begin(monkeypatch):
-    with pytest.raises(Refused) as refused:
-        follow("sys.exit(2)")
-    assert refused.value.status == 2
-    monkeypatch.setattr(watch, "BEGIN_SECONDS", 1)
-    with pytest.raises(Refused):
-        follow(60)
-
-
-# --- the whole again, with made-up processes ---
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path, capsys):
-    """measured(*events, keep=names, **options): (status, output, errors) of a run whose process
-    says these events and keeps these steps."""
-    monkeypatch.setattr(device, "clocks", lambda: [{"name": "GPU", "driver_version": "580.1"}])
-    path = tmp_path / "m.json"
-    settings = {"format": 1, "quick": False, **device.describe(), "kind": "NVIDIA H200"}
-    settings |= {"platform": "gpu", "chip": "h200"}
-
-    def invoke(*events, keep=(), **options):
-        def command(folder, quick, overwrite, skip):
-            work = WorkFolder(folder, settings)
-            work.start()
-            for name in keep:
-                found = Found([replace(ROW, call=replace(ROW.call, shape=name))])
-                content = {"seconds": 1.0, **found.as_json()}
-                step_files.write(folder, name, work.digest, content)
-            return said(*events)
-
-        monkeypatch.setattr(machine, "command", command)
-        options = {"quick": False, "minutes": None, "overwrite": False, **options}
-        return machine.measure(path, **options), *capsys.readouterr(), path
-
-    return invoke
-
-
-def test_what_was_not_run_is_listed_and_runs_later(measured, monkeypatch):
-    monkeypatch.setitem(machine.MINUTES, False, 0.05)
-    status, out, _, path = measured(BEGIN, START, DONE, {**START, "name": "b"}, 60, keep=["a"])
-    assert status == 0 and "not run, the time was up: b" in out
-    assert "the same command goes on" in out
-    found = json.loads(path.read_text())
-    assert [s["status"] for s in found["steps"]] == ["finished", "not run"]
-    assert found["driver"] == "580.1" and found["device"]["kind"] == "NVIDIA H200"
-    begin, monkeypatched = {**BEGIN, "done": ["a"]}, {**START, "name": "b"}
-    monkeypatch.setitem(machine.MINUTES, False, 1)
-    ends = begin, monkeypatched, {**DONE, "name": "b"}
-    status, out, _, path = measured(*ends, keep=["b"])
-    assert status == 0 and "not run" not in out
-    assert [r["call"]["shape"] for r in json.loads(path.read_text())["rows"]] == ["a", "b"]
-    assert list(path.parent.iterdir()) == [path]
-    with pytest.raises(UserError, match="exists already"):
-        measured(*ends)
-
-
-def test_a_wrong_result_writes_nothing(measured):
-    found = {"event": "wrong", "name": "a", "words": "attend: error 1", "command": "python -m x"}
-    status, out, err, path = measured(BEGIN, CHECK, found, "sys.exit(1)")
-    assert status == 1 and not path.exists()
-    assert "error: wrong result in step a: attend: error 1\nrepeat: python -m x\n" in err
-
-
-def test_a_failed_step_is_listed(measured):
-    events = BEGIN, START, {"event": "failed", "name": "a", "why": "no memory"}
-    status, out, _, path = measured(*events, "sys.exit(0)", keep=["b"])
-    assert status == 1 and "failed: a: no memory" in out and path.exists()
-
-
-def test_two_at_once(measured, tmp_path):
-    with WorkFolder(tmp_path / "m.json.partial", {}).held():
-        with pytest.raises(UserError, match="another run is writing to .*, or choose --json"):
-            measured(BEGIN)
