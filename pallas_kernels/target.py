@@ -28,6 +28,12 @@ def capability() -> str | None:
     return chip and chip.capability
 
 
+def major() -> int:
+    """The first number of a GPU's compute capability, 9 for Hopper; 0 where it is not known."""
+    found = (capability() or "").partition(".")[0]
+    return int(found) if found.isdecimal() else 0
+
+
 def _abstract():
     """The device of an abstract mesh; None without such a mesh."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

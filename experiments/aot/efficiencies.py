@@ -169,7 +169,7 @@ def checked(content: object) -> dict[str, Record]:
 
 def adopt(record: Mapping, path: Path = FILE) -> None:
     """Put a chip's record into a file, in place of an older record of that chip. Operations that
-    the new one lacks are lost: shares of two measurements do not belong together.
+    the new one lacks are lost.
 
     Raises:
       UserError: the record or the file cannot be read (`checked`); the file stays as it is.

@@ -61,7 +61,7 @@ def test_together_as_on_a_gpu(policy, monkeypatch):
     layers = tuple(filled(cache, step, rng) for cache in layers)
     decide = partial(step.decide, stage=jnp.int32(STAGE), bias=None, inputs=None)
     alone = [jax.jit(lambda cache: decide([cache]))(cache)[0] for cache in layers]
-    monkeypatch.setattr(token_decision, "target", SimpleNamespace(platform=lambda: "gpu"))
+    monkeypatch.setattr(token_decision, "target", gpu(9))
     assert step.at_once(layers[0]) >= len(layers) or step.needs.keys
     assert step._short(step.positions) == jnp.int16
     together = jax.jit(lambda layers: decide(layers))(layers)
@@ -73,11 +73,17 @@ def test_together_as_on_a_gpu(policy, monkeypatch):
     assert moved > 0
 
 
+def gpu(major: int) -> SimpleNamespace:
+    return SimpleNamespace(platform=lambda: "gpu", major=lambda: major)
+
+
 def test_how_many_layers_decide_together(monkeypatch):
     """LlamaGen-XL at batch 128 and 1/6 of the cache has 36 layers."""
-    monkeypatch.setattr(token_decision, "target", SimpleNamespace(platform=lambda: "gpu"))
     step, _ = deciding("headkv")
     layer = SimpleNamespace(position=jax.ShapeDtypeStruct((256, 20, 96), jnp.int32))
+    monkeypatch.setattr(token_decision, "target", gpu(8))
+    assert step.at_once(layer) == 8
+    monkeypatch.setattr(token_decision, "target", gpu(9))
     assert step.at_once(layer) == 21  # two parts of 18
     assert replace(step, attention="mosaic").at_once(layer) == 42
 
@@ -93,7 +99,7 @@ def test_long_buffers(policy, monkeypatch):
     def run():
         return jax.jit(lambda cache: step.decide([cache], jnp.int32(STAGE), None, None))(cache)
 
-    monkeypatch.setattr(token_decision, "target", SimpleNamespace(platform=lambda: "gpu"))
+    monkeypatch.setattr(token_decision, "target", gpu(9))
     expected = run()
     monkeypatch.setattr(token_decision, "MOST_CHOSEN", step.period - 1)
     jax.tree.map(np.testing.assert_array_equal, run(), expected)

@@ -216,9 +216,13 @@ def assert_stored(found, expected, projection: Projection):
     one = 1.01 if pool.dtype == jnp.int8 else 0
     near = {jnp.float32: 2e-6}.get(pool.dtype.type, 2**-7)
     pool, wanted = (np.asarray(a, np.float32) for a in (pool, wanted))
-    np.testing.assert_allclose(pool, wanted, rtol=near, atol=one or near * 1e-3)
+    small, others = near * 1e-3, 0.04
+    if projection.rotation is not None and projection.row_scale is not None:
+        # rounded before they are rotated, too, and a result may be the small difference of two
+        small, others = np.abs(wanted).max() * 2**-9, 0.5
+    np.testing.assert_allclose(pool, wanted, rtol=near, atol=one or small)
     # compilers may leave out a rounding to bfloat16 on the way to int8: 1 in 40 numbers
-    assert np.mean(pool != wanted) < 0.04 or near < 1e-3
+    assert np.mean(pool != wanted) < others or near < 1e-3
     if scale is not None:
         np.testing.assert_allclose(scale, wanted_scale, rtol=2**-7)
 

@@ -21,8 +21,11 @@ from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
 # meanwhile, and on GPUs copies of the buffers, which take several times as much, unless a kernel
-# moves slots. A CPU starts no kernels, and keeps what it compares: one layer at a time.
-TOGETHER = {"cpu": 0, "gpu": 40 * 2**20, "tpu": 16 * 2**20}
+# moves slots. A CPU starts no kernels, and keeps what it compares: one layer at a time. Before
+# Hopper XLA makes reductions of 18 layers a kernel that its assembler takes many minutes for.
+TOGETHER = {"cpu": 0, "gpu": 16 * 2**20, "tpu": 16 * 2**20}
+TOGETHER_SINCE_HOPPER = 40 * 2**20
+HOPPER = 9  # major compute capability
 MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
 
 
@@ -98,8 +101,10 @@ class StageDecision:
             return 1
         size = cache.position.size * cache.position.dtype.itemsize
         most = TOGETHER.get(target.platform(), 0)
-        if target.platform() == "gpu" and slot_moves.has_kernel(self.attention):
-            most *= 2  # nothing is copied
+        if target.platform() == "gpu" and target.major() >= HOPPER:
+            most = TOGETHER_SINCE_HOPPER
+            if slot_moves.has_kernel(self.attention):
+                most *= 2  # nothing is copied
         return max(1, most // size)
 
     def decide(self, caches, stage, bias, inputs):
