@@ -32,8 +32,9 @@ def test_products_are_native(target, rows):
     for scheme in found.keys() & NATIVE:
         if chips.get_chip(target).platform == "gpu":
             assert found[scheme]["libraries"] == [NATIVE[scheme]]
-            # no copy of the matrix: rows, sums and the scratch of the library
-            assert found[scheme]["temporaries"] < rows * (D_IN + 4 * D_OUT) + 2**22 + 2**16
+            # no copy of the matrix: rows, by 16 in fp8, sums and the scratch of the library
+            whole = -(-rows // 16) * 16
+            assert found[scheme]["temporaries"] < whole * (D_IN + 4 * D_OUT) + 2**22 + 2**16
         elif rows > 2:
             assert found[scheme]["cycles"] < FASTER[target, scheme] * found[None]["cycles"]
 

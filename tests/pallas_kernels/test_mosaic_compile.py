@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from pallas_kernels import chips, mosaic_operands, mosaic_products
@@ -18,8 +17,8 @@ from tests.pallas_kernels import compile_mosaic, sass
 
 # finished keys and values are one; moments take finished queries, too
 KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "apart": 2, "text": 1}
-# bytes that later compilers spill: stores and loads of one number each
-MOST_SPILLED = {("b200", "ragged_attention"): 68} if jax.__version_info__ >= (0, 11) else {}
+# bytes that CUDA 13.5's assembler spills with heads of 128, stores and loads of one number each
+MOST_SPILLED = {("b200", "ragged_attention"): 68, ("h200", "ragged_attention"): 20}
 FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
 TARGETS = [(target, FEW) for target in ("h200", "b200")]
 REST = [name for name in compile_mosaic.SHAPES if name not in FEW]
@@ -59,7 +58,8 @@ def test_kernels_compile(target, shapes):
         spec = compile_mosaic.SHAPES[program["shape"]]
         if "ragged_attention" in new and spec.tokens <= 64 and spec.head_dim == 64:
             attention = new["ragged_attention"]  # three of 128 threads; CUDA takes 1 KiB of each
-            most = 2 if spec.in_8_bits else 3  # scales take registers: 182 on an H200
+            # scales and rotations take registers: 182 and 193 on an H200
+            most = 2 if spec.in_8_bits or spec.rotated else 3
             assert most * 128 * attention["registers"] <= 65536, program
             together = chips.get_chip(target).gpu.shared_memory[0]
             assert 3 * (attention["shared_memory"] + 1024) <= together, program
@@ -190,7 +190,7 @@ def tensor_columns(kernel: str, shape: str) -> int:
     spec, products = compile_mosaic.SHAPES[shape], mosaic_products.Tcgen05()
     if kernel == "ragged_attention":
         return products.tensor_memory(1 if spec.tokens <= 64 else 2, 64, spec.head_dim)
-    multiplies = kernel == "attention_moments" or kernel == "finish" and spec.rotated
+    multiplies = kernel == "attention_moments" or kernel.startswith("finish") and spec.rotated
     return products.tensor_memory(1, 64) if multiplies else 0
 
 
