@@ -1,6 +1,8 @@
 """Orbax on a full disk: one error, nothing on standard error, nothing left behind."""
 
+import asyncio
 import errno
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,26 @@ def test_the_hook_of_threads_hands_on(capsys):
     Event.exc_value = RuntimeError("something else")
     hook(Event)
     assert seen == [Event]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("OUT_OF_RANGE: Error opening \"zarr\" driver [tensorstore_spec='{}']", False),
+        ("NOT_FOUND: Error writing [os_error_code='2']", False),
+        ("something else", True),
+    ],
+)
+def test_operations_that_were_given_up(caplog, text, is_said):
+    """asyncio reports what nobody waited for, whenever Python drops it."""
+    with pytest.raises(OSError), orbax_errors._one_report():
+        raise OSError
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(ValueError(text))
+    gc.collect()
+    loop.close()
+    assert bool(caplog.records) == is_said
+    assert all("was never retrieved" in record.getMessage() for record in caplog.records)
 
 
 def test_reading_what_is_not_there(tmp_path):

@@ -100,7 +100,8 @@ class _WithoutOrbax:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Whether a log record comes from elsewhere. For a task that failed and was given up, asyncio
-    writes the file of its coroutine into the message."""
+    """Whether a log record comes from elsewhere. asyncio writes into its messages what was given
+    up: of a task that failed, the file of its coroutine; of an operation of TensorStore that
+    failed, the error, which ends with what was to be opened and with the system's number."""
     where = record.getMessage() if record.name == "asyncio" else record.pathname
-    return not re.search(r"[\\/]orbax[\\/]", where)
+    return not re.search(r"[\\/]orbax[\\/]|tensorstore_spec=|os_error_code=", where)
