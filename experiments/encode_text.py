@@ -12,7 +12,7 @@ unconditional text. Longer prompts than --max_length are cut, with a warning tha
 
 import pathlib
 
-from experiments.flags.program import batch_size_flag, dtype_flag
+from experiments.flags import define
 from experiments.flags.prompts import NegativeFlags, PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
@@ -33,8 +33,8 @@ FLAGS = CommandFlags(
 FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
 PROMPTS, NEGATIVE = PromptFlags(FLAGS), NegativeFlags(FLAGS)
-DTYPE = dtype_flag(FLAGS, None, "the weights")
-BATCH_SIZE = batch_size_flag(FLAGS, 8, "Texts per program call.")
+DTYPE = define.dtype(FLAGS, None, "the weights")
+BATCH_SIZE = define.batch_size(FLAGS, 8, "Texts per program call.")
 LONGEST = FLAGS.integer(
     "max_length",
     None,

@@ -3,29 +3,28 @@
 from dataclasses import dataclass
 
 import jax
-from absl.flags import FlagHolder
 
 from experiments.budgets import Sizing
+from experiments.flags import define
+from experiments.flags.define import AUTO
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
-from varjax import arguments, generator
+from varjax import arguments
 from varjax.api import USUAL_BATCH
-from varjax.cache.plan import KV_DTYPES, CachePlan, storage_dtype
+from varjax.cache.plan import CachePlan, storage_dtype
 from varjax.cli.flags import CommandFlags, about
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import memory, program
+from varjax.engine import memory
 from varjax.engine.drawing import check_cut
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
-from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
+from varjax.model import Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans, processes, weights
 from varjax.parallel.split import MeshSpec
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,32 +86,6 @@ def blocks_too_small(plan: CachePlan, attention: str) -> bool:
     return plan.block_size < min(BLOCK_SIZES)
 
 
-def batch_size_flag(
-    flags: CommandFlags, default: int, help: str = "Images per program call."
-) -> FlagHolder[int]:
-    """Define --batch_size for a command that takes the number as it is."""
-    return flags.integer(
-        "batch_size", default, help, lower_bound=1, upper_bound=arguments.LARGEST_BATCH
-    )
-
-
-def dtype_flag(flags: CommandFlags, default: str | None, of: str) -> FlagHolder[str]:
-    """Define --dtype. default: None is float32 on CPU, else bfloat16. of: what has that type."""
-    usual = "" if default else "; default: float32 on CPU, else bfloat16"
-    return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
-
-
-def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
-    """Define --kv_dtype."""
-    return flags.enum(
-        "kv_dtype",
-        None,
-        list(KV_DTYPES),
-        "Type of stored keys and values; default: --dtype, which the full cache always has. int8 "
-        "has a scale per token.",
-    )
-
-
 class ProgramFlags:
     """--dtype, --weights_dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention,
     --decode_batch, --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
@@ -131,70 +104,21 @@ class ProgramFlags:
         batches: bool = True,
     ):
         flags.heading("How programs are compiled, and their types")
-        self._elsewhere, self._mesh = elsewhere, None
-        if mesh:
-            self._mesh = flags.string(
-                "mesh",
-                None,
-                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights); "
-                "one axis may be -1: what is left over.",
-            )
+        self._elsewhere = elsewhere
+        self._mesh = define.mesh(flags) if mesh else None
         if elsewhere:
-            self._batch_size = batch_size_flag(flags, USUAL_BATCH)
+            self._batch_size = define.batch_size(flags, USUAL_BATCH)
         elif batches:
-            usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
-            self._batch_size = flags.integer("batch_size", None, usual)
-        self._decode_batch = flags.integer(
-            "decode_batch",
-            None,
-            "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
-            lower_bound=1,
-        )
-        self._decode_dtype = flags.enum(
-            "decode_dtype",
-            arithmetic.AUTO,
-            list(arithmetic.CHOICES),
-            "What the decoder of pixels computes in: auto is float32 on CPUs, else bfloat16, which "
-            "is faster and rounds pixels; tf32 (NVIDIA GPUs) rounds them less; float32 exactly.",
-        )
-        self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
-        self._weights = flags.enum(
-            "weights_dtype",
-            None,
-            list(WEIGHTS_DTYPES),
-            "Type of stored weights; default: --dtype, in which products run. int8: the matrices "
-            "of the transformer's layers, with a scale per output channel. w8a8, fp8: activations, "
-            "too, with a scale per row, on chips that multiply such numbers.",
-        )
-        self._kv_dtype = kv_dtype_flag(flags)
-        self._precision = flags.enum(
-            "matmul_precision",
-            "default",
-            list(generator.MATMUL_PRECISIONS),
-            "Precision of float32 products.",
-        )
-        self._segments = flags.string(
-            "segments",
-            "auto",
-            "How many segments the scale loop is cut into: auto or a number. Results do not "
-            "change.",
-        )
-        self._layers = flags.enum(
-            "layers",
-            "auto",
-            list(program.LAYERS),
-            "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
-            "weights but takes longer to compile; auto: unroll large models, but not on TPUs.",
-        )
-        names = ("reference", *implementations.PLATFORMS) if elsewhere else implementations.NAMES
-        stepwise = "" if elsewhere else "; -interpret runs a kernel step by step anywhere, slowly"
-        self._attention = flags.enum(
-            "attention",
-            AUTO,
-            [AUTO, *names],
-            f"Attention and cache writing: auto takes mosaic on GPUs from Hopper on, triton on "
-            f"others, tpu on TPU, else reference{stepwise}.",
-        )
+            self._batch_size = define.batch_size_that_fits(flags)
+        self._decode_batch = define.decode_batch(flags)
+        self._decode_dtype = define.decode_dtype(flags)
+        self._dtype = define.dtype(flags, "bfloat16" if elsewhere else None, "weights and cache")
+        self._weights = define.weights_dtype(flags)
+        self._kv_dtype = define.kv_dtype(flags)
+        self._precision = define.matmul_precision(flags)
+        self._segments = define.segments(flags)
+        self._layers = define.layers(flags)
+        self._attention = define.attention(flags, elsewhere)
 
     def resolve(self, model: Model, chip: Chip | None = None) -> ProgramOptions:
         """Return the options; all is checked that does not depend on the plan. chip: that programs
