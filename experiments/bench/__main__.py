@@ -27,16 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from experiments.bench import adopt, checks, machine, report, tuning, worker
+from experiments.bench import adopt, checks, machine, report, timings, tuning, worker
 from experiments.bench.lifeline import end_with_parent
-from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import FILLINGS, ArgSpec
 from pallas_kernels.ragged_attention import tune
-from pallas_kernels.ragged_attention.config import Config
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
@@ -166,26 +163,6 @@ def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
     ]
 
 
-def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
-    """One way, timed and compared with the reference."""
-    own, dense = bench.compressed(spec, budget), way.startswith(bench.DENSE)
-    at_work = spec if dense else own
-    row = Row(operation, own, budget, way, bench.OPERATIONS[operation].work(at_work))
-    if bench.holds_scores(operation, way) and not bench.fits(spec):
-        return replace(row, note="its matrix of scores does not fit")
-    try:
-        seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
-        row = replace(row, seconds=seconds)
-        if not dense:
-            # one row, two heads: enough to see whether numbers are right
-            few = replace(own, rows=1, heads=min(2, own.heads), filling="random")
-            found = bench.errors(operation, few, way).values()
-            row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
-    except Exception as problem:  # out of memory, a library that refuses the call
-        row = replace(row, note=bench.short(problem))
-    return row
-
-
 def show_timings(name: str) -> int:
     """Time every way and print the table; return 1 if the kernel failed or is wrong."""
     if name.endswith(implementations.SUFFIX):
@@ -193,28 +170,17 @@ def show_timings(name: str) -> int:
     rows, ways = [], timed_ways(name)
     progress = Progress("ways", len(ways), every=5)
     for way in ways:
-        rows.append(row := timing(*way))
+        rows.append(row := timings.timed(*way, REPEATS.value))
         progress.update(len(rows), f"{row.spec.name} {row.operation} {row.way}")
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
     print(report.text(rows, bench.chip(device)))
     print("\n".join(report.summary(rows, name)))
     save({"device": device, "rows": [row.as_json() for row in rows]})
-    failures = [line for row in rows if row.way == name and (line := _failure(row))]
+    failures = [line for row in rows if row.way == name and (line := timings.failure(row))]
     for line in failures:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def _failure(row: Row) -> str | None:
-    """The reason why a row of the timed kernel is a failure, or None."""
-    call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
-    allowed = checks.TOLERANCE[row.spec.dtype]
-    if row.seconds is None or row.error is None:
-        return f"{call}: {row.note}"
-    if not row.error < allowed:  # NaN is wrong too
-        return f"{call}: error {row.error:.1e}, allowed is less than {allowed:.0e}"
-    return None
 
 
 def save(contents: dict) -> None:
@@ -285,7 +251,7 @@ def show_tuning(name: str) -> int:
         )
     kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
-        best = _best_tiles(operation, name)
+        best = tuning.of_shapes(operation, shapes(), name, REPEATS.value)
         calls, wanted = calls + len(best), wanted + len(shapes())
         if not best:  # a file without entries would say that there is something to use
             print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
@@ -294,20 +260,6 @@ def show_tuning(name: str) -> int:
         print(f"{operation}: {len(best)} calls kept in {path}")
     print(f"{name} on {kind}: tiles of {calls} of {wanted} calls tuned")
     return 0 if calls == wanted else 1
-
-
-def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
-    """The fastest tiles of every shape, without the shapes for which none work."""
-    kept = []
-    for spec in shapes():
-        found = tuning.best(operation, spec, name, REPEATS.value)
-        if found.tiles is None:
-            why = f"no tiles work: {found.note}"
-            print(f"error: {operation} {spec.name}: {why}", file=sys.stderr)
-            continue
-        kept.append((spec, found.tiles))
-        print(f"{operation} {spec.name}: {found.words}", flush=True)
-    return kept
 
 
 # --- a whole machine ---

@@ -1,8 +1,9 @@
 """Timing the tiles of a kernel's call and choosing the best."""
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments.bench import report
@@ -52,3 +53,20 @@ def best(
     tiles, seconds, note = min(trials, key=lambda trial: trial[1])
     works = not math.isinf(seconds)
     return Best(tiles if works else None, seconds, trials[0][1], len(trials), note)
+
+
+def of_shapes(
+    operation: str, specs: Sequence[ArgSpec], implementation: str, repeats: int
+) -> list[tuple[ArgSpec, Config]]:
+    """The fastest tiles of every shape, without the shapes for which none work. Prints what it
+    finds."""
+    found = []
+    for spec in specs:
+        fastest = best(operation, spec, implementation, repeats)
+        if fastest.tiles is None:
+            why = f"no tiles work: {fastest.note}"
+            print(f"error: {operation} {spec.name}: {why}", file=sys.stderr)
+            continue
+        found.append((spec, fastest.tiles))
+        print(f"{operation} {spec.name}: {fastest.words}", flush=True)
+    return found
