@@ -6,6 +6,7 @@ import pytest
 
 from tests import models_under_test as models
 from tests.codecs import rounded
+from tests.often import often
 from varjax.codecs import arithmetic
 from varjax.errors import UserError
 
@@ -55,7 +56,7 @@ def test_auto_here_is_exact():
     assert arithmetic.resolve_here("auto") == "float32"  # tests run on a CPU
 
 
-@pytest.mark.parametrize("family", rounded.FIXTURES)
+@pytest.mark.parametrize("family", often(("LlamaGen", "Lumina-mGPT"), rounded.FIXTURES))
 def test_pixels_of_every_family(family):
     """bfloat16 rounds operands and what it stores to 7 bits of mantissa, TF32 (emulated) operands
     alone to 10: at least 15 dB less of an error. Neither breaks a picture, both change it."""

@@ -15,9 +15,12 @@ from flax import nnx
 
 import varjax
 from tests.models_under_test import fixture_model
+from tests.often import often
 from varjax.engine import fingerprint, program
 from varjax.engine.pixels import Decoding
 from varjax.policies.h2o import H2O
+
+SMALL = "c_k5_nol2norm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class OwnPolicy(H2O):
     """Of the user's own: its module may depend on anything."""
 
 
-@pytest.mark.parametrize("name", ["a_k10", pytest.param("llamagen_c2i", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", often((SMALL,), (SMALL, "llamagen_c2i")))
 def test_the_same_in_another_process(name):
     """Whatever the order of sets there is."""
     call = f"from tests.engine import test_fingerprint as t; print(t.codes_of({name!r}))"
@@ -71,11 +74,11 @@ def test_programs_that_differ_have_other_fingerprints():
     """Of all pairs; and the same one twice has the same, from another model object, too."""
     found = {}
     for options in VARIANTS:
-        model = fixture_model("a_k10")
+        model = fixture_model(SMALL)
         options = {"policy": "streaming", "budget": 0.5, "batch_size": 2, **options}
         generator = varjax.Generator(model, **options)
         found.setdefault(fingerprint_of(generator), set()).add(text_of(generator))
-        assert fingerprint_of(varjax.Generator(fixture_model("a_k10"), **options)) in found
+        assert fingerprint_of(varjax.Generator(fixture_model(SMALL), **options)) in found
     assert None not in found and all(len(texts) == 1 for texts in found.values())
     assert len(found) > 5
 

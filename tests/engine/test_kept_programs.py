@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import varjax
-from tests.engine.test_fingerprint import OwnPolicy, fingerprint_of
+from tests.engine.test_fingerprint import SMALL, OwnPolicy, fingerprint_of
 from tests.models_under_test import fixture_model
 from varjax.engine import fingerprint, kept_programs, pixels, program
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     jax_cache.reset_cache()
 
 
-@pytest.fixture(params=["a_k10", "llamagen_c2i"])
+@pytest.fixture(params=[SMALL, "llamagen_c2i"])
 def model(request):
     return fixture_model(request.param)
 
@@ -64,7 +64,7 @@ def test_nothing_is_traced_again(model, folder, monkeypatch):
 
 def test_other_sources_of_the_same_program(folder, monkeypatch):
     """A comment was changed: it is traced, and not compiled."""
-    model = fixture_model("a_k10")
+    model = fixture_model(SMALL)
     plain, _ = drawn(model)
     programs, traced = (names(folder, s) for s in (kept_programs.PROGRAM, kept_programs.TRACED))
     monkeypatch.setattr(fingerprint, "_files", lambda: "changed")
@@ -209,7 +209,7 @@ def test_arrays_elsewhere_are_left_to_jax(folder, monkeypatch):
 
 
 def test_a_program_that_calls_the_host(folder, capsys):
-    generator = varjax.Generator(fixture_model("a_k10"), batch_size=1, watch=print)
+    generator = varjax.Generator(fixture_model(SMALL), batch_size=1, watch=print)
     assert generator(labels=[0]).shape[0] == 1 and capsys.readouterr().out
     assert not folder.exists()
 
@@ -227,7 +227,7 @@ def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
 
 
 def test_a_policy_of_the_users_own_is_left_to_jax(folder):
-    generator = varjax.Generator(fixture_model("a_k10"), OwnPolicy(budget=0.5), batch_size=1)
+    generator = varjax.Generator(fixture_model(SMALL), OwnPolicy(budget=0.5), batch_size=1)
     assert fingerprint_of(generator) is None
     generator.compile()
     assert len(names(folder, kept_programs.TRACED)) == 1  # pixels do not depend on it

@@ -1,9 +1,12 @@
 """Tokens that are given at any place of any image."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from tests.often import often
 from varjax.engine.given import Given
 from varjax.errors import UserError
 from varjax.generator import Generator
@@ -11,8 +14,13 @@ from varjax.generator import Generator
 INDEX = np.arange(2, dtype=np.int32)
 
 
-@pytest.mark.parametrize("name", ["b_k6_sharedaln", "infinity_a_small", "llamagen_c2i"])
-@pytest.mark.parametrize("policy", ["full", "streaming"])
+NAMES = ("b_k6_sharedaln", "infinity_a_small", "llamagen_c2i")
+OFTEN = [(name, "full") for name in NAMES] + [("llamagen_c2i", "streaming")]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), often(OFTEN, itertools.product(NAMES, ("full", "streaming")))
+)
 def test_any_place_of_any_image(name, policy):
     """Given places hold what is given, the other image is drawn as without, and an array with a
     count is the same as naming its places."""

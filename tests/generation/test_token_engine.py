@@ -3,6 +3,7 @@ with the full cache, and what holds for every policy."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import varjax
 from tests import models_under_test as models
 from tests.generation import test_llamagen_parity as parity
 from tests.generation.token_by_token import draw
+from tests.often import often
 from varjax import conditions
 from varjax.engine import memory
 from varjax.errors import UserError
@@ -23,6 +25,9 @@ from varjax.sequence import TOKENS
 
 # a table needs a file, and budget 1 is not what it is for
 BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]
+PROMPTED = (*models.PROMPT_SHAPES, models.GROUPS)
+IN_TURN = list(zip(BY_TOKEN, itertools.cycle(PROMPTED), strict=False))  # a model for each policy
+OFTEN = ("llamagen_c2i", models.GROUPS)
 DRAWN = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
 
 
@@ -140,7 +145,7 @@ def drawn(
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *(part for _, part in found))
 
 
-@pytest.mark.parametrize("name", models.TOKEN_MODELS)
+@pytest.mark.parametrize("name", often(OFTEN, models.TOKEN_MODELS))
 def test_a_batch_equals_its_rows_alone(name):
     """Whatever the batch, padded in the end; every image has a key of its own. Prompts are not
     equally long."""
@@ -150,7 +155,7 @@ def test_a_batch_equals_its_rows_alone(name):
     assert (together["tokens"][0] != together["tokens"][1]).any()
 
 
-@pytest.mark.parametrize("name", models.TOKEN_MODELS)
+@pytest.mark.parametrize("name", often(OFTEN, models.TOKEN_MODELS))
 def test_given_tokens(name):
     """All of a run's own tokens give its logits; a few other ones are followed by a free draw."""
     free = drawn(name, 1, [3])
@@ -174,7 +179,7 @@ def test_generate(name):
     assert images.shape == (2, *model.pixels, 3) and 0 <= images.min() < images.max() <= 1
 
 
-@pytest.mark.parametrize("name", [*models.PROMPT_SHAPES, models.GROUPS])
+@pytest.mark.parametrize("name", often((models.GROUPS,), PROMPTED))
 def test_the_full_cache_is_a_dense_one(name):
     """Against a loop with a cache that grows: other prompts than the fixture's, drawn."""
     model = models.fixture_model(name)
@@ -211,8 +216,7 @@ def test_predicted_and_planned_bytes(policy, name):
     assert pool <= found.kv_pool <= 1.3 * pool
 
 
-@pytest.mark.parametrize("name", [*models.PROMPT_SHAPES, models.GROUPS])
-@pytest.mark.parametrize("policy", BY_TOKEN)
+@pytest.mark.parametrize(("policy", "name"), often(IN_TURN, itertools.product(BY_TOKEN, PROMPTED)))
 def test_policies_on_prompt_models(policy, name):
     """Empty slots and the padding of prompts may hold anything; the cache stays within its
     budget."""

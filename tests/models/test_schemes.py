@@ -3,6 +3,7 @@ is refused elsewhere. On this machine they are emulated in float32, which holds 
 numbers exactly."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import varjax
 from pallas_kernels import chips
 from tests.models.test_quantized import random
 from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
+from tests.often import often
 from varjax.errors import UserError
 from varjax.nn import quantized, schemes, stacked
 from varjax.nn.quantized import quantize, quantize_rows
@@ -98,17 +100,11 @@ def _slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("scheme", BOTH)
-@pytest.mark.parametrize(
-    "name",
-    [
-        FAMILIES["var"],
-        "llamagen_c2i",
-        _slow(FAMILIES["infinity"]),
-        _slow("janus_small"),
-        _slow("lumina_groups"),
-    ],
-)
+DRAWING = (FAMILIES["var"], "llamagen_c2i", FAMILIES["infinity"], "janus_small", "lumina_groups")
+OFTEN = [(FAMILIES["var"], "fp8"), ("llamagen_c2i", "w8a8")]
+
+
+@pytest.mark.parametrize(("name", "scheme"), often(OFTEN, itertools.product(DRAWING, BOTH)))
 def test_every_family_draws(name, scheme, monkeypatch):
     """The product of chips and its emulation draw the same tokens, whose logits are near those of
     float32 weights."""

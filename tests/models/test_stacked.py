@@ -140,7 +140,7 @@ def test_only_float32_is_turned():
     [
         pytest.param("b_k6_sharedaln", marks=pytest.mark.slow),
         "c_k5_nol2norm",
-        "infinity_a_small",
+        pytest.param("infinity_a_small", marks=pytest.mark.slow),
     ],
 )
 def test_unrolled_layers_draw_the_same_tokens(name):

@@ -22,6 +22,7 @@ from pallas_kernels.token_attention import (
     tpu_scores,
 )
 from pallas_kernels.token_specs import awaiting_token, token_arguments
+from tests.often import often
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.test_token_storing import FLOAT, SMALL, in_bits, token_of
@@ -66,7 +67,7 @@ def check(spec, options, store_and_attend, scores) -> None:
     assert found.scores.dtype == jnp.float32 and stored.scores is None
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(("float32", "int8", "groups", "heads-apart"), CASES))
 def test_scores_are_those_of_their_own_kernel(case):
     spec, options, more = CASES[case]
     run = partial(tpu.store_and_attend, interpret=True, **more)

@@ -2,6 +2,7 @@
 simulated (JAX from 0.11 on), which fills fresh memory with NaN and looks for races. The simulator
 multiplies float32, which the chip's kernels refuse: there the arithmetic is checked to 1e-5."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import pytest
 
 from pallas_kernels import estimates, implementations, token_products
 from pallas_kernels.token_products import Angles, Norm, QuerySum, mosaic_gpu, reference
+from tests.often import often
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -204,8 +206,12 @@ NAMES = "llamagen-b-256 llamagen-l-384 llamagen-xl-384 llamagen-xxl-384 llamagen
 NAMES = (NAMES + " janus-pro-1b janus-pro-7b").split()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [2, 6, 64, 256])
+ROWS = (2, 6, 64, 256)
+OFTEN = [("llamagen-b-256", rows) for rows in ROWS]
+OFTEN += [(name, 64) for name in ("llamagen-xl-384", "llamagen-xxl-384", "janus-pro-1b")]
+
+
+@pytest.mark.parametrize(("name", "rows"), often(OFTEN, itertools.product(NAMES, ROWS)))
 def test_published_widths_fit(name, rows, monkeypatch):
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
     shape = published(name, rows)

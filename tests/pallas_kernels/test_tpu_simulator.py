@@ -119,7 +119,7 @@ SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2
     "at_once, spec",
     [
         pytest.param(1024, SHARING[0], marks=pytest.mark.slow),
-        (1024, SHARING[1]),
+        pytest.param(1024, SHARING[1], marks=pytest.mark.slow),
         (1, SHARING[0]),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from ported_weights.readers import sources
 from tests import models_under_test as models
+from tests.often import often
 
 # Converts the first folder, then the second; prints by how many bytes the second raised the peak
 # until all is read, and until all is written.
@@ -43,6 +44,7 @@ print(status("VmHWM") - before)
 """
 WIDTH, HIDDEN, DEPTH, WORDS, SHARDS = 768, 2048, 8, 24000, 8
 LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
+KINDS = ("single file", "safetensors", "bin")
 SLACK = 2**25  # what is not given back
 
 
@@ -92,7 +94,7 @@ def _write_configuration(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read in /proc")
-@pytest.mark.parametrize("kind", ["single file", "safetensors", "bin"])
+@pytest.mark.parametrize("kind", often(("single file", "bin"), KINDS))
 def test_peak_of_a_conversion(tmp_path, torch_zip, kind):
     arrays = _weights()
     save = torch_zip.save if kind == "bin" else lambda path, content: save_file(content, path)

@@ -13,6 +13,7 @@ import varjax
 from tests import models_under_test as models
 from tests import prompt_models_under_test as small
 from tests import text_encoder_under_test as encoder
+from tests.often import often
 from tests.serve.server import batcher_of
 from varjax.errors import UserError
 from varjax.generator import Generator
@@ -46,7 +47,7 @@ def _generator(model, size):
     return Generator(model, POLICY, BUDGET, batch_size=size, segments=segments)
 
 
-@pytest.fixture(scope="module", params=["infinity", *small.CONFIGS])
+@pytest.fixture(scope="module", params=often(small.CONFIGS, ["infinity", *small.CONFIGS]))
 def model(request, tmp_path_factory):
     return varjax.load(_folder(request.param, tmp_path_factory.mktemp("served")), "float32")
 
