@@ -90,6 +90,7 @@ print(json.dumps([kinds, *({n: f[n] for n in names} for f in (found, alone)),
 """
 
 
+@pytest.mark.slow
 def test_a_step_over_fake_devices():
     """The step that experiments.train runs, compiled for CPUs: a device has a quarter of the state
     and an eighth of the products, and exchanges parameters and gradients, no activations."""

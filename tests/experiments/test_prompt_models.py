@@ -105,6 +105,7 @@ def test_prompts_become_a_benchmarks_folder(call, family, tmp_path):
     assert report["text"]["kind"] == "geneval" and report["text"]["ids"]["images"] == 4
 
 
+@pytest.mark.slow
 def test_sweep(call, family, checkpoint, files, tmp_path):
     out = tmp_path / "sweep"
     flags = (f"--prompt_ids={files / 'two.npz'}", "--policies=swa,h2o", "--budgets=0.9")

@@ -68,6 +68,7 @@ def test_the_original_through_the_command(call, checkpoint, files, tmp_path):
     assert phases["decode"] > 0
 
 
+@pytest.mark.slow
 def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     """The checkpoint's encoder runs first; images lie where GenEval's scorer looks."""
     folder, out = tmp_path / "with_encoder", tmp_path / "out"

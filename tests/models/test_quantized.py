@@ -108,8 +108,8 @@ def _slow(*case):
     ("name", "layers"),
     [
         ("c_k5_nol2norm", "scan"),
-        (FAMILIES["infinity"], "scan"),
         ("llamagen_c2i", "auto"),
+        _slow(FAMILIES["infinity"], "scan"),
         _slow(FAMILIES["var"], "unroll"),
         _slow(FAMILIES["infinity"], "unroll"),
         _slow("llamagen_t2i", "auto"),

@@ -196,7 +196,7 @@ def tensor_columns(kernel: str, program: dict) -> int:
     return products.tensor_memory(1, 64) if multiplies else 0
 
 
-LOWERED = [("9.0", "wide"), ("10.0", "wide-int8"), ("10.0", "decode")]
+LOWERED = [("9.0", "wide"), ("10.0", "wide-int8")]
 # all others with --slow
 
 

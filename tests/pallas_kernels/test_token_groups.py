@@ -22,6 +22,7 @@ from pallas_kernels.token_attention import (
     tpu,
 )
 from pallas_kernels.token_specs import PROTECTED, awaiting_token, token_arguments
+from tests.often import often
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 QUERY_HEADS = 8
@@ -78,9 +79,11 @@ def by_hand(query, slots: HeadSlots):
     return out, mass
 
 
+ATTENTION = [(*case, kv_dtype) for case in CASES for kv_dtype in (None, "int8")]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize(("heads", "options"), CASES)
+@pytest.mark.parametrize(("heads", "options", "kv_dtype"), often(ATTENTION[::3], ATTENTION))
 def test_attention(heads, options, kv_dtype, implementation):
     query, slots = problem(heads, kv_dtype, **OPTIONS[options])
     expected, sums = by_hand(query, slots)

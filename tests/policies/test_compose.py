@@ -340,7 +340,7 @@ def test_state_of_the_selection():
     [
         pytest.param("heatkv", "snapkv", 0.3, marks=pytest.mark.slow),
         pytest.param("scalekv", "streaming", 0.3, marks=pytest.mark.slow),
-        ("snapkv", "headkv", 0.3),
+        pytest.param("snapkv", "headkv", 0.3, marks=pytest.mark.slow),
         ("swa", "streaming", 0.1),  # the sinks do not fit
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import varjax
+from tests.often import often
 from tests.training import test_llamagen
 from varjax.errors import UserError
 from varjax.models import registry
@@ -90,7 +91,7 @@ def _history(out, stage="var") -> list[dict]:
     return [json.loads(line) | {"images_per_second": None} for line in lines]
 
 
-@pytest.fixture(scope="module", params=STAGES)
+@pytest.fixture(scope="module", params=often(("llamagen",), STAGES))
 def run(request, made, tmp_path_factory):
     """(family, settings, folder, loss before step 0) of a run with a frozen codec."""
     family = request.param
