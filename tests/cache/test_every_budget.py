@@ -4,6 +4,7 @@ import pytest
 
 from experiments.flags.policy import stand_in
 from pallas_kernels import mosaic_operands, triton_operands
+from tests.often import often
 from varjax.cache import planner
 from varjax.model import describe
 from varjax.models import registry
@@ -17,8 +18,8 @@ POLICY_CASES = [
     for arguments in cls.examples
 ]
 OFTEN = ("var-d30", "var-d36", "infinity-2b", "infinity-8b")
-MODELS = [
-    name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+BY_SCALE = [
+    name
     for name, preset in registry.PRESETS.items()
     if hasattr(preset.configs["transformer"], "schedule")
 ]
@@ -26,7 +27,7 @@ TPU_BLOCKS = (8, 16, 32, 64)  # int8 takes no larger ones
 BLOCKS = {*mosaic_operands.BLOCK_SIZES} & {*triton_operands.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(OFTEN, BY_SCALE))
 def test_blocks_that_kernels_take_cost_next_to_nothing(model):
     """Blocks of 16 or more that every kernel takes; the pool fits the budget; of the tokens that
     the policy would keep in blocks of one slot 99 % are kept."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.often import often
 from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
@@ -47,18 +48,12 @@ def abstract_networks(depth: int) -> dict[str, nnx.Module]:
     }
 
 
-DEFAULT = [  # the others with --slow
-    ("h2o", "int8", "scan"),
-    ("full", "float32", "unroll"),
-]
-CASES = [
-    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
-    for case in itertools.product(POLICIES, ["float32", "int8"], ["scan", "unroll"])
-]
+OFTEN = [("h2o", "int8", "scan"), ("full", "float32", "unroll")]
+CASES = itertools.product(POLICIES, ["float32", "int8"], ["scan", "unroll"])
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("policy", "dtype", "layers"), CASES)
+@pytest.mark.parametrize(("policy", "dtype", "layers"), often(OFTEN, CASES))
 def test_pool_is_never_copied(policy, dtype, layers):
     policy = POLICIES[policy]
     depth = LAYERS[layers]

@@ -12,6 +12,7 @@ from flax import nnx
 from pallas_kernels import implementations
 from pallas_kernels.residual import mosaic_gpu as mosaic_residual
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
+from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
@@ -72,9 +73,7 @@ def draw(attention: str):
     return np.asarray(results["tokens"])
 
 
-@pytest.mark.parametrize(
-    "kernel", [KERNELS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS[1:])]
-)
+@pytest.mark.parametrize("kernel", often(KERNELS[:1], KERNELS))
 def test_drawn_tokens_are_those_of_the_reference(kernel):
     np.testing.assert_array_equal(draw(kernel), draw("reference"))
 
@@ -143,7 +142,7 @@ def test_attention_decides_what_the_wide_model_draws():
     assert np.abs(full["logits"] - other["logits"]).max() > 0.15
 
 
-@pytest.mark.parametrize("case", ["full", pytest.param("h2o", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", often(("full",), ("full", "h2o")))
 def test_wide_heads_step_by_step(case):
     check_wide(case, "triton-interpret")
 
@@ -166,7 +165,7 @@ def test_wide_heads_through_the_simulator_of_gpus(case, monkeypatch):
 # --- rows in 8 bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [SMALL, pytest.param("b_k6_sharedaln", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", often((SMALL,), (SMALL, "b_k6_sharedaln")))
 def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
     """Rows that stay in 8 bits on their way, with scales that the next kernel applies, are those
     that products make themselves. Here plain JAX takes the place of the kernels."""

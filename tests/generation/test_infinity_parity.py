@@ -8,6 +8,7 @@ import pytest
 import varjax
 from pallas_kernels.projection import quarter_turn, quarter_turn_by_product, rotate
 from tests import models_under_test as models
+from tests.often import often
 from varjax import Generator, Model
 from varjax.cache.planner import plan_cache
 from varjax.policies import Full
@@ -87,9 +88,7 @@ def expected_logits(arrays: dict, model: Model) -> tuple[np.ndarray, float]:
 OFTEN = ("infinity_A_gen_1.5_b2", "infinity_A_gen_layer-2_neg", "infinity_B_forced_square")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in OFTEN else pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_generation_is_identical(case):
     model, arrays, results, _ = run(case)
     bits = model.transformer.tokens_to_file(np.asarray(results["tokens"]))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from tests.often import often
 from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.nn.layers import dense_attention
@@ -31,14 +32,10 @@ def check_images(results, arrays: dict) -> None:
     )
 
 
-OFTEN = list(zip(MODELS, ("1.5", "4", "1.5"), strict=True))  # the others with --slow
-GENERATED = [
-    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
-    for case in itertools.product(MODELS, ("1.5", "4"))
-]
+OFTEN = list(zip(MODELS, ("1.5", "4", "1.5"), strict=True))
 
 
-@pytest.mark.parametrize(("name", "cfg"), GENERATED)
+@pytest.mark.parametrize(("name", "cfg"), often(OFTEN, itertools.product(MODELS, ("1.5", "4"))))
 def test_generation_is_identical(name, cfg):
     """Drawn greedily, and with the original's tokens given; one program serves both."""
     arrays, given = models.fixture(name, f"gen_cfg{cfg}"), models.fixture(name, "gen_forced")

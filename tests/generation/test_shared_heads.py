@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.models.test_prompt_models import LUMINA, prompt
+from tests.often import often
 from tests.tokens.test_policies import EVERY
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
@@ -67,11 +68,7 @@ def test_the_full_cache_is_teacher_forcing():
     assert len(np.unique(tokens)) > 3, "all tokens are alike: the test says little"
 
 
-OFTEN = ("headkv", "rkv")
-MARKED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in EVERY]
-
-
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", often(("headkv", "rkv"), EVERY))
 def test_every_policy(name):
     """It draws, the pool has heads of keys only, and an image does not depend on the others."""
     plan = plan_cache(geometry(), get_policy(name, 0.75))

@@ -13,6 +13,7 @@ from pallas_kernels import chips, mosaic_operands, mosaic_products
 from pallas_kernels.ragged_attention import config, mosaic_gpu, tune
 from pallas_kernels.sample import mosaic_gpu as sample_kernel
 from pallas_kernels.slot_moves import mosaic_gpu as slot_moves
+from tests.often import often
 from tests.pallas_kernels import compile_mosaic, sass
 
 # finished keys and values are one; moments take finished queries, too
@@ -196,18 +197,11 @@ def tensor_columns(kernel: str, program: dict) -> int:
     return products.tensor_memory(1, 64) if multiplies else 0
 
 
-LOWERED = [("9.0", "wide"), ("10.0", "wide-int8")]
-# all others with --slow
+OFTEN = [("9.0", "wgmma", "wide"), ("10.0", "tcgen05", "wide-int8")]
+LOWERED = [(*chip, shape) for chip in (("9.0", "wgmma"), ("10.0", "tcgen05")) for shape in FEW]
 
 
-@pytest.mark.parametrize(
-    ("capability", "product", "shape"),
-    [
-        pytest.param(*chip, shape, marks=() if (chip[0], shape) in LOWERED else pytest.mark.slow)
-        for chip in (("9.0", "wgmma"), ("10.0", "tcgen05"))
-        for shape in FEW
-    ],
-)
+@pytest.mark.parametrize(("capability", "product", "shape"), often(OFTEN, LOWERED))
 def test_kernels_lower(capability, product, shape, monkeypatch):
     """Every version of JAX lowers them, without the chip's compiler."""
     monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)

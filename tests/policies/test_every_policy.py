@@ -3,6 +3,7 @@ registered."""
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import varjax
 from tests import models_under_test as models
+from tests.often import often
 from varjax import measure_calibration
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
@@ -31,9 +33,8 @@ EVERY = {
     for arguments in cls.examples
 }
 CASES = [case for case in EVERY if case != "full"]
-RUNS = [  # policies with their defaults; their other examples take minutes
-    case if not EVERY[case][1] else pytest.param(case, marks=pytest.mark.slow) for case in CASES
-]
+# policies with their defaults; their other examples take minutes
+RUNS = often([case for case in CASES if not EVERY[case][1]], CASES)
 SMALL = models.FAMILIES["var"]
 # The others run with every policy too, but by default with one of each kind of selection.
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
@@ -164,22 +165,15 @@ def test_whole_budget_is_the_full_cache(policy):
     check_whole_budget(SMALL, policy)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(c, marks=() if c in POISONED else pytest.mark.slow) for c in CASES],
-)
+@pytest.mark.parametrize("policy", often(POISONED, CASES))
 def test_dropped_tokens_are_never_read(policy):
     check_dropped(SMALL, policy, 0.3)
 
 
-OTHER_RUNS = [
-    pytest.param(name, case, marks=() if case in TYPICAL else pytest.mark.slow)
-    for name in OTHERS
-    for case in CASES
-]
-
-
-@pytest.mark.parametrize(("model", "policy"), OTHER_RUNS)
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    often([*itertools.product(OTHERS, TYPICAL)], itertools.product(OTHERS, CASES)),
+)
 def test_other_families(model, policy):
     """A text-conditional model with bits for tokens: the same checks."""
     check(model, policy, 0.3)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from tests.often import often
 from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
@@ -63,9 +64,7 @@ def check_capacities(plan, position) -> None:
 OFTEN = ("h2o", "scalekv", "scalekv-faithful")  # the last two are compared below
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in POLICIES]
-)
+@pytest.mark.parametrize("name", often(OFTEN, POLICIES))
 def test_heads_hold_their_capacities(name):
     plan, results, position = run(POLICIES[name])
     chex.assert_tree_all_finite(results["logits"])
