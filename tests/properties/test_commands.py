@@ -162,7 +162,7 @@ def light(monkeypatch):
         (condition, "encode"),
         (worker, "work"),
         (loop, "run"),
-        (bench, "timing"),
+        (bench.timings, "timed"),
         (bench.bench, "errors"),
         (bench.machine, "measure"),
         (bench.worker, "work"),
