@@ -73,7 +73,8 @@ def draw(attention: str):
     return np.asarray(results["tokens"])
 
 
-@pytest.mark.parametrize("kernel", often(KERNELS[:1], KERNELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_drawn_tokens_are_those_of_the_reference(kernel):
     np.testing.assert_array_equal(draw(kernel), draw("reference"))
 
@@ -135,6 +136,7 @@ def check_wide(case: str, attention: str) -> None:
     np.testing.assert_array_equal(found["logits"].argmax(-1)[clear], tokens[clear])
 
 
+@pytest.mark.slow
 def test_attention_decides_what_the_wide_model_draws():
     """Otherwise the tests below could not fail."""
     full = wide_reference("full")
@@ -142,7 +144,8 @@ def test_attention_decides_what_the_wide_model_draws():
     assert np.abs(full["logits"] - other["logits"]).max() > 0.15
 
 
-@pytest.mark.parametrize("case", often(("full",), ("full", "h2o")))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["full", "h2o"])
 def test_wide_heads_step_by_step(case):
     check_wide(case, "triton-interpret")
 

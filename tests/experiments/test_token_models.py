@@ -47,6 +47,7 @@ def test_run(call, classes, tmp_path):
     assert found["identical_images"] == 2 and found["token_agreement"] == 1
 
 
+@pytest.mark.slow
 def test_sweep_and_report(call, texts, tmp_path):
     """Every policy that serves such models, once, with texts; those that do not are no rows."""
     arrays, features = models.llamagen_fixture("gpt_t2i_gen"), tmp_path / "features.npz"

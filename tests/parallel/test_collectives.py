@@ -22,6 +22,7 @@ def counted(*more: str) -> dict[str, dict]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_what_devices_exchange():
     found = counted()
     assert len(found) == len(collectives.CASES)

@@ -94,7 +94,7 @@ def _write_configuration(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read in /proc")
-@pytest.mark.parametrize("kind", often(("single file", "bin"), KINDS))
+@pytest.mark.parametrize("kind", often(("single file",), KINDS))
 def test_peak_of_a_conversion(tmp_path, torch_zip, kind):
     arrays = _weights()
     save = torch_zip.save if kind == "bin" else lambda path, content: save_file(content, path)

@@ -17,6 +17,7 @@ from pallas_kernels.token_products import mosaic_gpu
 from tests import models_under_test as models
 from tests.generation import test_llamagen_parity as parity
 from tests.generation.test_token_engine import generator, greedy
+from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax.models.llama import decoder
 from varjax.models.llama.token_products import TokenProducts
@@ -38,7 +39,7 @@ def products(request, monkeypatch):
     jax.clear_caches()  # programs of other tests are not those of these products
 
 
-@pytest.mark.parametrize("file", parity.CASES)
+@pytest.mark.parametrize("file", often(("gpt_c2i_gen_interval", "gpt_t2i_gen"), parity.CASES))
 def test_as_the_original(file, products):
     """Greedy tokens, and guided logits."""
     arrays = models.llamagen_fixture(file)
