@@ -1,17 +1,12 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
-import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import implementations
 from varjax import arguments, conditions
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan, pool_dtype
@@ -22,22 +17,21 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import compilation_cache, cost, device_errors, kept_programs, pixels, program
+from varjax.engine import cost, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.segments import Segment
 from varjax.engine.timing import Timing
-from varjax.errors import UserError, choose
-from varjax.garbage import rarely_collected
+from varjax.errors import choose
 from varjax.model import Model, check_model
-from varjax.nn import stacked, stored
-from varjax.parallel import plans, processes, sharding, weights
-from varjax.parallel.sharding import ShardedProgram
+from varjax.nn import stacked
+from varjax.parallel import plans, processes
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.progress import reporter
+from varjax.runner import Runner
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
@@ -105,7 +99,7 @@ class Generator:
         decode_dtype: str = "auto",
         watch: Callable[[Array, Array], None] | None = None,
     ):
-        self.model = check_model(model)
+        check_model(model)
         most = arguments.LARGEST_BATCH
         self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
         if decode_batch is not None:
@@ -123,10 +117,10 @@ class Generator:
             plan = plan_cache(model.geometry_for(sampling), chosen, found)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
-        self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
+        self.policy = self.plan.policy
         options = BuildOptions(
             segments=segments,
-            layers=layers,
+            layers=choose("layers", layers, program.LAYERS),
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
             unroll=arguments.flag("unroll", unroll),
@@ -141,17 +135,17 @@ class Generator:
             mesh=mesh,
             platform=jax.default_backend(),
         )
-        self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
-        self._networks = model.networks
-        self._arrange()
-        # only now: another generator may have left matrices turned, which are never divided
-        weights.check_weights(self._networks, mesh)
-        weights.check_widths(self._networks["transformer"], mesh.model)
-        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self._networks)[0]):
-            raise UserError("the weights are on disk, for several devices: give a mesh of these")
-        # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
-        self.compiled = self.compiled_decoder = None
-        self._formats = self._cache_formats = self._sharded = self._make_empty = None
+        self.spec, self.mesh = self.drawing.spec, self._check_mesh(mesh)
+        self.runner = Runner(
+            model,
+            self.drawing,
+            batch_size=self.batch_size,
+            mesh=self.mesh,
+            layers=layers,
+            kv_dtype=self.kv_dtype,
+            precision=self.precision,
+            decoding=self.decoding,
+        )
 
     def __repr__(self) -> str:
         state = "not compiled yet" if self.compiled is None else "compiled"
@@ -159,16 +153,6 @@ class Generator:
             f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
             f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
         )
-
-    def _arrange(self) -> None:
-        """Arrange the weights as the program takes them. Another generator of the same model may
-        have arranged them differently meanwhile."""
-        self.drawing.arrange(self._networks, self._layers, jax.default_backend())
-
-    def _devices(self) -> list[jax.Device]:
-        """All devices if the mesh takes them all, else those of this process."""
-        every = jax.devices()
-        return every if self.mesh.num_devices == len(every) else jax.local_devices()
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
@@ -180,8 +164,6 @@ class Generator:
             where=processes.where(),
         )
 
-    # --- compiling --------------------------------------------------------------------------------
-
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
@@ -192,112 +174,29 @@ class Generator:
         Raises:
           UserError: a kernel that cannot take these shapes, or a device without enough memory.
         """
-        start = time.perf_counter()
-        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        try:
-            with self._explained("compiling"), compilation_cache.kept(), rarely_collected():
-                self._arrange()
-                state, arguments = self._traced_arguments(condition, given)
-                codes = partial(
-                    program.trace_codes,
-                    self._networks,
-                    state,
-                    arguments,
-                    self.spec,
-                    precision=self.precision,
-                    auto_layout=automatic,
-                    sharded=self._sharded,
-                )
-                # in this order: pixels take the weights in the layout that the codes' program chose
-                how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
-                kept = self._kept_as((self.spec, self.precision), state, *arguments)
-                self.compiled, self.timing.cache = program.compile_codes(codes, **how, kept_as=kept)
-                formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
-                self._formats, self._cache_formats = formats
-                self._make_empty = None
-                maps = (self.batch_size, *self.model.code_map)
-                code_map = jax.ShapeDtypeStruct(maps, jnp.float32)
-                images = partial(
-                    pixels.trace_pixels,
-                    self._networks,
-                    code_map,
-                    self.decoding,
-                    formats=self._formats,
-                    sharded=self._sharded,
-                )
-                kept = self._kept_as(self.decoding, code_map)
-                self.compiled_decoder = pixels.compile_pixels(images, kept)
-        except NotImplementedError as error:  # a kernel that cannot take these shapes
-            raise UserError(str(error)) from error
-        self.timing.compile_s = time.perf_counter() - start
+        self.runner.compile(condition, given)
 
-    def _kept_as(self, said: object, *arguments: PyTree) -> kept_programs.Said | None:
-        """What `kept_programs` asks of a program of one device that does not call the host."""
-        if self._sharded or self.spec.watch:
-            return None
-        return said, (self._networks, *arguments)
+    # --- what is known ----------------------------------------------------------------------------
 
-    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        attention = self.spec.attention or implementations.preferred()
-        return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
+    @property
+    def model(self) -> Model:
+        """The model; once its weights are divided over several devices, of shapes alone."""
+        return self.runner.model
 
-    def _traced_arguments(
-        self, condition: PyTree | None, given: np.ndarray | Given | None
-    ) -> tuple[PyTree, tuple]:
-        """Return what the program of codes is traced with: shapes of the cache, and the arguments
-        after it. Several devices are given their weights on the way."""
-        images, transformer = self.batch_size, self._networks["transformer"]
-        if condition is None:
-            shapes = transformer.condition_shapes(images)
-            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
-        state = jax.eval_shape(self.empty_state)
-        if self.mesh.num_devices > 1:
-            self._split(arguments)
-            place = self._sharded.place_shapes
-            state, arguments = place(1, state), place(slice(2, None), arguments)
-        return state, arguments
+    @property
+    def compiled(self) -> jax.stages.Compiled | None:
+        """The program that draws codes; None before it is compiled."""
+        return self.runner.compiled
 
-    def _split(self, arguments: tuple) -> None:
-        """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
-        that its arrays go once nobody else holds them."""
-        _, _, inputs, given = arguments
-        self._sharded = ShardedProgram.of(
-            sharding.make_mesh(self.mesh, self._devices()),
-            self.spec,
-            self._networks,
-            plans.state_names(self.plan, self.mesh, self.kv_dtype),
-            self.drawing.input_names(inputs),
-            given,
-        )
-        placed = weights.place(self._networks, self._sharded.shardings[0])
-        self.model, self._networks = self.model.abstract(), placed
+    @property
+    def compiled_decoder(self) -> jax.stages.Compiled | None:
+        """The program that decodes pixels; None before it is compiled."""
+        return self.runner.compiled_decoder
 
-    @cached_property
-    def _shared_inputs(self) -> tuple:
-        """Inputs that no batch changes: put on the device once, for all batches."""
-        shared = self.drawing.shared_inputs(self._networks["transformer"])
-        return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
-
-    def _arguments(
-        self,
-        condition: PyTree,
-        image_index: np.ndarray,
-        seed: int | np.ndarray,
-        given: np.ndarray | Given | None,
-        given_scales: int | None,
-    ) -> tuple:
-        """Condition, keys, inputs and given tokens of a batch, as arrays."""
-        inputs = self.drawing.for_images(self._shared_inputs, image_index)
-        if given is not None:
-            given = Given.of(given, self.plan.geometry.schedule, given_scales)
-        keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
-        if isinstance(condition, (list, tuple)):  # labels as Python numbers
-            condition = np.asarray(condition, np.int32)
-        condition, inputs = jax.device_put((condition, inputs))
-        return condition, keys, inputs, given
-
-    # --- what was compiled ------------------------------------------------------------------------
+    @property
+    def timing(self) -> Timing:
+        """Seconds of compiling and of every batch."""
+        return self.runner.timing
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -307,7 +206,7 @@ class Generator:
     @property
     def layers(self) -> str:
         """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
-        apart = stacked.is_separate(self._networks["transformer"])
+        apart = stacked.is_separate(self.runner.networks["transformer"])
         return program.UNROLL if apart else program.SCAN
 
     @property
@@ -441,30 +340,10 @@ class Generator:
         seed = sampling_lib.check_seeds(seed, self.batch_size)
         if self.compiled is None:
             self.compile(condition, given)
-        with self._explained("drawing"):
-            arguments = self._arguments(condition, image_index, seed, given, given_scales)
-            self._arrange()
-            if self._formats is not None:
-                program.place(self._networks, self._formats)
-            if self._sharded is not None:
-                arguments = sharding.place(arguments, self._sharded.shardings[2:])
-            # a new pool for every batch: the last one was donated, and zeroing is not what is timed
-            state = jax.block_until_ready(self.empty_state())
-            start = time.perf_counter()
-            results, state = self.compiled(self._networks, state, *arguments)
-            if not keep_cache:
-                state = None  # the last reference: decoding may use that memory
-            results["images"] = self.compiled_decoder(self._networks, results["code_map"])
-            jax.block_until_ready(results)
-            self.timing.runs.append(time.perf_counter() - start)
-        return results, state
+        options = {"given": given, "given_scales": given_scales, "keep_cache": keep_cache}
+        return self.runner.run(condition, image_index, seed=seed, **options)
 
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""
-        types = self.kv_dtype, self.model.dtype
-        make = partial(self.plan.empty_state, self.batch_size, *types, groups=self.mesh.model)
-        where = self._cache_formats or (self._sharded and self._sharded.shardings[1])
-        if self._make_empty is None:  # one program: operations alone are compiled one by one
-            self._make_empty = jax.jit(make, **({"out_shardings": where} if where else {}))
-        return self._make_empty()
+        return self.runner.empty_state()

@@ -22,7 +22,7 @@ OTHER = [
     "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
 ]
 # where they are raised: while memory is taken for the arguments, or by the compiler
-PLACES = ["_traced_arguments", "compile_codes", "compile_pixels"]
+PLACES = ["traced_arguments", "compile_codes", "compile_pixels"]
 
 
 def cases(messages: list[str]) -> list[tuple[str, str]]:
@@ -43,8 +43,8 @@ def failing(message: str):
 
 
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
-    """Let a step of `Generator.compile` fail: the arguments, or the compiler at either program."""
-    owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
+    """Let a step of `Runner.compile` fail: the arguments, or the compiler at either program."""
+    owner = {PLACES[0]: generator.runner, PLACES[2]: pixels}.get(place, program)
     patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))  # takes long
     patch.setattr(owner, place, failing(message))
 
@@ -60,7 +60,7 @@ def test_too_little_memory(place, message, generator, monkeypatch):
 
 
 def test_too_little_memory_while_drawing(generator, monkeypatch):
-    monkeypatch.setattr(generator, "compiled", failing(MEMORY[0]))
+    monkeypatch.setattr(generator.runner, "compiled", failing(MEMORY[0]))
     with pytest.raises(device_errors.OutOfMemory, match="out of memory drawing a batch of 2"):
         generator([0, 1])
 

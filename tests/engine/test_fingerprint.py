@@ -19,6 +19,7 @@ from tests.often import often
 from varjax.engine import fingerprint, program
 from varjax.engine.pixels import Decoding
 from varjax.policies.h2o import H2O
+from varjax.schedule import Schedule
 
 SMALL = "c_k5_nol2norm"
 
@@ -47,15 +48,15 @@ def codes_of(name: str) -> str | None:
 
 
 def fingerprint_of(generator: varjax.Generator) -> str | None:
-    state, arguments = generator._traced_arguments(None, None)
+    state, arguments = generator.runner.traced_arguments(None, None)
     said = (generator.spec, generator.precision)
-    return fingerprint.of(said, generator._networks, (state, *arguments))
+    return fingerprint.of(said, generator.runner.networks, (state, *arguments))
 
 
 def text_of(generator: varjax.Generator) -> str:
-    state, arguments = generator._traced_arguments(None, None)
+    state, arguments = generator.runner.traced_arguments(None, None)
     how = {"precision": generator.precision}
-    traced = program.trace_codes(generator._networks, state, arguments, generator.spec, **how)
+    traced = program.trace_codes(generator.runner.networks, state, arguments, generator.spec, **how)
     return traced.lower().as_text()
 
 
@@ -85,6 +86,19 @@ def test_programs_that_differ_have_other_fingerprints():
 
 def digest(said=None, networks=None, arrays=None) -> str | None:
     return fingerprint.of(said, networks, arrays)
+
+
+def test_values_are_not_told_apart_and_objects_are():
+    """Twice the same schedule, or two equal ones; but one array twice is one argument less."""
+    one, other = (Schedule.square((1, 2)) for _ in range(2))
+    assert one is not other and digest(said=[one, one]) == digest(said=[one, other])
+    assert digest(said=[(1, one), (1, one)]) == digest(said=[(1, one)] * 2)
+    assert digest(said=[one]) != digest(said=[Schedule.square((1, 3))])
+    ones, again = (np.ones(3, np.float32) for _ in range(2))
+    assert digest(networks=[ones, ones]) != digest(networks=[ones, again])
+    held = {"a": one}
+    held["b"] = (held, one)  # through itself
+    assert len(digest(said=held)) == 64
 
 
 def test_static_arrays_count_by_contents_and_arguments_by_shape():

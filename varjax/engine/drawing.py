@@ -62,10 +62,12 @@ class BuildOptions:
 class Drawing(Protocol[Inputs]):
     """How one kind of model draws a batch.
 
+    plan: of the cache.
     spec: the static side of the program, which `program.trace_codes` takes.
     segments: how the scale loop is cut; empty where tokens are drawn.
     """
 
+    plan: CachePlan
     spec: ScaleSpec | TokenSpec
     segments: tuple[Segment, ...]
 

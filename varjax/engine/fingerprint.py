@@ -142,7 +142,9 @@ def _cores() -> int:
 
 
 class _Walk:
-    """Adds objects to a digest, each once: what is met again is named by its number.
+    """Adds objects to a digest, each once: what is met again is named by its number. Values have
+    none: two equal ones are as good as the same one twice, and which of both a program holds
+    depends on how its model came here.
 
     by_shape: whether arrays count by shape and type alone; parameters of modules always do.
     """
@@ -160,8 +162,9 @@ class _Walk:
         if met in self._met:
             self._say("again", self._met[met])
             return
-        self._met[met] = len(self._met)
-        self._alive.append(item)  # else its number could be given to another object
+        if not _is_value(item):
+            self._met[met] = len(self._met)
+            self._alive.append(item)  # else its number could be given to another object
         self._object(item)
 
     def _object(self, item: object) -> None:
@@ -256,6 +259,14 @@ class _Walk:
 
     def _say(self, *words: object) -> None:
         self.digest.update("\0".join(map(str, words)).encode() + b"\1")
+
+
+def _is_value(item: object) -> bool:
+    """Whether an object cannot change, and equals others. It leads back to itself only through
+    objects that are numbered."""
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return item.__dataclass_params__.frozen and item.__dataclass_params__.eq
+    return isinstance(item, (tuple, frozenset, np.dtype, np.generic, enum.Enum))
 
 
 def _package(item: type | Callable) -> str:

@@ -1,0 +1,239 @@
+"""`Runner`: the two programs of a batch, compiled ahead of time, and the arrays they run with."""
+
+import contextlib
+import time
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from pallas_kernels import implementations
+from varjax import sampling as sampling_lib
+from varjax.cache.state import KVState
+from varjax.cache.token_state import LayerCache
+from varjax.engine import compilation_cache, device_errors, kept_programs, pixels, program
+from varjax.engine.drawing import Drawing
+from varjax.engine.given import Given
+from varjax.engine.pixels import Decoding
+from varjax.engine.timing import Timing
+from varjax.errors import UserError
+from varjax.garbage import rarely_collected
+from varjax.model import Model
+from varjax.nn import stored
+from varjax.parallel import plans, sharding, weights
+from varjax.parallel.sharding import ShardedProgram
+from varjax.parallel.split import MeshSpec
+
+
+class Runner:
+    """The programs of a `Generator`, which has checked what it is given: one draws the codes of a
+    batch, one decodes their pixels.
+
+    Args:
+      model: its weights are arranged as the programs take them, and divided over the mesh.
+      drawing: how the model draws, with the plan.
+      mesh: devices to split over.
+      layers: how the weights of layers are arranged (`program.arrange_layers`).
+      kv_dtype: type of the cache.
+      precision: "default" or "highest", of float32 products.
+      decoding: how pixels are decoded.
+
+    Attributes:
+      compiled, compiled_decoder: the programs (`jax.stages.Compiled`), None before `compile`.
+      timing: seconds of compiling, and of every batch.
+
+    Raises:
+      UserError: weights that cannot be divided over the mesh, or that lie on disk without one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drawing: Drawing,
+        *,
+        batch_size: int,
+        mesh: MeshSpec,
+        layers: str,
+        kv_dtype,
+        precision: str,
+        decoding: Decoding,
+    ):
+        self.model, self.drawing, self.plan, self.spec = model, drawing, drawing.plan, drawing.spec
+        self.batch_size, self.mesh, self.kv_dtype = batch_size, mesh, kv_dtype
+        self.precision, self.decoding, self.timing = precision, decoding, Timing()
+        self.networks, self._layers = model.networks, layers
+        self._arrange()
+        # only now: another generator may have left matrices turned, which are never divided
+        weights.check_weights(self.networks, mesh)
+        weights.check_widths(self.networks["transformer"], mesh.model)
+        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
+            raise UserError("the weights are on disk, for several devices: give a mesh of these")
+        self.compiled = self.compiled_decoder = None
+        self._formats = self._cache_formats = self._sharded = self._make_empty = None
+
+    def _arrange(self) -> None:
+        """Arrange the weights as the program takes them. Another generator of the same model may
+        have arranged them differently meanwhile."""
+        self.drawing.arrange(self.networks, self._layers, jax.default_backend())
+
+    # --- compiling --------------------------------------------------------------------------------
+
+    def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
+        """Compile both programs, for arguments of these shapes (`Generator.compile`)."""
+        start = time.perf_counter()
+        try:
+            with self._explained("compiling"), compilation_cache.kept(), rarely_collected():
+                self._arrange()
+                # in this order: pixels take the weights in the layout that the codes' program chose
+                self._compile_codes(*self.traced_arguments(condition, given))
+                self._compile_pixels()
+        except NotImplementedError as error:  # a kernel that cannot take these shapes
+            raise UserError(str(error)) from error
+        self.timing.compile_s = time.perf_counter() - start
+
+    def _compile_codes(self, state: PyTree, arguments: tuple) -> None:
+        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
+        trace = partial(
+            program.trace_codes,
+            self.networks,
+            state,
+            arguments,
+            self.spec,
+            precision=self.precision,
+            auto_layout=automatic,
+            sharded=self._sharded,
+        )
+        how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
+        kept = self._kept_as((self.spec, self.precision), state, *arguments)
+        self.compiled, self.timing.cache = program.compile_codes(trace, **how, kept_as=kept)
+        formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
+        self._formats, self._cache_formats = formats
+        self._make_empty = None
+
+    def _compile_pixels(self) -> None:
+        maps = (self.batch_size, *self.model.code_map)
+        code_map = jax.ShapeDtypeStruct(maps, jnp.float32)
+        trace = partial(
+            pixels.trace_pixels,
+            self.networks,
+            code_map,
+            self.decoding,
+            formats=self._formats,
+            sharded=self._sharded,
+        )
+        kept = self._kept_as(self.decoding, code_map)
+        self.compiled_decoder = pixels.compile_pixels(trace, kept)
+
+    def _kept_as(self, said: object, *arguments: PyTree) -> kept_programs.Said | None:
+        """What `kept_programs` asks of a program of one device that does not call the host."""
+        if self._sharded or self.spec.watch:
+            return None
+        return said, (self.networks, *arguments)
+
+    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        attention = self.spec.attention or implementations.preferred()
+        return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
+
+    def traced_arguments(
+        self, condition: PyTree | None, given: np.ndarray | Given | None
+    ) -> tuple[PyTree, tuple]:
+        """Return what the program of codes is traced with: shapes of the cache, and the arguments
+        after it. Several devices are given their weights on the way."""
+        images, transformer = self.batch_size, self.networks["transformer"]
+        if condition is None:
+            shapes = transformer.condition_shapes(images)
+            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
+        state = jax.eval_shape(self.empty_state)
+        if self.mesh.num_devices > 1:
+            self._split(arguments)
+            place = self._sharded.place_shapes
+            state, arguments = place(1, state), place(slice(2, None), arguments)
+        return state, arguments
+
+    def _devices(self) -> list[jax.Device]:
+        """All devices if the mesh takes them all, else those of this process."""
+        every = jax.devices()
+        return every if self.mesh.num_devices == len(every) else jax.local_devices()
+
+    def _split(self, arguments: tuple) -> None:
+        """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
+        that its arrays go once nobody else holds them."""
+        _, _, inputs, given = arguments
+        self._sharded = ShardedProgram.of(
+            sharding.make_mesh(self.mesh, self._devices()),
+            self.spec,
+            self.networks,
+            plans.state_names(self.plan, self.mesh, self.kv_dtype),
+            self.drawing.input_names(inputs),
+            given,
+        )
+        placed = weights.place(self.networks, self._sharded.shardings[0])
+        self.model, self.networks = self.model.abstract(), placed
+
+    # --- running ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _shared_inputs(self) -> tuple:
+        """Inputs that no batch changes: put on the device once, for all batches."""
+        shared = self.drawing.shared_inputs(self.networks["transformer"])
+        return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
+
+    def _arguments(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        seed: int | np.ndarray,
+        given: np.ndarray | Given | None,
+        given_scales: int | None,
+    ) -> tuple:
+        """Condition, keys, inputs and given tokens of a batch, as arrays."""
+        inputs = self.drawing.for_images(self._shared_inputs, image_index)
+        if given is not None:
+            given = Given.of(given, self.plan.geometry.schedule, given_scales)
+        keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
+        if isinstance(condition, (list, tuple)):  # labels as Python numbers
+            condition = np.asarray(condition, np.int32)
+        condition, inputs = jax.device_put((condition, inputs))
+        return condition, keys, inputs, given
+
+    def run(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        *,
+        seed: int | np.ndarray,
+        given: np.ndarray | Given | None,
+        given_scales: int | None,
+        keep_cache: bool,
+    ) -> tuple[dict[str, Array], PyTree]:
+        """Draw and decode one full batch (`Generator.run_batch`)."""
+        with self._explained("drawing"):
+            arguments = self._arguments(condition, image_index, seed, given, given_scales)
+            self._arrange()
+            if self._formats is not None:
+                program.place(self.networks, self._formats)
+            if self._sharded is not None:
+                arguments = sharding.place(arguments, self._sharded.shardings[2:])
+            # a new pool for every batch: the last one was donated, and zeroing is not what is timed
+            state = jax.block_until_ready(self.empty_state())
+            start = time.perf_counter()
+            results, state = self.compiled(self.networks, state, *arguments)
+            if not keep_cache:
+                state = None  # the last reference: decoding may use that memory
+            results["images"] = self.compiled_decoder(self.networks, results["code_map"])
+            jax.block_until_ready(results)
+            self.timing.runs.append(time.perf_counter() - start)
+        return results, state
+
+    def empty_state(self) -> KVState | tuple[LayerCache, ...]:
+        """An empty cache, which lies as the compiled program takes it; over several devices each
+        makes its own share."""
+        types = self.kv_dtype, self.model.dtype
+        make = partial(self.plan.empty_state, self.batch_size, *types, groups=self.mesh.model)
+        where = self._cache_formats or (self._sharded and self._sharded.shardings[1])
+        if self._make_empty is None:  # one program: operations alone are compiled one by one
+            self._make_empty = jax.jit(make, **({"out_shardings": where} if where else {}))
+        return self._make_empty()
