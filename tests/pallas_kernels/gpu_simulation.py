@@ -12,6 +12,8 @@ needed = pytest.mark.skipif(
 # How a test of a mistake sees a race: as an error of the simulator, which stops there from 0.12 on,
 # or as what the simulator prints while it goes on (0.11), through `assert no_races(...), "race"`.
 RACE = "RACE DETECTED|^race"
+# How it sees a barrier that nobody waited for, or that was waited for too late; whichever is first.
+UNWAITED = f"no threads observed phase|participates in the barrier must do so in all|{RACE}"
 
 
 def params():
