@@ -66,7 +66,11 @@ def test_asked_to_end_in_the_last_batch(asked, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"flags": ["--seed=1"]}, "process 1 was started with another seed than process 0"),
+        pytest.param(
+            {"flags": ["--seed=1"]},
+            "process 1 was started with another seed than process 0",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"flags": ["--budget=0.6"]},
             "process 1 was started with another",

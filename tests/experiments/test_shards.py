@@ -204,6 +204,7 @@ def test_two_jobs_do_not_share_a_part(call, checkpoint, two):
         assert status == 2
 
 
+@pytest.mark.slow
 def test_sweep_in_parts_is_one_sweep(call, checkpoint, tmp_path):
     flags = (checkpoint, "--policies=swa,streaming:sinks=1", "--budgets=0.4,0.6", "--num_images=3")
     flags += ("--batch_size=2", "--samples=2", "--segments=1")

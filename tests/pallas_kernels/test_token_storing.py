@@ -28,6 +28,7 @@ from pallas_kernels.token_specs import (
     in_float32,
     token_arguments,
 )
+from tests.often import often
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated, simulator
@@ -166,8 +167,9 @@ SIMULATED = {
 
 
 @pytest.mark.parametrize("cores", CORES)
-@pytest.mark.parametrize(("spec", "options", "slots", "more"), SIMULATED.values(), ids=SIMULATED)
-def test_tpu_simulated(spec, options, slots, more, cores):
+@pytest.mark.parametrize("case", often(("heads-apart", "used"), SIMULATED))
+def test_tpu_simulated(case, cores):
+    spec, options, slots, more = SIMULATED[case]
     check(spec, options, slots, simulated(tpu.store_and_attend, cores, **more))
     assert not has_races()
 

@@ -61,7 +61,7 @@ def check_capacities(plan, position) -> None:
             assert (held >= 0).all() and len(set(held)) == len(held)
 
 
-OFTEN = ("h2o", "scalekv", "scalekv-faithful")  # the last two are compared below
+OFTEN = ("scalekv", "scalekv-faithful")  # they are compared below
 
 
 @pytest.mark.parametrize("name", often(OFTEN, POLICIES))

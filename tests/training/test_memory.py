@@ -40,6 +40,7 @@ def _temporary_bytes(stage: VARStage) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_same_losses_in_less_memory(tiny):
     plain = _stage(tiny)
     losses, size = _losses(plain), _temporary_bytes(plain)
