@@ -43,6 +43,7 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
     (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=4",)),
     (BY_TOKEN, "diagonal", {"budget": 0.5}, "int8", ("data=2,model=4",)),
+    (BY_TOKEN, "diagonal", {"budget": 0.5}, None, ("data=2,model=4",)),
     (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
     (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
     (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=2,model=4",)),
@@ -114,16 +115,23 @@ def check_decisions(found, expected, kv_dtype: str | None) -> None:
     assert not alike or np.mean(alike) > 0.98, np.mean(alike)
 
 
-def check_draws(name: str, found: dict, expected: dict) -> None:
-    """The same tokens and images. Where activations are in 8 bits, sums over the mesh, which are
-    added in another order, round a few of them otherwise, and tokens that were close may differ,
-    and what is drawn after them. How many depends on the kind of CPU: the demo in fp8 kept 98.7 %
-    of its tokens on one, 91.0 % on another."""
+def check_draws(name: str, found: dict, expected: dict, exact: bool) -> None:
+    """The same tokens and images; unless `exact`, of most images: see `check_decisions`. Measured
+    where one of eight was another (llamagen_c2i, diagonal, data=2,model=4): logits of the same
+    tokens were 1.9 apart with the cache in 8 bits, 1.9e-5 in float32.
+
+    Where activations are in 8 bits, sums over the mesh, which are added in another order, round a
+    few of them otherwise, and tokens that were close may differ, and what is drawn after them. How
+    many depends on the kind of CPU: the demo in fp8 kept 98.7 % of its tokens on one, 91.0 % on
+    another."""
+    equal = np.asarray(found["tokens"]) == np.asarray(expected["tokens"])
     if name.endswith((FP8, W8A8)):
-        assert np.mean(np.asarray(found["tokens"]) == np.asarray(expected["tokens"])) > 0.8
+        assert equal.mean() > 0.8
         return
-    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
-    np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
+    same = equal.reshape(len(equal), -1).all(1)
+    assert same.all() or not exact and same.mean() > 0.7, same
+    ours, theirs = (np.asarray(results["images"])[same] for results in (found, expected))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 def check_weights(generator: Generator) -> None:
@@ -184,7 +192,7 @@ def main(cases, images: int) -> None:
         expected, held = run("")[1]  # whose generator goes, with its weights
         for mesh in meshes:
             generator, (found, state) = run(mesh)
-            check_draws(name, found, expected)
+            check_draws(name, found, expected, exact=not (by_token and kv_dtype == "int8"))
             if name.partition(" in ")[0] == DEMO:
                 check_weights(generator)
             spec = generator.mesh
