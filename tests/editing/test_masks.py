@@ -72,6 +72,56 @@ def test_tokens_one_by_one_end_the_picture():
         masks.kept_tokens(model, ~drawn)
 
 
+# --- the seam -------------------------------------------------------------------------------------
+
+
+def distances(drawn):
+    """Of every pixel from the nearest drawn one, by comparing it with all; infinite without any."""
+    places = np.indices(drawn.shape).reshape(2, -1).T
+    apart = np.linalg.norm(places[:, None] - places[drawn.reshape(-1)], axis=-1)
+    return apart.min(1, initial=np.inf).reshape(drawn.shape)
+
+
+@pytest.mark.parametrize("feather", [0.5, 1, 3.7, 8, 40])  # 40: wider than the picture
+def test_weights_against_all_distances(feather):
+    rng = np.random.default_rng(0)
+    drawn = np.stack([rng.random((23, 31)) < share for share in (0, 0.002, 0.02, 0.5, 1)])
+    drawn[1, 22, 0] = True
+    found = masks.weights(drawn, feather)
+    apart = np.stack([distances(mask) for mask in drawn])
+    expected = np.where(apart <= feather, np.clip(1 - apart / (feather + 1), 0, 1), 0)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=1e-6)  # float32
+    np.testing.assert_array_equal(found == 1, drawn)
+    np.testing.assert_array_equal(found == 0, apart > feather)
+    order = np.argsort(apart[1], axis=None)  # one after the other, farther and farther away
+    assert (np.diff(found[1].reshape(-1)[order]) <= 0).all()
+
+
+def test_a_soft_seam():
+    """Only pixels near a mask are mixed; all others are those of the hard seam, bit for bit."""
+    rng = np.random.default_rng(1)
+    images, pictures = rng.random((2, 3, 20, 30, 3), np.float32)
+    drawn = np.zeros((3, 20, 30), bool)
+    drawn[0, 5:9, 4:12] = drawn[1, :, 20:] = True
+    hard = np.where(drawn[..., None], images, pictures)
+    for feather in ((), (0,), (0.0,)):
+        np.testing.assert_array_equal(masks.paste(images, pictures, drawn, *feather), hard)
+    images[2], images[0, 15] = np.nan, np.nan  # far away: not even looked at
+    soft = masks.paste(images, pictures, drawn, 4)
+    near = (masks.weights(drawn, 4) > 0) & ~drawn
+    assert soft.dtype == np.float32 and near[:2].any((1, 2)).all() and not near[2].any()
+    np.testing.assert_array_equal(soft[~near], hard[~near])
+    share = masks.weights(drawn, 4)[near][:, None].astype(float)
+    expected = share * images[near] + (1 - share) * pictures[near]
+    np.testing.assert_allclose(soft[near], expected, atol=1e-6)
+    white = np.ones_like(pictures)
+    np.testing.assert_array_equal(masks.paste(white, white, drawn, 6.3), white)  # none above 1
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("wrong", "message"),

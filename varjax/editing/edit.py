@@ -93,6 +93,7 @@ def edit(
     source: Sequence[str] | TextFeatures | None = None,
     by_text: ByText | None = None,
     paste: bool = True,
+    feather: float = 0.0,
     seed: int = 0,
     batch_size: int | None = None,
     sampling: Sampling | None = None,
@@ -112,6 +113,8 @@ def edit(
       source, by_text: instead of a mask, texts that describe the pictures as they are (prompts or
         `TextFeatures`, one for each edit) and how bits are mixed (`ByText`).
       paste: put the pictures' own pixels back outside the mask; an edit by text has none.
+      feather: pixels outside the mask, 0 to 64, over which the edit fades into the pictures that
+        are put back, so that no seam shows; 0 is a hard edge.
       batch_size: edits per program call.
       labels, prompts, text_features, prompt_ids, policy, budget and the rest: as in `generate`.
 
@@ -121,6 +124,10 @@ def edit(
     check_model(model)
     check_seed(seed)
     arguments.flag("paste", paste)
+    feather = arguments.number("feather", feather, 0, masks.LARGEST_FEATHER)
+    if feather and not (paste and source is None):
+        rule = "it belongs to paste=True and a mask, leave it out"
+        raise arguments.wrong("feather", feather, rule)
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
@@ -146,7 +153,7 @@ def edit(
     editor = Editor(generator, progress=reporter(progress, "edit"))
     if by_text is not None:
         return editor.by_text(condition, pictures, by_text, seed=seed)
-    return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste)
+    return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste, feather=feather)
 
 
 def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"] | None:
@@ -207,9 +214,10 @@ class Editor:
         *,
         seed: int,
         paste: bool,
+        feather: float = 0.0,
     ) -> Edited:
         """Edit inside masks. pictures, drawn: as `masks.check_pictures` and `check_masks` return
-        them."""
+        them. feather: of `masks.paste`."""
         self.generator.policy.check_images(len(condition))
         source = source_tokens(self.model, pictures)
         kept = masks.kept_tokens(self.model, drawn)
@@ -218,7 +226,7 @@ class Editor:
         everything = Given(source, np.ones_like(kept))
         same = self._run(condition, everything, seed, report=False)
         images = found["images"]
-        images = masks.paste(images, pictures, drawn) if paste else images
+        images = masks.paste(images, pictures, drawn, feather) if paste else images
         return Edited(images, same["images"], found["tokens"], source, kept)
 
     def _run(

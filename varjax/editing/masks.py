@@ -10,7 +10,7 @@ Letters: N images, H x W pixels, L tokens of an image.
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Float32, UInt8
 
 from varjax.codecs.maps import bilinear_matrix
 from varjax.errors import UserError, show
@@ -19,6 +19,7 @@ from varjax.model import Model
 WHOLE = 3  # scales of at most so many tokens are wholly the picture's
 CUT = 0.5 + 1e-6  # a place on the edge is drawn; the margin is for rounding
 WHITE = 255
+LARGEST_FEATHER = 64  # pixels; squares of distances stay far inside 16 bits
 MASK_WANTED = (
     "give an array [H, W] or [N, H, W] of True (to be drawn) and False (kept), of 1 and 0 or of 255"
     " and 0"
@@ -141,9 +142,34 @@ def paste(
     images: Float[np.ndarray, "N H W 3"],
     pictures: Float[np.ndarray, "N H W 3"],
     drawn: Bool[np.ndarray, "N H W"],
+    feather: float = 0.0,
 ) -> Float[np.ndarray, "N H W 3"]:
-    """Return drawn images with the pictures' own pixels outside the masks."""
-    return np.where(drawn[..., None], images, pictures)
+    """Return drawn images with the pictures' own pixels outside the masks.
+
+    feather: pixels outside the masks over which drawn images fade into the pictures. Both show the
+    same there, but for tokens that a mask cuts; inside, what was replaced would shine through.
+    """
+    if not feather:
+        return np.where(drawn[..., None], images, pictures)
+    share = weights(drawn, feather)[..., None]
+    return np.where(share > 0, share * images + (1 - share) * pictures, pictures)
+
+
+def weights(drawn: Bool[np.ndarray, "N H W"], feather: float) -> Float32[np.ndarray, "N H W"]:
+    """Return the shares of the drawn images: 1 in the masks, 1 - d / (feather + 1) at a distance of
+    d pixels up to `feather`, and 0 beyond."""
+    reach = int(feather)
+    beyond = (reach + 1) ** 2
+    squares = np.where(drawn, 0, beyond).astype(np.int16)
+    for axis in (1, 2):  # the square of a distance is the sum of the axes'
+        lines = squares.swapaxes(1, axis)
+        before = lines.copy("K")
+        for step in range(1, min(reach + 1, lines.shape[1])):
+            ahead, behind = lines[:, step:], lines[:, :-step]
+            np.minimum(ahead, before[:, :-step] + step**2, out=ahead)
+            np.minimum(behind, before[:, step:] + step**2, out=behind)
+    fading = 1 - np.sqrt(squares, dtype=np.float32) / np.float32(feather + 1)
+    return np.where(squares <= feather**2, fading, np.float32(0))
 
 
 def to_uint8_mask(drawn: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W"]:
