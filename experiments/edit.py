@@ -30,6 +30,7 @@ from experiments.generation import (
 )
 from experiments.output import BatchStore, FolderFlags
 from experiments.prompts.condition import Text
+from varjax import arguments
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -61,6 +62,11 @@ FIT = FLAGS.boolean(
     "fit", False, "Cut the middle out of a picture of another size and resize it; the mask, too."
 )
 PASTE = FLAGS.boolean("paste", True, "Put the picture's own pixels back outside the mask.")
+FEATHER = FLAGS.floating(
+    "feather",
+    0.0,
+    "With --paste: pixels outside the mask, 0 to 64, over which the edit fades into the picture.",
+)
 SOURCE = FLAGS.string(
     "source_prompt", None, "Edit by text, without a mask: what the picture shows as it is."
 )
@@ -115,7 +121,7 @@ class Edit(Generation):
             return found | {name: getattr(how, name) for name in names}
         drawn = self.drawn[0]
         mask = {"mask_sha256": _sha256(drawn), "drawn_pixels": float(drawn.mean())}
-        return found | mask | {"paste": PASTE.value}
+        return found | mask | {"paste": PASTE.value, "feather": FEATHER.value}
 
 
 def _sha256(array: np.ndarray) -> str:
@@ -124,6 +130,7 @@ def _sha256(array: np.ndarray) -> str:
 
 def resolve() -> Edit:
     """Check every flag and plan the cache. Compile, allocate and write nothing."""
+    check_feather()
     model = MODEL.resolve()
     by_text = read_by_text(model)
     target = CONDITION.resolve(model)
@@ -203,6 +210,14 @@ def read_by_text(model: Model) -> ByText | None:
     return ByText(probability=PROBABILITY.value, **scales).check(model)
 
 
+def check_feather() -> None:
+    """Raise `UserError` for a --feather that cannot be, or that has no mask or nothing pasted."""
+    arguments.number("--feather", FEATHER.value, 0, masks.LARGEST_FEATHER)
+    for holder in (MASK, PASTE):
+        if FEATHER.value and not holder.value:
+            raise UserError(f"--feather belongs to --{holder.name}: leave it out")
+
+
 def with_source(condition: Text, model: Model) -> Text:
     """Return the condition with the texts of the pictures as they are behind those of the edits."""
     if path := SOURCE_FEATURES.value:
@@ -265,9 +280,8 @@ def draw(edit: Edit, generator: Generator) -> Edited:
     if edit.by_text:
         features = edit.condition.features
         return editor.by_text(features, edit.pictures, edit.by_text, seed=edit.seed)
-    return editor.in_masks(
-        edit.condition, edit.pictures, edit.drawn, seed=edit.seed, paste=PASTE.value
-    )
+    how = {"paste": PASTE.value, "feather": FEATHER.value}
+    return editor.in_masks(edit.condition, edit.pictures, edit.drawn, seed=edit.seed, **how)
 
 
 def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:

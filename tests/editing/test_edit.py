@@ -1,11 +1,15 @@
 """Edits: kept places hold the picture's tokens, nothing else changes, with every policy."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 import varjax
+from experiments import edit as command
 from tests import models_under_test as models
+from varjax.cli import command_line
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
 from varjax.engine.mixture import Mixture
@@ -42,13 +46,12 @@ def editor_of(model, policy="full", budget=1.0, batch_size=2):
     )
 
 
-def in_mask(editor, drawn, count=2, paste=False, seed=3):
+def in_mask(editor, drawn, count=2, paste=False, seed=3, **seam):
     model = editor.model
     condition = models.condition(model, range(count))
     pictures = masks.check_pictures(model, picture_of(model), count)
-    return editor.in_masks(
-        condition, pictures, masks.check_masks(model, drawn, count), seed=seed, paste=paste
-    )
+    drawn = masks.check_masks(model, drawn, count)
+    return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste, **seam)
 
 
 def reconstructed(model, picture):
@@ -90,6 +93,9 @@ def test_all_part_and_nothing_of_the_picture(name):
     check_part(model, part)
     other = in_mask(editor, end_of(model), seed=4)
     assert (other.tokens != part.tokens).any()
+    soft = in_mask(editor, end_of(model), paste=True, seed=4, feather=3)
+    pictures, drawn = (np.stack([a(model)] * 2) for a in (picture_of, end_of))
+    np.testing.assert_array_equal(soft.images, masks.paste(other.images, pictures, drawn, 3))
 
 
 def check_part(model, part):
@@ -211,10 +217,13 @@ def test_the_mixture_is_the_formula():
 def test_python_api():
     model = models.fixture_model("c_k5_nol2norm")
     picture, drawn = (255 * picture_of(model)).astype(np.uint8), end_of(model)
-    found = varjax.edit(model, picture, drawn, [1, 2], "streaming", BUDGET, seed=5)
+    found = varjax.edit(model, picture, drawn, [1, 2], "streaming", BUDGET, seed=5, feather=2)
     assert found.images.shape == (2, *model.pixels, 3) and found.images.dtype == np.float32
-    upper = ~drawn
-    np.testing.assert_allclose(found.images[0][upper], picture[upper] / 255, atol=1e-6)
+    end = len(picture) // 2
+    pictures = picture.astype(np.float32) / np.float32(255)
+    np.testing.assert_array_equal(found.images[0, : end - 2], pictures[: end - 2])
+    near = slice(end - 2, end)
+    assert (found.images[0, near] != pictures[near]).any((1, 2)).all()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -226,6 +235,11 @@ def test_python_api():
         ({"source": ["a"], "by_text": ByText(probability=0.5)}, "draws no bits"),
         ({"mask": "end", "labels": [99999]}, "outside the model's"),
         ({"mask": "end", "paste": 3}, "paste"),
+        ({"mask": "end", "feather": 64.5}, "outside \\[0, 64\\]"),
+        ({"mask": "end", "feather": float("nan")}, "feather=nan"),
+        ({"mask": "end", "feather": True}, "must be a number"),
+        ({"mask": "end", "feather": 4, "paste": False}, "feather=4.* belongs to paste"),
+        ({"source": ["a"], "by_text": ByText(probability=0.5), "feather": 4}, "belongs to paste"),
         ({"mask": "end", "seed": -1}, "seed"),
         ({"mask": "end", "batch_size": 0}, "batch_size"),
     ],
@@ -238,6 +252,25 @@ def test_wrong_edits(more, message, monkeypatch):
         given["mask"] = end_of(model)
     with pytest.raises(UserError, match=message):
         varjax.edit(model, picture_of(model), **given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mask=b.png", "--feather=65"), "--feather=65 is outside [0, 64]"),
+        (("--mask=b.png", "--feather=-1"), "--feather=-1 is outside [0, 64]"),
+        (("--mask=b.png", "--feather=nan"), "--feather=nan is outside [0, 64]"),
+        (("--mask=b.png", "--feather=4", "--paste=false"), "--feather belongs to --paste"),
+        (("--source_prompt=b", "--feather=4"), "--feather belongs to --mask"),
+    ],
+)
+def test_the_commands_feather(flags, message, monkeypatch, capsys):
+    """Refused before anything is read."""
+    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
+    monkeypatch.setattr(sys, "argv", ["experiments/edit.py", "--image=none.png", *flags])
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(command.main)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked")
