@@ -114,7 +114,7 @@ def edit(
         `TextFeatures`, one for each edit) and how bits are mixed (`ByText`).
       paste: put the pictures' own pixels back outside the mask; an edit by text has none.
       feather: pixels outside the mask, 0 to 64, over which the edit fades into the pictures that
-        are put back, so that no seam shows; 0 is a hard edge.
+        are put back, which softens the seam; 0 is a hard edge.
       batch_size: edits per program call.
       labels, prompts, text_features, prompt_ids, policy, budget and the rest: as in `generate`.
 
