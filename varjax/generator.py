@@ -23,7 +23,7 @@ from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.segments import Segment
 from varjax.engine.timing import Timing
-from varjax.errors import choose
+from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
 from varjax.parallel import plans, processes
@@ -63,6 +63,8 @@ class Generator:
       mesh: devices to split over.
       matmul_precision: "default" or "highest", of float32 products.
       keep_logits: also return guided logits.
+      keep_contents: also return which tokens the cache holds after every scale, "contents", which
+        `varjax.cache.contents` reads; one device. Token by token the final cache says it.
       layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`). The
         weights of `model` are arranged accordingly: it can go on to be used.
       unroll: debug option; unrolls the scans over scales and layers.
@@ -93,6 +95,7 @@ class Generator:
         mesh: MeshSpec | None = None,
         matmul_precision: str = "default",
         keep_logits: bool = False,
+        keep_contents: bool = False,
         layers: str = "auto",
         unroll: bool = False,
         decode_batch: int | None = None,
@@ -111,18 +114,21 @@ class Generator:
         self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
         words = "a MeshSpec of varjax.parallel.split"
         mesh = arguments.instance("mesh", MeshSpec() if mesh is None else mesh, MeshSpec, words)
+        if keep_contents and mesh.num_devices > 1:
+            raise UserError("keep_contents works on one device: leave out mesh")
         if plan is None:
             chosen = resolve_policy(policy, budget)
             found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
             plan = plan_cache(model.geometry_for(sampling), chosen, found)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
-        self.policy = self.plan.policy
+        self.policy, self.keep_contents = self.plan.policy, keep_contents
         options = BuildOptions(
             segments=segments,
             layers=choose("layers", layers, program.LAYERS),
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
+            keep_contents=arguments.flag("keep_contents", keep_contents),
             unroll=arguments.flag("unroll", unroll),
             watch=watch,
         )
@@ -312,7 +318,9 @@ class Generator:
         whole batch. given: tokens of all images. options: as of `run_batch`."""
         padded, given = self._padded(index, given)
         results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
-        return {name: a[: len(index)] for name, a in results.items()}, state
+        contents = results.pop("contents", None)  # has rows, not images
+        results = {name: a[: len(index)] for name, a in results.items()}
+        return results | ({"contents": contents} if self.keep_contents else {}), state
 
     def run_batch(
         self,

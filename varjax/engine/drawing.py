@@ -47,6 +47,7 @@ class BuildOptions:
     layers: how the weights of layers lie (`program.arrange_layers`).
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
+    keep_contents: also return what the cache holds after every scale (`Generator`).
     unroll: debug option; unrolls the scans over scales and layers.
     watch: called on the host while images are drawn (`Generator`).
     """
@@ -55,6 +56,7 @@ class BuildOptions:
     layers: str = program.AUTO
     attention: str | None = None
     keep_logits: bool = False
+    keep_contents: bool = False
     unroll: bool = False
     watch: Callable[[Array, Array], None] | None = None
 
@@ -136,7 +138,8 @@ def drawing(
         keep_logits=options.keep_logits,
         unroll=options.unroll,
     )
-    return ScaleDrawing(replace(spec, watch=options.watch), plan, mesh)
+    spec = replace(spec, watch=options.watch, keep_contents=options.keep_contents)
+    return ScaleDrawing(spec, plan, mesh)
 
 
 class ScaleDrawing:

@@ -39,6 +39,7 @@ class ScaleSpec:
     attention: implementation of the kernels, those that choose tokens included; None takes what
       the platform has.
     keep_logits: also return guided logits.
+    keep_contents: also return what the cache holds after every scale.
     unroll: debug option; unrolls both scans.
     watch: called on the host after every scale, with its number and the code map [B, P, Q, C].
     """
@@ -50,6 +51,7 @@ class ScaleSpec:
     rows_per_image: int
     attention: str | None = None
     keep_logits: bool = False
+    keep_contents: bool = False
     unroll: bool = False
     watch: Callable[[Array, Array], None] | None = None
 
@@ -111,8 +113,9 @@ class ScaleSpec:
 
         Returns:
           {"tokens": int32 [B, L] (bitwise models: uint8 [B, L, bits]), "code_map": float32
-          [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) if asked for} and the cache
-          as it is after the last scale.
+          [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) and "contents" if asked for}
+          and the cache as it is after the last scale. contents: `KVState.position` and `regions`
+          after every scale, with an axis of scales in front.
         """
         transformer = networks["transformer"]
         # once per image, outside both scans: text and modulation are the same for every scale
@@ -124,15 +127,18 @@ class ScaleSpec:
         # The cache travels in the carry of both scans, never as scan input or output: those are
         # buffers of their own, and a second pool would exist beside the first. In the carry XLA
         # updates it in place, and the donated argument is the only one.
-        carry, parts = (code_map, state), []
+        carry, parts, contents = (code_map, state), [], []
         # A scan pads all its scales to one length, so each segment is a scan of its own: one
         # compiled layer body per segment instead of one per scale and layer.
         for segment, cache, scanned in zip(self.segments, self.cache, inputs, strict=True):
             scale = partial(_scale, networks, context, keys, given, cache, self)
             carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=self.unroll)
+            contents.append(outputs.pop("contents", None))
             parts.append(_without_padding(outputs, self.schedule, segment))
         code_map, state = carry
         results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
+        if self.keep_contents:
+            results["contents"] = jax.tree.map(lambda *a: jnp.concatenate(a), *contents)
         return results | {"code_map": code_map}, state
 
 
@@ -200,6 +206,8 @@ def _scale(
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
     if spec.watch is not None:
         jax.debug.callback(spec.watch, step.scale, code_map)
+    if spec.keep_contents:
+        drawn["contents"] = {"position": state.position, "regions": state.regions}
     return (code_map, state), drawn
 
 
