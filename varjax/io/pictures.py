@@ -9,6 +9,7 @@ Letters: H x W pixels.
 import contextlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from varjax.errors import UserError, require
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+HEADS = {"PNG": rb"\x89PNG\r\n\x1a\n", "JPEG": rb"\xff\xd8\xff", "WEBP": rb"RIFF(?s:....)WEBP"}
 MOST_PIXELS = 2**26  # 8192 x 8192
 MOST_BYTES = 2**28  # of a file
 BLACK, WHITE = 0, 255
@@ -63,6 +64,13 @@ def read_mask(
     if (values != values[..., :1]).any():
         raise UserError(f"{name} has colours: a mask is white (to be drawn) and black (kept)")
     return _two_levels(values[..., 0], name) == WHITE
+
+
+def size(source: str | os.PathLike | bytes, name: str) -> tuple[int, int]:
+    """Height and width of a picture as it is stored, from its head: no pixel is decoded. Raises as
+    `read_picture`."""
+    with _opened(source, name, MOST_PIXELS, decode=False) as picture:
+        return picture.size[::-1]
 
 
 def _upright(picture):
@@ -125,20 +133,32 @@ def save_png(path: str | os.PathLike, picture: UInt8[np.ndarray, "H W ..."]) -> 
         file.write(png(picture))
 
 
+def _format(data: bytes, name: str) -> str:
+    """The format of a picture, from its head: pillow is asked to read that one alone."""
+    for found, head in HEADS.items():
+        if re.match(head, data):
+            return found
+    raise UserError(f"{name} is no picture: it begins like none of {', '.join(HEADS)}")
+
+
 @contextlib.contextmanager
-def _opened(source: str | os.PathLike | bytes, name: str, most_pixels: int) -> Iterator:
-    """Give a decoded pillow picture; errors inside become `UserError`s that name it."""
+def _opened(
+    source: str | os.PathLike | bytes, name: str, most_pixels: int, decode: bool = True
+) -> Iterator:
+    """Give a pillow picture; errors inside become `UserError`s that name it."""
     data = source if isinstance(source, bytes) else ordinary.read(source, MOST_BYTES)
+    kind = _format(data, name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
-            with _pillow().open(io.BytesIO(data), formats=FORMATS) as picture:
+            with _pillow().open(io.BytesIO(data), formats=(kind,)) as picture:
                 width, height = picture.size
                 if width * height > most_pixels:
                     raise UserError(
                         f"{name} has {width} x {height} pixels: at most {most_pixels} work"
                     )
-                picture.load()
+                if decode:
+                    picture.load()
                 yield picture
     except UserError:
         raise
@@ -147,7 +167,7 @@ def _opened(source: str | os.PathLike | bytes, name: str, most_pixels: int) -> I
             raise UserError(f"{name} has too many pixels: at most {most_pixels} work") from None
         reason = " ".join(str(error).split()) or type(error).__name__
         if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
-            reason = f"it begins like none of {', '.join(FORMATS)}"
+            reason = f"it begins like {kind}, and goes on like none"
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
 
 

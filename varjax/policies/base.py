@@ -90,6 +90,7 @@ class Policy(ScaleRule):
     # roles that a composition refuses to give it, "allocate" or "select", each with the reason
     unfit_roles: ClassVar[dict[str, str]] = {}
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
+    names_files: ClassVar[tuple[str, ...]] = ()  # arguments that name files of this machine
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
@@ -147,6 +148,15 @@ class Policy(ScaleRule):
                     f"{', '.join(known)}"
                 )
         return {name: parse_value(name, text, known[name]) for name, text in arguments.items()}
+
+    @classmethod
+    def open_arguments(cls) -> dict[str, Kind]:
+        """The arguments that strangers may give (requests to a server): numbers and truth values,
+        and texts that name no file, of policies whose texts we know."""
+        texts = cls.__module__.startswith("varjax.policies.")
+        safe = ("int", "int | None", "float", "bool", *["str"] * texts)
+        known = cls.argument_types().items()
+        return {n: k for n, k in known if _name_of(k) in safe and n not in cls.names_files}
 
     def refuse(self, reason: str) -> NoReturn:
         raise UserError(f"policy {self.name!r}: {reason}")

@@ -89,6 +89,7 @@ class ScaleKV(Policy):
     examples = ({}, {"faithful": "true"})
     unsuited = "it tells layers apart by how they look at the scales before"
     summary = "everything in drafter layers, best logits in refiners; needs budgets or calibration"
+    names_files = ("budgets",)
 
     @property
     def needs(self) -> Needs:

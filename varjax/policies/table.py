@@ -53,6 +53,7 @@ class Table(StagedPolicy):
     token_rule = TableTokens
     unfit_roles = {"select": f"{CONTENTS_FOLLOW} file"}
     summary = "what a file says, for ablations"
+    names_files = ("path",)
     budgeted = False
     shrinks = False
 
