@@ -54,8 +54,8 @@ $(for_demo): .venv/.interpreter pyproject.toml
 	@touch $@
 
 $(for_page): .venv/.interpreter pyproject.toml
-	@echo "installing varjax[eval,port,serve$(more)] into .venv"
-	$(pip) --editable '.[eval,port,serve$(more)]'
+	@echo "installing varjax[serve$(more)] into .venv"
+	$(pip) --editable '.[serve$(more)]'
 	@touch $@
 
 $(for_test): .venv/.interpreter pyproject.toml

@@ -54,6 +54,19 @@ def parse_bytes(text: str) -> int:
     return number
 
 
+def images_at_once(plan: CachePlan, dtype: str, wanted: int | None, most: int) -> int:
+    """Return how many images' keys and values fit into so many bytes (None: any), at most `most`.
+    `UserError` if not one does."""
+    one = plan.num_bytes(1, dtype)
+    count = most if wanted is None or not one else min(most, wanted // one)
+    if count < 1:
+        raise UserError(
+            f"kv_bytes={show_bytes(wanted)} hold no image: one takes {show_bytes(one)} with this "
+            f"policy and budget; give more, or take a smaller budget"
+        )
+    return count
+
+
 def of_bytes(
     policy: Policy, wanted: int, plan_of: Callable[[Policy], CachePlan], sizing: Sizing
 ) -> Policy:

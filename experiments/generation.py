@@ -99,21 +99,14 @@ class Generation:
         self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool
     ) -> Generator:
         """Return the generator of a plan. model: with weights. kv_dtype: of the stored cache."""
-        program = self.program
-        return Generator(
+        return self.program.generator(
             model,
-            plan=plan,
+            plan,
             sampling=self.sampling,
             batch_size=self.batch_size // self.sharers,
-            segments=program.segments,
-            layers=program.layers,
-            attention=program.attention,
             kv_dtype=kv_dtype,
-            matmul_precision=program.matmul_precision,
             keep_logits=keep_logits,
             mesh=self.own_mesh,
-            decode_batch=program.decoding.at_once,
-            decode_dtype=program.decoding.dtype,
         )
 
 

@@ -67,11 +67,12 @@ class PolicyFlags:
     """The flags of a command that plans with one policy.
 
     sizes: whether the budget may be bytes or what fits; the command then calls `sized`.
+    usual: the policy without the flag.
     """
 
-    def __init__(self, flags: CommandFlags, *, sizes: bool = True):
+    def __init__(self, flags: CommandFlags, *, sizes: bool = True, usual: str = "full"):
         flags.heading("Policy")
-        self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
+        self._policy = flags.choice("policy", usual, POLICIES, "KV-cache policy.")
         fraction, own = "Fraction of the full cache's bytes that may be kept", "the policy's own"
         self._kv_bytes = None
         if sizes:
@@ -101,6 +102,12 @@ class PolicyFlags:
         return get_policy(
             self._policy.value, None if fraction == budgets.FIT else fraction, arguments
         )
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a policy, or anything of one, was asked for."""
+        holders = self._policy, self._budget, self._arguments, self._calibration
+        return any(holder.present for holder in holders)
 
     @property
     def is_sized(self) -> bool:

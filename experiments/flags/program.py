@@ -20,6 +20,7 @@ from varjax.engine import memory
 from varjax.engine.drawing import check_cut
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
+from varjax.generator import Generator
 from varjax.model import Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
@@ -48,6 +49,20 @@ class ProgramOptions:
     attention: str | None
     mesh: MeshSpec
     decoding: Decoding
+
+    def generator(self, model: Model, plan: CachePlan, **more: object) -> Generator:
+        """Return the generator of a plan with these options, on one device. more: what else
+        `Generator` takes; it comes before what is said here."""
+        options = {
+            "segments": self.segments,
+            "layers": self.layers,
+            "attention": self.attention,
+            "kv_dtype": self.kv_dtype,
+            "matmul_precision": self.matmul_precision,
+            "decode_batch": self.decoding.at_once,
+            "decode_dtype": self.decoding.dtype,
+        }
+        return Generator(model, plan=plan, **options | more)
 
     def predict(
         self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool

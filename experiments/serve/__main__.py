@@ -4,31 +4,25 @@
     python -m experiments.serve --policy=headkv --budget=0.1 --kv_bytes=64MiB --port=7860
 
 The page is at http://127.0.0.1:7860/, the API under /v1: POST /v1/images/generations and
-/v1/images/edits as OpenAI's clients send them, GET /v1/models; also /healthz and /metrics.
---policy and --budget are the API's; the page has its own choice. SIGTERM ends the server when all
-that it accepted is drawn. Anyone who reaches the address may use it: it is this machine's own
-unless --host says otherwise; give --api_key then.
+/v1/images/edits as OpenAI's clients send them, GET /v1/models; also /healthz, /metrics and /docs.
+--policy and --budget are what requests get that name none; without them headkv at 0.25, or the full
+cache of a model that cannot have it. SIGTERM ends the server when all that it accepted is drawn.
+Anyone who reaches the address may use it: it is this machine's own unless --host says otherwise;
+give --api_key then.
 """
 
 import math
-import os
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
 from typing import TYPE_CHECKING
 
-from experiments.budgets import parse_bytes
+import varjax
+from experiments.budgets import images_at_once, parse_bytes
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
-from experiments.serve.batcher import COMPILING, DRAWING, Batcher
-from experiments.serve.drawer import Drawer, fitting, ladder
-from experiments.serve.metrics import Metrics
-from experiments.serve.subjects import subjects
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -36,37 +30,38 @@ from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.policies import Policy, get_policy
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
-
-MOST_BATCH, MOST_QUEUE = 1024, 10**6
-LONGEST_KEY = 4096  # bytes
-BACKLOG = 2048  # connections that wait to be accepted
+from varjax.subjects import subjects
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from experiments.serve.service import Service
+
+MOST_BATCH, MOST_QUEUE, MOST_CONNECTIONS = 1024, 10**6, 10**6
+LONGEST_KEY = 4096  # bytes
+BACKLOG = 2048  # connections that wait to be accepted
+USUAL, FULL = "headkv", "full"
 
 FLAGS = CommandFlags(
     "--policy=headkv --budget=0.25 --port=7860",
-    "policy budget kv_bytes checkpoint host port api_key queue max_batch page",
+    "policy budget policies kv_bytes checkpoint host port api_key allowed_hosts queue max_batch",
 )
 MODEL = ModelFlags(FLAGS)
-POLICY = PolicyFlags(FLAGS, sizes=False)
+POLICY = PolicyFlags(FLAGS, sizes=False, usual=USUAL)
 SAMPLING = SamplingFlags(FLAGS, seed=False)
 PROGRAM = ProgramFlags(FLAGS, batches=False)
 FLAGS.compilation_cache()
 HOST = FLAGS.string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is every one.")
 PORT = FLAGS.integer("port", 7860, "Port; 0: any free one.", lower_bound=0, upper_bound=65535)
-QUEUE = FLAGS.integer(
-    "queue",
-    64,
-    "Pictures that may wait; more are refused (429).",
-    lower_bound=1,
-    upper_bound=MOST_QUEUE,
+POLICIES = FLAGS.list("policies", None, "Policies that requests may name; default: all that fit.")
+HOSTS = FLAGS.list("allowed_hosts", [], "Names that clients may know the server by; *: any.")
+ORIGINS = FLAGS.list("cors_origin", [], "Pages of other servers that may use the API; *: any.")
+QUEUE = FLAGS.integer("queue", 64, "Pictures that may wait; more are refused (429).", 1, MOST_QUEUE)
+CONNECTIONS = FLAGS.integer(
+    "connections", 1024, "Connections at once; one address may hold half.", 2, MOST_CONNECTIONS
 )
-MAX_BATCH = FLAGS.integer(
-    "max_batch", 8, "Images drawn at once, at most.", lower_bound=1, upper_bound=MOST_BATCH
-)
+MAX_BATCH = FLAGS.integer("max_batch", 8, "Images drawn at once, at most.", 1, MOST_BATCH)
 KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Bytes that keys and values may take, as 2GiB: decides how many images fit."
 )
@@ -75,13 +70,14 @@ API_KEY = FLAGS.string(
     None,
     "File whose first line clients must send as `Authorization: Bearer KEY`; the page's password.",
 )
-SECONDS = FLAGS.floating(
-    "request_seconds", 600.0, "Seconds that an answer may take.", lower_bound=1
-)
-DRAIN = FLAGS.integer(
-    "drain_seconds", 60, "Seconds for what was accepted, after SIGTERM.", lower_bound=1
-)
+SECONDS = FLAGS.floating("request_seconds", 600.0, "Seconds that an answer may take.", 1)
+DRAIN = FLAGS.integer("drain_seconds", 60, "Seconds for what was accepted, after SIGTERM.", 1)
 PAGE = FLAGS.boolean("page", True, "Also serve the page at /.")
+DOCS = FLAGS.boolean("docs", True, "Also serve /openapi.json and /docs.")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def read_key() -> str | None:
@@ -94,71 +90,6 @@ def read_key() -> str | None:
         if not key or not key.isascii() or not key.isprintable():
             raise UserError("its first line must be the key, printable ASCII")
         return key
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Resolved:
-    """What the flags say. model: without its weights. most: images at once."""
-
-    model: Model
-    plan: CachePlan
-    sampling: Sampling
-    dtype: str
-    most: int
-
-
-def resolve() -> Resolved:
-    """Check every flag and plan the cache. Compile and allocate nothing."""
-    model, policy = PROGRAM.stored(MODEL.resolve()), POLICY.resolve()
-    sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
-    with about(SECONDS):
-        if not math.isfinite(SECONDS.value):  # bounds of flags let it through
-            raise UserError(f"{SECONDS.value} is no time: give a number of seconds")
-    plan, calibration = POLICY.plan(policy, model, sampling)
-    with about(KV_BYTES):
-        kv_bytes = None if KV_BYTES.value is None else parse_bytes(KV_BYTES.value)
-        most = fitting(plan, program.kv_dtype, kv_bytes, MAX_BATCH.value)
-    policy.check_images(1)
-    for line in plan_remarks(plan, calibration):
-        say(line)
-    say(
-        f"{policy.name}, budget {plan.budget:g}: {show_bytes(plan.num_bytes(1, program.kv_dtype))} "
-        f"of keys and values for an image, {most} images at once"
-    )
-    return Resolved(model=model, plan=plan, sampling=sampling, dtype=program.dtype, most=most)
-
-
-def make_drawer(found: Resolved) -> Drawer:
-    """Load the model, and return what draws for the API."""
-    model = found.model.load_weights(found.dtype)
-
-    def make(size: int) -> Generator:
-        return generator(model, found.plan, found.sampling, size)
-
-    return Drawer(model, make, ladder(found.most))
-
-
-def generator(model: Model, plan: CachePlan, sampling: Sampling, size: int, **more) -> Generator:
-    """Return the generator of a batch size, as the flags have it."""
-    program = PROGRAM.resolve(model)
-    return Generator(
-        model,
-        plan=plan,
-        sampling=sampling,
-        batch_size=size,
-        segments=program.segments,
-        layers=program.layers,
-        attention=program.attention,
-        kv_dtype=program.kv_dtype,
-        matmul_precision=program.matmul_precision,
-        decode_batch=program.decoding.at_once,
-        decode_dtype=program.decoding.dtype,
-        **more,
-    )
 
 
 def bound_socket() -> socket.socket:
@@ -180,75 +111,89 @@ def bound_socket() -> socket.socket:
         ) from None
 
 
-def serve(app: "FastAPI", listening: socket.socket, closing: list[Callable[[], None]]) -> None:
-    """Serve until SIGTERM or SIGINT, then until what was accepted is drawn. closing: as of
-    `Service`."""
-    import uvicorn
-
-    host, port = listening.getsockname()[:2]
-    early = []  # signals of the time before uvicorn listens to them
-
-    class Server(uvicorn.Server):
-        async def main_loop(self) -> None:
-            self.should_exit |= bool(early)
-            if not self.should_exit:
-                say(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/")
-            await super().main_loop()  # it looks at `should_exit` first
-
-        async def shutdown(self, sockets=None) -> None:
-            for close in closing:  # before it waits for connections, which open pages hold
-                close()
-            await super().shutdown(sockets)
-
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN.value
-    )
-    # uvicorn drains at the first signal, and hands it on at the end: by then all is done
-    signal.signal(signal.SIGTERM, lambda number, frame: early.append(number))
+def usual_plan(model: Model, sampling: Sampling) -> tuple[Policy, CachePlan]:
+    """What requests get that name no policy, and its plan. A model that cannot have the default
+    policy has the full cache, unless flags say otherwise."""
+    policy = POLICY.resolve()
     try:
-        Server(config).run(sockets=[listening])
-    except KeyboardInterrupt:  # of SIGINT, which uvicorn hands on
-        leave()
-        raise
-    leave()
+        plan, calibration = POLICY.plan(policy, model, sampling)
+    except UserError:
+        if POLICY.is_chosen:
+            raise
+        policy = get_policy(FULL)
+        plan, calibration = POLICY.plan(policy, model, sampling)
+    for line in plan_remarks(plan, calibration):
+        say(line)
+    policy.check_images(1)
+    return policy, plan
 
 
-def leave() -> None:
-    """End the process at once if a thread still works for nobody: a program that is being compiled
-    cannot be stopped, and an interpreter that ends waits for it."""
-    names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
-    if any(name.startswith((COMPILING, DRAWING)) for name in names):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def make_service() -> "Service":
+    """Check every flag, plan the cache and load the model. Compile nothing."""
+    from experiments.serve.guard import Rules
+    from experiments.serve.programs import Batcher, Choice, Programs
+    from experiments.serve.service import Service
+
+    key, model = read_key(), PROGRAM.stored(MODEL.resolve())
+    sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
+    with about(SECONDS):
+        if not math.isfinite(SECONDS.value):  # bounds of flags let it through
+            raise UserError(f"{SECONDS.value} is no time: give a number of seconds")
+    policy, plan = usual_plan(model, sampling)
+    usual = Choice(policy, sampling)
+    with about(KV_BYTES):
+        kv_bytes = None if KV_BYTES.value is None else parse_bytes(KV_BYTES.value)
+        most = images_at_once(plan, program.kv_dtype, kv_bytes, MAX_BATCH.value)
+    size = show_bytes(plan.num_bytes(1, program.kv_dtype))
+    at_once = f"{size} of keys and values for an image, {most} images at once"
+    say(f"{usual.policy.name}, budget {plan.budget:g}: {at_once}")
+    model = model.load_weights(program.dtype)
+
+    def make(plan: CachePlan, sampling: Sampling, size: int, **more) -> Generator:
+        return program.generator(model, plan, sampling=sampling, batch_size=size, **more)
+
+    def plan_of(choice: Choice) -> CachePlan:
+        if choice == usual:
+            return plan
+        choice.policy.check_images(1)
+        return varjax.plan(model, choice.policy, sampling=choice.sampling)
+
+    programs = Programs(model, usual, make=make, plan_of=plan_of, most=most)
+    with about(POLICIES):
+        return Service(
+            model=model,
+            subjects=subjects(model),
+            batcher=Batcher(programs, QUEUE.value),
+            rules=Rules(
+                host=HOST.value.lower(),
+                hosts=tuple(name.lower() for name in HOSTS.value),
+                origins=tuple(ORIGINS.value),
+                key=key,
+            ),
+            policies=POLICIES.value,
+            seconds=SECONDS.value,
+            page=PAGE.value,
+            docs=DOCS.value,
+        )
 
 
 def main(argv: list[str]) -> None:
-    for module in ("fastapi", "uvicorn", "python_multipart", "PIL.Image"):
+    for module in ("fastapi", "uvicorn", "python_multipart", "prometheus_client", "PIL.Image"):
         require(module, extra="serve", purpose="a server")
-    if PAGE.value:
-        require("gradio", extra="serve", purpose="the page (--nopage does without)")
-    from experiments.serve.api import Service, make_app
+    from experiments.serve import server as http
+    from experiments.serve.api import make_app
 
-    key, listening = read_key(), bound_socket()
-    with listening:
-        drawer, metrics = make_drawer(resolve()), Metrics()
-        service = Service(
-            model=drawer.model,
-            subjects=subjects(drawer.model),
-            batcher=Batcher(drawer, QUEUE.value, metrics),
-            metrics=metrics,
-            api_key=key,
-            seconds=SECONDS.value,
-            drain_seconds=DRAIN.value,
-        )
-        app = make_app(service)
-        if PAGE.value:
-            from experiments.serve.page import mount
-
-            app = mount(app, service, generator)
-        drawer.compile(say)
-        serve(app, listening, service.closing)
+    with bound_socket() as listening:
+        service = make_service()
+        start = time.perf_counter()
+        service.programs.compile()
+        say(f"compiled in {time.perf_counter() - start:.1f} s; larger batches follow")
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        http.Connection.limit(CONNECTIONS.value, SECONDS.value)
+        server = http.Server(make_app(service), DRAIN.value, lambda: say(f"ready at {address}"))
+        server.run(sockets=[listening])
+    http.leave()
 
 
 if __name__ == "__main__":

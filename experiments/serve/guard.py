@@ -1,181 +1,147 @@
-"""What stands before every request, the page's too: the key, and limits on what is sent.
+"""What stands before every route: whose name the server answers to, whose pages may speak to it,
+the key, the kind and the size of what is sent.
 
-Plain ASGI applications: the framework's own kind of middleware would keep from the routes that a
-client went away. Bytes are counted as they come, so that a body whose length nobody told is limited
-as well.
+Plain ASGI: the framework's own kind of middleware would keep from the routes that a client went
+away. Bytes are counted as they come, so that a body whose length nobody told is limited as well.
 """
 
 import asyncio
 import base64
 import hmac
-import math
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from starlette.requests import Request
-from starlette.responses import Response
+from prometheus_client import Counter
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from experiments.serve import answers
-from experiments.serve.metrics import Metrics
+from experiments.serve.refusals import AGAIN, Refused, answer, refused
 
-API = "/v1"
-GENERATIONS, EDITS = PLAIN = (f"{API}/images/generations", f"{API}/images/edits")
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OPEN = ("/healthz", "/metrics")  # for probes and scrapers, which have no key
+KINDS = {GENERATIONS: "application/json", EDITS: "multipart/form-data"}
 MOST_JSON = 2**16  # bytes of a request for pictures
-MOST_PAGE = 2**20  # of what the page sends of itself: names of uploads, values of fields
-MOST_FILE = 2**24  # of an uploaded file, or of a form with picture and mask
-HEADS = 2**14  # of the parts of a form, around a file
-UPLOAD = "/gradio_api/upload"
+MOST_FORM = 2**24  # of a form with picture and mask
+MOST_HELD = 2**28  # of all bodies that are in memory at once
+LOGIN = 'Basic realm="varjax", charset="UTF-8"'
 
 
-def most_bytes(path: str) -> int:
-    """How many bytes a body may have."""
-    if path.rstrip("/") == UPLOAD:
-        return MOST_FILE + HEADS
-    if path == EDITS:
-        return MOST_FILE
-    return MOST_JSON if _is_api(path) else MOST_PAGE
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a server asks of requests.
 
-
-def _is_api(path: str) -> bool:
-    return path == API or path.startswith(f"{API}/")
-
-
-class Watched:
-    """Checks the key of every request, and counts its answer.
-
-    The API takes the key as a bearer. All else but `OPEN` asks for it as a browser does: any name,
-    and the key as password. No route of the page's framework answers before that.
+    host: the name or address that it was told to listen at. hosts: other names that it answers to,
+      "*" for any. origins: pages of other servers that may speak to it (CORS).
+    key: what clients must send; None: nothing. body_seconds: that they may take to send a body.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str | None, metrics: Metrics):
-        self.app, self.key, self.metrics = app, key, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        if scope["type"] != "http":  # nothing here speaks over web sockets
-            return await send({"type": "websocket.close", "code": 1008})
-        status = 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await (self._refusal(scope) or self.app)(scope, receive, watched)
-        finally:
-            self.metrics.answered(_label(scope), status)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        path = scope["path"]
-        if self.key is None or path in OPEN:
-            return None
-        scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
-        scheme, given = scheme.lower(), given.strip()
-        if scheme == "bearer" and _same(given, self.key):
-            return None
-        if _is_api(path):
-            words = "wrong or missing API key: send Authorization: Bearer KEY"
-            return answers.error(401, words, www_authenticate="Bearer")
-        # browsers send a password to any page that asks for it; the API is not open to that
-        if scheme == "basic" and _same(_password(given), self.key):
-            return None
-        words = "the page asks for the server's API key: any name, and the key as password"
-        return answers.error(401, words, www_authenticate='Basic realm="varjax", charset="UTF-8"')
+    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    key: str | None = None
+    body_seconds: float = 30.0
 
 
-def _same(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
+class Guard:
+    """Checks every request, counts every answer, and answers HEAD as GET without a body."""
 
-
-def _password(given: str) -> str:
-    try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[2]
-    except ValueError:
-        return ""
-
-
-def _label(scope: Scope) -> str:
-    """What metrics call a path: a client's own paths are no labels."""
-    path = scope["path"]
-    if path in PLAIN or path in OPEN:
-        return path  # plain routes leave no name in the scope
-    route = getattr(scope.get("route"), "path", None)
-    return route or (API if _is_api(path) else "page")
-
-
-class Limited:
-    """Refuses bodies that are too large (413) or do not come (408).
-
-    most: bytes of a body, by path. seconds: that a client may take to send one.
-    """
-
-    def __init__(self, app: ASGIApp, *, most: Callable[[str], int], seconds: float):
-        self.app, self.most, self.seconds = app, most, seconds
+    def __init__(self, app: ASGIApp, *, rules: Rules, answers: Counter):
+        self.app, self.rules, self.answers = app, rules, answers
+        self.held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body = _Body(receive, send, self.most(scope["path"]), self.seconds)
-        if _declared(scope) > body.most:
-            return await body.too_large()(scope, receive, send)
+        status, body = None, _Body(self, receive, scope["path"])
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        if scope["method"] == "HEAD":  # the server leaves the body out
+            scope = scope | {"method": "GET"}
         try:
-            await self.app(scope, body.receive, body.send)
-        except Exception:  # what the application makes of a body that ends
-            if body.refusal is None:
-                raise
-        if body.refusal is not None and not body.answered:
-            await body.refusal(scope, receive, send)
+            self._check(scope, Headers(scope=scope))
+            await self.app(scope, body.receive, counted)
+        except (Refused, asyncio.CancelledError) as error:  # the latter of events, at the end
+            if status is None:
+                await answer(refused(error))(scope, receive, counted)
+        finally:
+            self.held -= body.size
+            # a client's own paths are no labels
+            known = scope["path"] if scope["path"] in (*KINDS, *OPEN) else "other"
+            path = getattr(scope.get("route"), "path", known)
+            self.answers.labels(path, str(status or 500)).inc()
 
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """`Refused` for a request that must not reach a route."""
+        host, origin, path = headers.get("host", ""), headers.get("origin"), scope["path"]
+        name, bound = _place(f"//{host}")[0], scope["server"]
+        # a name that somebody else's DNS points to this machine would let their pages speak to it
+        known = {"localhost", self.rules.host, *self.rules.hosts, bound and bound[0]}
+        if name is None or not {name, "*"} & known:
+            raise Refused(403, "this server does not answer to this Host: see --allowed_hosts")
+        shows = scope["method"] == "GET" and path == "/"
+        own = _place(origin or "") == _place(f"//{host}")
+        may = shows or origin is None or own or {origin, "*"} & set(self.rules.origins)
+        if not may:
+            raise Refused(403, "pages of other servers may not use this one: see --cors_origin")
+        # a browser that asks whether it may send something sends no key yet, and is told no more
+        locked = self.rules.key is not None and path not in OPEN and scope["method"] != "OPTIONS"
+        if locked and not self._knows_key(headers):
+            words = "wrong or missing API key: send Authorization: Bearer KEY (or as a password)"
+            raise Refused(401, words, www_authenticate=LOGIN)
+        wanted = KINDS.get(path) if scope["method"] == "POST" else None
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if wanted is not None and kind != wanted:
+            raise Refused(415, f"send Content-Type: {wanted}")
 
-def _declared(scope: Scope) -> float:
-    """The length of a body, as its head has it."""
-    length = Request(scope).headers.get("content-length", "")
-    if not length.isascii() or not length.isdecimal():
-        return 0
-    return int(length) if len(length) < 16 else math.inf
+    def _knows_key(self, headers: Headers) -> bool:
+        """The key comes as a bearer; or as a browser asks for it, any name and it as password."""
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        try:
+            if scheme.lower() == "basic":
+                value = base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except ValueError:
+            return False
+        right = hmac.compare_digest(value.strip().encode(), self.rules.key.encode())
+        return right and scheme.lower() in ("bearer", "basic")
 
 
 class _Body:
-    """A body while it comes. refusal: what is answered instead of the application's words."""
+    """A body while it comes: `Refused` if it is too large, or does not come in time."""
 
-    def __init__(self, receive: Receive, send: Send, most: int, seconds: float):
-        self._receive, self._send, self.most, self.seconds = receive, send, most, seconds
-        self.refusal: Response | None = None
-        self.answered = self._whole = False
-        self._bytes, self._end = 0, None
-
-    def too_large(self) -> Response:
-        return answers.error(413, f"the body has more than {self.most} bytes")
+    def __init__(self, guard: Guard, receive: Receive, path: str):
+        self.guard, self._receive, self.size, self.whole = guard, receive, 0, False
+        self.most = MOST_FORM if path == EDITS else MOST_JSON
+        self.end = time.monotonic() + guard.rules.body_seconds
 
     async def receive(self) -> Message:
-        if self.refusal is None and not self._whole:
-            message = await self._next()
-        elif self.refusal is None:
+        if self.whole:
             return await self._receive()  # until the client goes away
-        if self.refusal is not None:
-            return {"type": "http.disconnect"}  # the application stops reading
-        return message
-
-    async def _next(self) -> Message | None:
-        self._end = self._end or time.monotonic() + self.seconds
         try:
-            message = await asyncio.wait_for(self._receive(), self._end - time.monotonic())
+            left = max(0, self.end - time.monotonic())
+            message = await asyncio.wait_for(self._receive(), left)
         except TimeoutError:
-            self.refusal = answers.error(408, f"no whole body within {self.seconds:g} s")
-            return None
-        self._bytes += len(message.get("body", b""))
-        self._whole = not message.get("more_body", False)
-        if self._bytes > self.most:
-            self.refusal = self.too_large()
+            seconds = self.guard.rules.body_seconds
+            raise Refused(408, f"no whole body within {seconds:g} s", connection="close") from None
+        size = len(message.get("body", b""))
+        self.size, self.guard.held = self.size + size, self.guard.held + size
+        self.whole = not message.get("more_body", False)
+        if self.size > self.most:
+            raise Refused(413, f"the body has more than {self.most} bytes", connection="close")
+        if self.guard.held > MOST_HELD:
+            raise Refused(429, "too much is being sent: try again later", retry_after=AGAIN)
         return message
 
-    async def send(self, message: Message) -> None:
-        if self.refusal is not None and not self.answered:
-            return  # it is not the application that answers
-        self.answered = self.answered or message["type"] == "http.response.start"
-        await self._send(message)
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    """The name and the port of an address, the usual ports as None; (None, None) if it is none."""
+    try:
+        found = urlsplit(url)
+        name, port = found.hostname, found.port
+    except ValueError:
+        return None, None
+    return name and name.rstrip("."), None if port in (80, 443) else port

@@ -1,156 +1,194 @@
-"""Requests for pictures, as clients of OpenAI's images API send them, checked field by field.
+"""Requests for pictures, as clients of OpenAI's images API send them, and answers.
 
-Field names are OpenAI's. `class`, `seed` and `paste` are ours; fields of OpenAI's that mean nothing
-here are taken and have no effect. All else is refused, so that a misspelt field is noticed.
+Field names are OpenAI's where OpenAI has the field. Of its fields that mean nothing here only the
+values are taken that ask for nothing special; all else is refused by name, so that nobody waits for
+an effect that does not come.
 """
 
 import json
-import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Annotated, Literal
 
-from experiments.serve.subjects import checked_prompt
-from varjax.errors import UserError, nearest, show
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
-NO_EFFECT = frozenset(
-    "background input_fidelity moderation output_compression partial_images quality stream style"
-    " user".split()
-)
-FIELDS = frozenset("prompt class n size seed response_format model output_format".split())
-EDIT_FIELDS = FIELDS | {"paste"}
-LARGEST_SEED = 2**31 - 1
-MOST_DIGITS = 18
+from experiments.serve.guard import MOST_FORM, MOST_JSON
+from experiments.serve.refusals import Refused
+from varjax.errors import nearest, show
+from varjax.subjects import MOST_CHARACTERS
 
-
-class BadRequest(Exception):
-    """What is wrong with a request: a status, words for people, and the field that it is about."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+FILES = ("image", "mask")
+GONE = Refused(408, "the client went away")
+Value = bool | int | float | str
+Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
-@dataclass(frozen=True)
-class ImageRequest:
-    """A request, checked but for what only the model knows.
+def _of_text(given: object) -> object:
+    """Arguments of a policy, which forms have as text."""
+    return json.loads(given) if isinstance(given, str) else given
 
-    seed: as given, else drawn at random. paste: of edits.
-    """
 
-    prompt: str | None
-    label: int | None
-    n: int
+class ImageRequest(BaseModel):
+    """A request for pictures. What only the model knows is checked later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: Text | None = Field(None, description="Words, or a class.")
+    label: int | None = Field(None, alias="class", description="Number of a class.")
+    n: int = Field(1, ge=1, description="Pictures.")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="Without it any, and told.")
+    size: str | None = Field(None, description="Width x height, that of the model, or auto.")
+    policy: str | None = Field(None, description="How the KV cache is compressed (/v1/models).")
+    budget: float | None = Field(None, gt=0, le=1, description="Part of the full cache's bytes.")
+    policy_args: Annotated[dict[str, Value], BeforeValidator(_of_text)] = Field(
+        {}, description="Further arguments of the policy; in a form as JSON."
+    )
+    cfg: float | None = Field(None, description="Guidance strength.")
+    tau: float | None = Field(None, description="Temperature.")
+    top_k: int | None = Field(None, description="Keep the k best tokens; 0: all.")
+    top_p: float | None = Field(None, description="Nucleus; 0: all.")
+    greedy: bool | None = Field(None, description="Always the best token.")
+    kept: bool = Field(False, description="Tell which tokens every head held at the end.")
+    tokens: bool = Field(False, description="Tell the tokens that were drawn.")
+    stream: bool = Field(False, description="Answer with events.")
+    partial_images: int | None = Field(None, ge=0, description="Previews, at most.")
+    model: str | None = Field(None, description="The model's name (/v1/models).")
+    user: Text | None = Field(None, description="Not looked at.")
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png"] | None = None
+    output_compression: Literal[100] | None = None
+    background: Literal["auto", "opaque"] | None = None
+    quality: Literal["auto", "standard"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+
+
+class EditRequest(ImageRequest):
+    """A form: these fields, and the files image and mask (white, or transparent, is drawn)."""
+
+    paste: bool = Field(True, description="Put the picture's own pixels back outside the mask.")
+    feather: float = Field(0, ge=0, le=64, description="Pixels of a soft seam outside the mask.")
+    input_fidelity: Literal["low"] | None = None
+
+
+class Picture(BaseModel):
+    """A PNG as base64, and the seed it was drawn with. kept: bits [layers, heads, tokens], base64,
+    the first in the highest bit: the tokens that every head held when the last scale (or token) was
+    drawn. tokens: little-endian numbers, base64, with shape and dtype."""
+
+    b64_json: str
     seed: int
-    paste: bool = True
+    kept: dict[str, int | str] | None = None
+    tokens: dict[str, str | list[int]] | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes. model: its name. pixels: height and width of its pictures. most: images
-    of one request."""
+class Pictures(BaseModel):
+    """The answer to a request for pictures: how they were drawn, the bytes of keys and values that
+    one takes and those of a full cache, the seconds of the batches that they were drawn in."""
 
-    model: str
-    pixels: tuple[int, int]
-    most: int
+    created: int
+    size: str
+    policy: str
+    budget: float
+    policy_args: dict[str, Value]
+    kv_bytes: int
+    dense_bytes: int
+    seconds: float
+    data: list[Picture]
 
-    @property
-    def size(self) -> str:
-        """Width x height, as OpenAI has it."""
-        return f"{self.pixels[1]}x{self.pixels[0]}"
+
+class Errors(BaseModel):
+    """The form of every answer that is no picture: message, type, and the field it is about."""
+
+    error: dict[str, str | None]
 
 
-def parse_json(body: bytes) -> Mapping:
-    """The fields of a JSON body."""
-    try:
-        found = json.loads(body, object_pairs_hook=_once)
-    except BadRequest:
-        raise
-    except (ValueError, RecursionError):  # also of bytes that are no text
-        raise BadRequest(400, "the body is no JSON: send an object of fields") from None
-    if not isinstance(found, dict):
-        raise BadRequest(400, f"the body is {show(found)}: send an object of fields, as {{...}}")
-    return found
+class _StrictRequest(Request):
+    """A request whose JSON has every field once; what is null counts as not given."""
+
+    async def json(self) -> dict:
+        try:
+            found = json.loads(await self.body(), object_pairs_hook=_once)
+        except ClientDisconnect:
+            raise GONE from None
+        except (ValueError, RecursionError):  # also of bytes that are no text
+            raise Refused(400, "the body is no JSON: send an object of fields") from None
+        if not isinstance(found, dict):
+            raise Refused(400, f"the body is {show(found)}: send an object of fields, as {{...}}")
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict:
-    """An object, none of whose fields is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise BadRequest(400, "a field is given twice: give each once")
+    if len(found := dict(pairs)) < len(pairs):
+        raise Refused(400, "a field is given twice: give each once")
     return found
 
 
-def parse_form(form: Mapping[str, str]) -> Mapping:
-    """The fields of a form, whose numbers are texts."""
-    found = dict(form)
-    for name in ("n", "seed", "class"):
-        text = found.get(name)
-        if isinstance(text, str) and text.removeprefix("-").isdecimal() and len(text) < MOST_DIGITS:
-            found[name] = int(text)
-    if (text := found.get("paste")) is not None:
-        words = {"true": True, "false": False, "1": True, "0": False}
-        found["paste"] = words.get(str(text).lower(), text)
-    return found
+class StrictRoute(APIRoute):
+    """A route whose JSON is read strictly."""
+
+    def get_route_handler(self) -> Callable:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
 
 
-def check(fields: Mapping, limits: Limits, *, edit: bool = False) -> ImageRequest:
-    """Return the request of these fields; `BadRequest` (422) names the first that is wrong."""
-    allowed = EDIT_FIELDS if edit else FIELDS
-    for name in fields:
-        if name not in allowed | NO_EFFECT:
-            close = nearest(name, allowed)
-            known = ", ".join(sorted(allowed))
-            raise BadRequest(422, f"there is no field {show(name)}: choose of {known}{close}", name)
-    given = {name: value for name, value in fields.items() if value is not None}
-    _one_of("model", given, (limits.model,))
-    _one_of("response_format", given, ("b64_json",))
-    _one_of("output_format", given, ("png",))
-    _one_of("size", given, (limits.size, "auto"))
-    prompt, label = given.get("prompt"), None
-    if "class" in given:
-        label = _integer("class", given["class"], -LARGEST_SEED, LARGEST_SEED)
-    if prompt is not None:
-        with field("prompt"):
-            prompt = checked_prompt(prompt)
-    if prompt is None and label is None:
-        raise BadRequest(422, "prompt is missing: say what to draw", "prompt")
-    seed = given.get("seed")
-    seed = secrets.randbelow(LARGEST_SEED) if seed is None else seed
-    paste = given.get("paste", True)
-    if not isinstance(paste, bool):
-        raise BadRequest(422, f"paste={show(paste)}: true or false", "paste")
-    return ImageRequest(
-        prompt=prompt,
-        label=label,
-        n=_integer("n", given.get("n", 1), 1, limits.most),
-        seed=_integer("seed", seed, 0, LARGEST_SEED),
-        paste=paste,
-    )
+class _InMemory(MultiPartParser):
+    """A form of which nothing is written to a disk. whole: whether its end has come."""
+
+    spool_max_size, whole = 2 * MOST_FORM, False
+
+    def on_end(self) -> None:
+        self.whole = True
 
 
-def _one_of(name: str, given: Mapping, allowed: tuple[str, ...]) -> None:
-    if name in given and given[name] not in allowed:
-        words = " or ".join(allowed)
-        raise BadRequest(422, f"{name}={show(given[name])}: this server has {words}", name)
+async def read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
+    """The checked fields of an edit, and its files. `Refused` for a form that is none, was cut off
+    or has a field twice."""
+    limits = {"max_files": 4, "max_fields": 64, "max_part_size": MOST_JSON}
+    parser, found = _InMemory(request.headers, request.stream(), **limits), {}
+    try:
+        form = await parser.parse()
+    except ClientDisconnect:
+        raise GONE from None
+    except (MultiPartException, KeyError, ValueError) as error:
+        words = f"the form cannot be read: {getattr(error, 'message', '')!s:.120}"
+        raise Refused(400, words) from None
+    if not parser.whole:
+        raise Refused(400, "the form ends before its last boundary: it was cut off")
+    for name, value in form.multi_items():
+        name = name.removesuffix("[]")  # OpenAI's clients name a list of pictures image[]
+        if name in found:
+            raise Refused(400, f"{name[:100]} is there twice: send each field once", name)
+        found[name] = await value.read() if isinstance(value, UploadFile) else value
+    files = {name: found.pop(name, None) for name in FILES}
+    try:
+        asked = EditRequest.model_validate(found, strict=False)
+    except ValidationError as error:
+        raise wrong(error, EditRequest) from None
+    for name, data in files.items():
+        if not isinstance(data, bytes):
+            raise Refused(422, f"{name} is missing: send it as a file of the form", name)
+    return asked, files
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRequest(422, f"{name}={show(value)}: it must be a whole number", name)
-    if not low <= value <= high:
-        raise BadRequest(422, f"{name}={show(value)}: choose {low} to {high}", name)
-    return value
-
-
-class field:
-    """Turns a `UserError` inside into a `BadRequest` about a field."""
-
-    def __init__(self, name: str, status: int = 422):
-        self.name, self.status = name, status
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, UserError):
-            raise BadRequest(self.status, str(error), self.name) from None
+def wrong(error: ValidationError | RequestValidationError, kind: type[BaseModel]) -> Refused:
+    """The first thing that is wrong with a request, and its field."""
+    first = error.errors()[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if not place or not isinstance(place[0], str):
+        return Refused(400, "send an object of fields as JSON")
+    name, reason = place[0], first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        known = sorted(field.alias or n for n, field in kind.model_fields.items())
+        words = f"there is no field {show(name)}: choose of {', '.join(known)}"
+        return Refused(422, words + nearest(name, known), name)
+    reason = f"{reason[:1].lower()}{reason[1:]}"
+    return Refused(422, f"{name}={show(first.get('input'))}: {reason}", name)

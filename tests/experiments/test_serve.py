@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-for module in ("fastapi", "uvicorn", "python_multipart"):
+for module in ("fastapi", "uvicorn", "python_multipart", "prometheus_client"):
     pytest.importorskip(module, reason="needs the extra serve")
 
 ALONE = "--nopage"
@@ -30,6 +30,10 @@ ALONE = "--nopage"
         (("--seed=3",), "unknown flag --seed"),
         (("--batch_size=3",), "unknown flag --batch_size"),
         (("--checkpoint=missing",), "missing"),
+        (("--policies=full,nothing",), "--policies"),
+        (("--policies=table",), "--policies"),
+        (("--connections=1",), "--connections"),
+        (("--request_seconds=nan",), "no time"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -60,11 +64,11 @@ def test_a_server_that_still_compiles_holds_its_port(refused, monkeypatch):
         monkeypatch.setattr(server, name, types.SimpleNamespace(value=value))
     with server.bound_socket() as first:
         monkeypatch.undo()
-        monkeypatch.setattr(server, "resolve", lambda: pytest.fail("it went on"))
+        monkeypatch.setattr(server, "make_service", lambda: pytest.fail("it went on"))
         port = first.getsockname()[1]
         refused("serve", "choose another address or port", ALONE, f"--port={port}")
 
 
 def test_a_missing_extra(refused, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     refused("serve", "pip install -e '.[serve]'", "--port=0")

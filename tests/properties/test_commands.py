@@ -168,7 +168,7 @@ def light(monkeypatch):
         (bench.worker, "work"),
         (bench.worker, "alone"),
         (page, "build"),
-        (serve, "make_drawer"),
+        (serve.Model, "load_weights"),
     ):
         monkeypatch.setattr(owner, name, heavy)
     monkeypatch.setattr(worker, "start", lambda *_: {"status": "refused", "error": HEAVY})

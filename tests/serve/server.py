@@ -1,54 +1,76 @@
 """A server in a thread of the tests, on a small model."""
 
+import asyncio
 import contextlib
+import functools
+import http.client
+import json
 import socket
 import threading
 import time
 
 import numpy as np
 
-from experiments.serve.batcher import Batcher
-from experiments.serve.drawer import Drawer
-from experiments.serve.metrics import Metrics
-from tests import models_under_test as models
+from varjax.cache.planner import plan_cache
+from varjax.calibration import files as calibration_lib
 from varjax.generator import Generator
+from varjax.mixed_batch import Drawn
+from varjax.policies import get_policy
+from varjax.subjects import subjects
 
 MODEL, POLICY, BUDGET = "c_k5_nol2norm", "streaming", 0.6
+KEY = "of-the-tests"
 
 
-def small_drawer(sizes=(1, 2), name=MODEL) -> Drawer:
-    model = models.fixture_model(name)
-    return Drawer(
-        model, lambda size: Generator(model, POLICY, BUDGET, batch_size=size, segments=1), sizes
-    )
+def plan_of(model, choice):
+    found = calibration_lib.find(choice.policy, model, None, choice.sampling.guidance)
+    return plan_cache(model.geometry_for(choice.sampling), choice.policy, found)
 
 
-class FakeDrawer:
-    """Draws at once, or when it is told to; a picture says its item."""
+def programs_of(model, most=2, policy=POLICY, budget=BUDGET, make=None, segments=1):
+    """Programs of a model that compiles quickly."""
+    from experiments.serve.programs import Choice, Programs
+
+    def generator(plan, sampling, size, **more):
+        cut = "auto" if model.draws_tokens else segments
+        return Generator(model, plan=plan, sampling=sampling, batch_size=size, segments=cut, **more)
+
+    usual = Choice(get_policy(policy, budget), model.sampling())
+    planned = functools.partial(plan_of, model)
+    return Programs(model, usual, make=make or generator, plan_of=planned, most=most)
+
+
+def service_of(programs, most=6, **options):
+    from experiments.serve.programs import Batcher
+    from experiments.serve.service import Service
+
+    model = programs.model
+    given = {"seconds": 60.0, "page": False} | options
+    return Service(model=model, subjects=subjects(model), batcher=Batcher(programs, most), **given)
+
+
+class FakePrograms:
+    """Draws at once, or when it is told to; a picture says its item's seed."""
 
     def __init__(self, sizes=(1, 2, 4)):
-        self.sizes, self.batches, self.drawing, self.go = sizes, [], 0, threading.Event()
+        self.batches, self.drawn, self.drawing = dict.fromkeys(sizes), [], 0
+        self.largest, self.go = max(sizes), asyncio.Event()
         self.go.set()
 
-    @property
-    def largest(self):
-        return self.sizes[-1]
-
     def size_for(self, waiting):
-        return Drawer.size_for(self, waiting)
+        from experiments.serve.programs import Programs
 
-    def draw(self, items):
+        return Programs.size_for(self, waiting)
+
+    async def draw(self, items):
         self.drawing = len(items)
-        assert self.go.wait(30)
+        await self.go.wait()
         self.drawing = 0
-        self.batches.append(list(items))
+        self.drawn.append(list(items))
         if any(item.seed == 666 for item in items):
             raise RuntimeError("a batch that fails")
-        return [np.full((2, 2, 3), item.seed, np.uint8) for item in items]
-
-
-def batcher_of(drawer, most=8) -> Batcher:
-    return Batcher(drawer, most, Metrics())
+        batch = object()
+        return [Drawn(np.full((2, 2, 3), i.seed, np.uint8), None, 0.0, batch) for i in items]
 
 
 @contextlib.contextmanager
@@ -57,10 +79,14 @@ def running(app, seconds=20):
     accepted, at the end."""
     import uvicorn
 
+    from experiments.serve.server import Connection
+
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        listening.listen(128)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds)
+        listening.listen(512)
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", log_level="error", timeout_graceful_shutdown=seconds
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -71,3 +97,16 @@ def running(app, seconds=20):
         finally:
             server.should_exit = True
             thread.join(60)
+
+
+def raw(address, data, timeout=20):
+    """What a server answers to bytes: status, headers, body as JSON or bytes."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+        connection.sendall(data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        body = answer.read()
+    with contextlib.suppress(ValueError):
+        body = json.loads(body)
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body

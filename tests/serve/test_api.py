@@ -1,63 +1,51 @@
-"""The API over HTTP: pictures equal `run`'s, wrong requests have clear answers."""
+"""The API over HTTP: pictures equal `run`'s, wrong requests have clear answers, events come."""
 
 import base64
 import contextlib
 import io
+import json
 import socket
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests import models_under_test as models
-from tests.serve.server import (
-    BUDGET,
-    MODEL,
-    POLICY,
-    FakeDrawer,
-    batcher_of,
-    running,
-    small_drawer,
-)
+from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
+from varjax.cache import contents
+from varjax.editing.patch import Patch
 from varjax.generator import Generator
 from varjax.io import pictures
 from varjax.io.images import to_uint8
 from varjax.models.labels import Labels
 from varjax.models.transformer import _images_to_tokens
+from varjax.policies import get_policy
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 pytest.importorskip("python_multipart", reason="needs the extra serve")
 httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
 
-from experiments.serve.api import Service, make_app  # noqa: E402
-from experiments.serve.drawer import Patch, encode_once  # noqa: E402
-from experiments.serve.subjects import subjects  # noqa: E402
+from experiments.serve.api import make_app  # noqa: E402
+from experiments.serve.guard import Rules  # noqa: E402
 
-KEY = "of-the-tests"
+PATHS = GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 
 
 @pytest.fixture(scope="module")
 def service():
-    drawer = small_drawer()
-    batcher = batcher_of(drawer, most=6)
-    return Service(
-        model=drawer.model,
-        subjects=subjects(drawer.model),
-        batcher=batcher,
-        metrics=batcher.metrics,
-        api_key=KEY,
-        body_seconds=2.0,
-        drain_seconds=10.0,
-    )
+    programs = programs_of(models.fixture_model(MODEL))
+    programs.compile()
+    return service_of(programs, rules=Rules(key=KEY, body_seconds=2.0))
 
 
 @pytest.fixture(scope="module")
 def address(service):
     with running(make_app(service)) as address:
+        while service.programs.largest < 2:  # larger batches follow
+            time.sleep(0.05)
         yield address
 
 
@@ -95,7 +83,7 @@ def test_pictures_are_those_of_run(client):
 
     def ask(seed, label, n):
         body = {"class": label, "seed": seed, "n": n}
-        found[seed] = pictures_of(client.post("/v1/images/generations", json=body))
+        found[seed] = pictures_of(client.post(GENERATIONS, json=body))
 
     asked = [(5, 1, 3), (6, 2, 1), (7, 1, 2)]
     threads = [threading.Thread(target=ask, args=one) for one in asked]
@@ -105,9 +93,9 @@ def test_pictures_are_those_of_run(client):
         thread.join()
     for seed, label, n in asked:
         assert close(found[seed], drawn([label] * n, seed))
-    answer = client.post("/v1/images/generations", json={"prompt": "1"}).json()
+    answer = client.post(GENERATIONS, json={"prompt": "1"}).json()
     again = {"prompt": "1", "seed": answer["data"][0]["seed"]}
-    again = client.post("/v1/images/generations", json=again).json()
+    again = client.post(GENERATIONS, json=again).json()
     assert again["data"] == answer["data"] and isinstance(answer["created"], int)
 
 
@@ -115,14 +103,14 @@ def test_pictures_of_a_request_are_those_drawn_one_by_one(client):
     """n = 3: picture i is what a generator of single images draws for number i of that seed."""
     model = models.fixture_model(MODEL)
     body = {"class": 3, "seed": 11, "n": 3}
-    found = pictures_of(client.post("/v1/images/generations", json=body))
+    found = pictures_of(client.post(GENERATIONS, json=body))
     alone = Generator(model, POLICY, BUDGET, batch_size=1, segments=1)
     condition = Labels.of([3] * 3, model.num_classes)
     singles = [alone.draw(condition, np.array([i]), seed=11)["images"][0] for i in range(3)]
     assert close(found, to_uint8(np.stack(singles)))
     assert (found[0] != found[1]).any() and (found[1] != found[2]).any()
     body["n"] = 1
-    assert close(pictures_of(client.post("/v1/images/generations", json=body)), found[:1])
+    assert close(pictures_of(client.post(GENERATIONS, json=body)), found[:1])
 
 
 def edit_files(drawn=None, kind="PNG"):
@@ -138,65 +126,296 @@ def edit_files(drawn=None, kind="PNG"):
 
 def test_edits(client):
     picture, files = edit_files()
-    answer = client.post(
-        "/v1/images/edits", files=files, data={"class": "1", "seed": "5", "n": "2"}
-    )
+    answer = client.post(EDITS, files=files, data={"class": "1", "seed": "5", "n": "2"})
     found, half = pictures_of(answer), len(picture) // 2
     assert (found[:, :half] == picture[:half]).all() and (found[:, half:] != picture[half:]).any()
     assert (found[0] != found[1]).any()
     data = {"class": "1", "seed": "5", "paste": "false"}
-    loose = pictures_of(client.post("/v1/images/edits", files=files, data=data))
+    loose = pictures_of(client.post(EDITS, files=files, data=data))
     assert (loose[0, :half] != picture[:half]).any()
     assert close(loose[0, half:], found[0, half:])
+
+
+def test_a_soft_seam(client):
+    """Outside the mask the picture's own pixels come back by and by, and inside nothing changes."""
+    picture, files = edit_files()
+    asked = {"class": "1", "seed": "5"}
+    hard = pictures_of(client.post(EDITS, files=files, data=asked))[0]
+    soft = pictures_of(client.post(EDITS, files=files, data=asked | {"feather": "3"}))[0]
+    half = len(picture) // 2
+    assert close(soft[half:], hard[half:])
+    assert (soft[: half - 3] == picture[: half - 3]).all()
+    assert (soft[half - 3 : half] != picture[half - 3 : half]).any()
+    wrong = asked | {"feather": "3", "paste": "false"}
+    assert_refused(client.post(EDITS, files=files, data=wrong), 422, "feather")
+    assert_refused(client.post(EDITS, files=files, data=asked | {"feather": "65"}), 422, "feather")
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+def test_a_policy_of_a_request(client, service):
+    """Its picture is `run`'s with that policy; the answer says what was done and what it took."""
+    model = models.fixture_model(MODEL)
+    usual = client.post(GENERATIONS, json={"class": 1, "seed": 5}).json()
+    body = {"class": 1, "seed": 5, "policy": "h2o", "budget": 0.7}
+    body |= {"policy_args": {"recent_share": 0.4}, "kept": True, "tokens": True}
+    answer = client.post(GENERATIONS, json=body)
+    found = answer.json()
+    policy = get_policy("h2o", 0.7, {"recent_share": "0.4"})
+    generator = Generator(model, policy, batch_size=1, segments=1, keep_contents=True)
+    arrays, index = models.arrays_of(model, [1]), np.zeros(1, np.int32)
+    results, _ = generator.run_batch(arrays, index, seed=5)
+    assert close(pictures_of(answer)[0], to_uint8(np.asarray(results["images"]))[0])
+    plan, dtype = generator.plan, generator.kv_dtype
+    told = {name: found[name] for name in ("policy", "budget", "kv_bytes", "dense_bytes")}
+    one = plan.num_bytes(1, dtype), plan.dense_bytes(1, dtype)
+    assert list(told.values()) == ["h2o", 0.7, *one]
+    assert found["policy_args"] == {"recent_share": 0.4} and found["seconds"] > 0
+    assert (usual["policy"], usual["budget"], usual["policy_args"]) == (POLICY, BUDGET, {})
+    assert usual["kv_bytes"] != found["kv_bytes"] and usual["dense_bytes"] == found["dense_bytes"]
+    # what heads kept, and the tokens
+    kept = found["data"][0]["kept"]
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(kept["b64"]), np.uint8))
+    shape = kept["layers"], kept["heads"], kept["tokens"]
+    expected = contents.at_the_end(plan, results["contents"])
+    np.testing.assert_array_equal(bits[: np.prod(shape)].reshape(shape), expected)
+    tokens = found["data"][0]["tokens"]
+    numbers = np.frombuffer(base64.b64decode(tokens["b64"]), "<i4").reshape(tokens["shape"])
+    np.testing.assert_array_equal(numbers, np.asarray(results["tokens"])[0])
+
+
+def test_sampling_of_a_request(client):
+    model = models.fixture_model(MODEL)
+    body = {"class": 1, "seed": 5, "cfg": 3.0, "top_k": 4, "greedy": True}
+    found = pictures_of(client.post(GENERATIONS, json=body))
+    sampling = model.sampling(cfg=3.0, top_k=4, greedy=True)
+    options = {"sampling": sampling, "batch_size": 1, "segments": 1}
+    expected = Generator(model, POLICY, BUDGET, **options)([1], seed=5)
+    assert close(found[0], to_uint8(expected)[0])
+
+
+def test_policies_that_are_offered(client, service):
+    """Those that the model can have; the others, and what names files, are refused by name."""
+    told = client.get("/v1/models").json()["data"][0]
+    names = [policy["name"] for policy in told["policies"]]
+    assert {"full", "streaming", "h2o", "headkv"} <= set(names)
+    assert not {"linear", "rkv", "diagonal", "table", "compose"} & set(names)
+    assert told["policy"] == POLICY and told["budget"] == BUDGET and told["seconds"] > 0
+    arguments = {p["name"]: p["policy_args"] for p in told["policies"]}
+    assert arguments["h2o"]["recent_share"] == {"type": "float", "default": 0.5}
+    assert "budgets" not in arguments.get("scalekv", {})
+    few = service_of(service.programs, policies=["full"])
+    assert list(few.offered) == [POLICY, "full"]
+    for body, param in (
+        ({"policy": "nothing"}, "policy"),
+        ({"policy": "table"}, "policy"),
+        ({"policy": "linear"}, "policy"),
+        ({"policy": "full", "budget": 0.5}, "budget"),
+        ({"budget": 0.001}, "budget"),
+        ({"budget": 0}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": "0.5"}, "budget"),
+        ({"policy": "h2o", "policy_args": {"recent": 1}}, "policy_args"),
+        ({"policy": "h2o", "policy_args": {"recent_share": 7}}, "policy_args"),
+        ({"policy": "h2o", "policy_args": {"recent_share": "x"}}, "policy_args"),
+        ({"policy": "h2o", "policy_args": "recent_share=1"}, "policy_args"),
+        ({"policy": "h2o", "policy_args": {"a": {}}}, "policy_args"),
+        ({"policy_args": [1]}, "policy_args"),
+        ({"cfg": -1}, "cfg"),
+        ({"tau": 0}, "tau"),
+        ({"top_k": 10**9}, "top_k"),
+        ({"top_p": 2}, "top_p"),
+        ({"greedy": 1}, "greedy"),
+    ):
+        assert_refused(client.post(GENERATIONS, json={"class": 1} | body), 422, param)
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def events_of(client, body, path=GENERATIONS, **more):
+    """The events of an answer, and its comments."""
+    given = {"json": body | {"stream": True}} if path == GENERATIONS else {"data": body, **more}
+    found, comments = [], []
+    with client.stream("POST", path, **given) as answer:
+        assert answer.status_code == 200 and "event-stream" in answer.headers["content-type"]
+        for line in answer.iter_lines():
+            if line.startswith(":"):
+                comments.append(line)
+            elif line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+            elif line:
+                name = line.removeprefix("event: ")
+    assert name == found[-1].get("type", "error")
+    return found, comments
+
+
+def test_events(client):
+    """A preview after every scale but the last, then the picture, which is that without events."""
+    body = {"class": 1, "seed": 5, "n": 2}
+    found, _ = events_of(client, body)
+    scales = models.fixture_model(MODEL).config.schedule.num_scales
+    kinds = [event["type"].removeprefix("image_generation.") for event in found]
+    assert kinds == [*["partial_image"] * (scales - 1), "completed"] * 2
+    one = [event for event in found if event["index"] == 0]
+    assert [event["partial_image_index"] for event in one[:-1]] == list(range(scales - 1))
+    assert one[0]["progress"] < one[1]["progress"] < 1 and "scale 2" in one[1]["says"]
+    ends = [event for event in found if event["type"].endswith("completed")]
+    whole = client.post(GENERATIONS, json=body).json()["data"]
+    for end, expected in zip(ends, whole, strict=True):
+        pair = [
+            np.asarray(Image.open(io.BytesIO(base64.b64decode(e["b64_json"]))))
+            for e in (end, expected)
+        ]
+        assert close(*pair) and end["seed"] == 5 and end["policy"] == POLICY
+    assert (
+        ends[0]["usage"]["output_tokens"]
+        == models.fixture_model(MODEL).geometry.schedule.total_tokens
+    )
+
+
+@pytest.mark.parametrize(("asked", "previews"), [(0, 0), (1, 1), (2, 2), (99, 4)])
+def test_as_many_previews_as_asked_for(client, asked, previews):
+    found, _ = events_of(client, {"class": 1, "partial_images": asked})
+    assert len(found) == previews + 1
+
+
+def test_events_of_an_edit(client):
+    _, files = edit_files()
+    found, _ = events_of(client, {"class": "1", "stream": "true"}, EDITS, files=files)
+    assert {e["type"] for e in found} == {"image_edit.partial_image", "image_edit.completed"}
+
+
+def test_what_goes_wrong_before_and_among_events(client, service, monkeypatch):
+    """What is wrong with a request is no event; what happens later is the last one."""
+    wrong = client.post(GENERATIONS, json={"class": 1, "stream": True, "policy": "nothing"})
+    assert_refused(wrong, 422, "policy")
+    assert_refused(client.post(GENERATIONS, json={"class": 1, "stream": 1}), 422, "stream")
+
+    def fails(*_):
+        raise RuntimeError("/secret/place")
+
+    monkeypatch.setattr(type(service.programs), "draw", fails)
+    found, _ = events_of(client, {"class": 1})
+    assert found[-1]["error"]["type"] == "server_error" and "secret" not in str(found)
+
+
+def test_a_client_that_leaves_events(client, service):
+    """Its pictures are not drawn, and its place is free again."""
+    with busy(service):
+        with client.stream(
+            "POST", GENERATIONS, json={"class": 1, "n": 5, "stream": True}
+        ) as answer:
+            assert next(answer.iter_lines()).startswith(": waiting")
+        wait_until(lambda: service.batcher.depth == 0)
+    assert len(pictures_of(client.post(GENERATIONS, json={"class": 1}))) == 1
+
+
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def test_health_models_metrics(client, address):
     assert httpx.get(f"{address}/healthz", trust_env=False).json() == {"status": "ok"}
     found = client.get("/v1/models").json()["data"]
     assert found[0]["object"] == "model"
-    assert client.get(f"/v1/models/{found[0]['id']}").json() == found[0]
+    assert client.get(f"/v1/models/{found[0]['id']}").json()["id"] == found[0]["id"]
     assert client.get("/v1/models/other").status_code == 404
-    client.post("/v1/images/generations", content=b"{")
+    client.post(GENERATIONS, content=b"{", headers={"Content-Type": "application/json"})
     text = httpx.get(f"{address}/metrics", trust_env=False).text
-    assert "varjax_queue_limit 6\n" in text and 'path="/healthz",status="200"' in text
+    assert "varjax_queue_limit 6.0\n" in text and 'path="/healthz",status="200"' in text
     assert 'path="/v1/images/generations",status="400"' in text
-    families = pytest.importorskip("prometheus_client.parser", reason="needs prometheus_client")
-    assert list(families.text_string_to_metric_families(text))
+    for name in ("images_total", "batches_total", "draw_seconds_bucket", "request_seconds_bucket"):
+        assert f"varjax_{name}" in text
+    for name in ("queue_images", "largest_batch"):
+        assert f"varjax_{name}" in text
+
+
+def test_the_description(client):
+    """OpenAPI describes every field of both requests, and the errors."""
+    api = client.get("/openapi.json").json()
+    fields = api["components"]["schemas"]["ImageRequest"]["properties"]
+    assert {"prompt", "class", "n", "seed", "policy", "budget", "policy_args", "stream"} <= set(
+        fields
+    )
+    form = api["paths"][EDITS]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert {"image", "mask", "feather", "class"} <= set(form["properties"])
+    assert {"200", "422", "429", "503"} <= set(api["paths"][GENERATIONS]["post"]["responses"])
+    page = client.get("/docs").text
+    assert "POST /v1/images/edits" in page and "feather" in page and "<script" not in page
 
 
 def assert_refused(answer, status, param=None):
     error = answer.json()["error"]
     assert answer.status_code == status, answer.text
-    assert error["message"] and error["type"] and error["param"] == param
-    assert "Traceback" not in answer.text and len(answer.text) < 2000
+    assert error["message"] and error["type"] and error["param"] == param, error
+    assert "Traceback" not in answer.text and len(answer.text) < 2100
+
+
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"content": b"{"}, 400, None),
+        ({"content": b"{", "headers": JSON}, 400, None),
+        ({"content": b"", "headers": JSON}, 400, None),
+        ({"content": b"[1]", "headers": JSON}, 400, None),
+        ({"content": b"\xff\xfe", "headers": JSON}, 400, None),
+        ({"content": b"[" * 60_000, "headers": JSON}, 400, None),
+        ({"content": b'{"prompt": "1", "prompt": "2"}', "headers": JSON}, 400, None),
+        ({"content": b'{"\\ud800": 1, "prompt": "1"}', "headers": JSON}, 400, None),
+        ({"content": b'{"prompt": "1", "budget": NaN}', "headers": JSON}, 422, "budget"),
+        ({"content": b'{"prompt": "1", "cfg": 1e999}', "headers": JSON}, 422, "cfg"),
         ({"json": {"prompt": "no such class"}}, 422, "prompt"),
         ({"json": {"prompt": "<script>alert(1)</script>"}}, 422, "prompt"),
         ({"json": {"class": 10**6}}, 422, "class"),
         ({"json": {"class": 1, "n": 7}}, 422, "n"),
         ({"json": {"class": 1, "size": "1x1"}}, 422, "size"),
-        ({"content": b"x" * 10_000_000}, 413, None),
-        ({"content": iter([b"x" * 2**16] * 3)}, 413, None),
-        ({"data": {"prompt": "1"}}, 400, None),
-        ({"content": b'{"prompt": "1", "prompt": "2"}'}, 400, None),
-        ({"content": b'{"\\ud800": 1, "prompt": "1"}'}, 422, "?"),  # half a character
+        ({"json": {}}, 422, "prompt"),
+        ({"json": {"class": None}}, 422, "prompt"),
+        ({"json": {"prompt": 3}}, 422, "prompt"),
+        ({"json": {"prompt": ["1"]}}, 422, "prompt"),
+        ({"json": {"prompt": ""}}, 422, "prompt"),
+        ({"json": {"prompt": "a" * 4001}}, 422, "prompt"),
+        ({"json": {"prompt": "1", "class": 1}}, 422, "prompt"),
+        ({"json": {"class": "3"}}, 422, "class"),
+        ({"json": {"class": 1, "n": 0}}, 422, "n"),
+        ({"json": {"class": 1, "n": "2"}}, 422, "n"),
+        ({"json": {"class": 1, "n": 1.5}}, 422, "n"),
+        ({"json": {"class": 1, "n": True}}, 422, "n"),
+        ({"json": {"class": 1, "n": 10**400}}, 422, "n"),
+        ({"json": {"class": 1, "seed": -1}}, 422, "seed"),
+        ({"json": {"class": 1, "seed": 2**31}}, 422, "seed"),
+        ({"json": {"class": 1, "size": {}}}, 422, "size"),
+        ({"json": {"class": 1, "model": "dall-e-3"}}, 422, "model"),
+        ({"json": {"class": 1, "response_format": "url"}}, 422, "response_format"),
+        ({"json": {"class": 1, "output_format": "webp"}}, 422, "output_format"),
+        ({"json": {"class": 1, "background": "transparent"}}, 422, "background"),
+        ({"json": {"class": 1, "quality": "hd"}}, 422, "quality"),
+        ({"json": {"class": 1, "style": "vivid"}}, 422, "style"),
+        ({"json": {"class": 1, "partial_images": -1}}, 422, "partial_images"),
+        ({"json": {"class": 1, "promt": "b"}}, 422, "promt"),
+        ({"json": {"class": 1, "paste": True}}, 422, "paste"),
     ],
-    ids=range(11),  # texts of bodies differ between processes
+    ids=range(39),  # texts of bodies differ between processes
 )
 def test_wrong_requests(client, body, status, param):
-    assert_refused(client.post("/v1/images/generations", **body), status, param)
+    assert_refused(client.post(GENERATIONS, **body), status, param)
+
+
+def test_what_clients_of_openai_send(client):
+    """Values that ask for nothing special are taken; null is as good as nothing."""
+    body = {"prompt": "1", "model": models.fixture_model(MODEL).name, "n": None, "size": "auto"}
+    body |= {"quality": "auto", "background": "auto", "moderation": "low", "user": "me"}
+    assert len(pictures_of(client.post(GENERATIONS, json=body | {"output_format": "png"}))) == 1
 
 
 def test_wrong_edits(client):
     height, width = models.fixture_model(MODEL).pixels
     _, files = edit_files()
     post = lambda f, **data: client.post(  # noqa: E731
-        "/v1/images/edits", files=f, data={"class": "1"} | data
+        EDITS, files=f, data={"class": "1"} | data
     )
     for level in (0, 255, 128):  # empty, full, grey
         _, some = edit_files(np.full((height, width), level, np.uint8))
@@ -210,16 +429,16 @@ def test_wrong_edits(client):
     assert_refused(post(files | {"image": text}), 422, "image")
     assert_refused(post({"image": files["image"]}), 422, "mask")
     assert_refused(post(files, n="x"), 422, "n")
-    assert_refused(client.post("/v1/images/edits", json={"prompt": "1"}), 400)
+    assert_refused(client.post(EDITS, json={"prompt": "1"}), 415)
     assert_refused(post(files | {"image": ("a.png", bytes(2**24 + 1), "image/png")}), 413)
     pair = [(f"image{end}", files["image"]) for end in ("[]", "[]")]
-    twice = client.post("/v1/images/edits", files=[*pair, ("mask", files["mask"])])
+    twice = client.post(EDITS, files=[*pair, ("mask", files["mask"])])
     assert_refused(twice, 400, "image")
-    twice = client.post("/v1/images/edits", files=[("image", files["image"]), *pair[:1]])
+    twice = client.post(EDITS, files=[("image", files["image"]), *pair[:1]])
     assert_refused(twice, 400, "image")
     assert_refused(post(files, prompt=["1", "2"]), 400, "prompt")
     broken = {"Content-Type": "multipart/form-data; boundary=a"}
-    assert_refused(client.post("/v1/images/edits", content=b"--b\r\n", headers=broken), 400)
+    assert_refused(client.post(EDITS, content=b"--b\r\n", headers=broken), 400)
 
 
 def test_keys_paths_methods(client, address):
@@ -228,7 +447,7 @@ def test_keys_paths_methods(client, address):
         answer = httpx.get(f"{address}/v1/models", headers=headers, trust_env=False)
         assert_refused(answer, 401)
     assert_refused(client.get("/v1/nothing"), 404)
-    assert_refused(client.get("/v1/images/generations"), 405)
+    assert_refused(client.get(GENERATIONS), 405)
 
 
 def test_a_body_that_does_not_come(client):
@@ -236,14 +455,14 @@ def test_a_body_that_does_not_come(client):
         yield b"{"
         time.sleep(4)
 
-    assert_refused(client.post("/v1/images/generations", content=slowly()), 408)
+    assert_refused(client.post(GENERATIONS, content=slowly(), headers=JSON), 408)
 
 
 @contextlib.contextmanager
 def busy(service):
     """Nothing is drawn meanwhile."""
     gate = threading.Event()
-    hold = service.batcher.run(gate.wait)
+    hold = service.programs._drawer.submit(gate.wait)
     try:
         yield
     finally:
@@ -261,8 +480,8 @@ def wait_until(true):
 def test_a_full_queue(client, service):
     """All are refused or drawn; who is refused is told when to come again."""
     answers = []
-    body = {"class": 1, "n": 4}
-    ask = lambda: answers.append(client.post("/v1/images/generations", json=body))  # noqa: E731
+    body = {"class": 1, "n": 6}
+    ask = lambda: answers.append(client.post(GENERATIONS, json=body))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(6)]
     with busy(service):
         for thread in threads:
@@ -280,21 +499,17 @@ def test_who_is_refused_costs_nothing(client, service, monkeypatch):
     """With a full queue no picture is decoded, and no place is lost when one is none."""
     _, files = edit_files()
     read = pictures.read_picture
-    with busy(service), service.batcher.reserve(5) as places:
+    with service.batcher.room(5):
         monkeypatch.setattr(pictures, "read_picture", lambda *a, **k: pytest.fail("decoded"))
-        answer = client.post("/v1/images/edits", files=files, data={"class": "1", "n": "2"})
+        answer = client.post(EDITS, files=files, data={"class": "1", "n": "2"})
         assert_refused(answer, 429)
         monkeypatch.setattr(pictures, "read_picture", read)
         text = {"image": ("a.png", b"no picture", "image/png")}
         for _ in range(3):
-            assert_refused(
-                client.post("/v1/images/edits", files=files | text, data={"class": "1"}),
-                422,
-                "image",
-            )
+            answer = client.post(EDITS, files=files | text, data={"class": "1"})
+            assert_refused(answer, 422, "image")
         assert service.batcher.depth == 5
-    del places
-    wait_until(lambda: service.batcher.depth == 0)
+    assert service.batcher.depth == 0
 
 
 def test_a_client_that_vanishes_in_its_body(client, service, address):
@@ -302,7 +517,8 @@ def test_a_client_that_vanishes_in_its_body(client, service, address):
     host, port = address.removeprefix("http://").split(":")
     head = f"Host: {host}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 500\r\n"
     form = "Content-Type: multipart/form-data; boundary=b\r\n"
-    for path, more in (("generations", ""), ("edits", form)):
+    kind = "Content-Type: application/json\r\n"
+    for path, more in (("generations", kind), ("edits", form)):
         with socket.create_connection((host, int(port))) as gone:
             start = f"POST /v1/images/{path} HTTP/1.1\r\n{head}{more}\r\n--b"
             gone.sendall(start.encode())
@@ -311,66 +527,54 @@ def test_a_client_that_vanishes_in_its_body(client, service, address):
         wait_until(lambda label=label: label in client.get("/metrics").text)
     assert 'status="500"' not in client.get("/metrics").text
     assert service.batcher.depth == 0
-    assert len(pictures_of(client.post("/v1/images/generations", json={"class": 1}))) == 1
+    assert len(pictures_of(client.post(GENERATIONS, json={"class": 1}))) == 1
 
 
-def test_what_is_not_drawn_in_time_at_the_end():
+def test_what_is_not_drawn_in_time_at_the_end(service):
     """Requests that wait longer than the end may take get 503 in OpenAI's form."""
-    drawer = FakeDrawer()
-    drawer.go.clear()
-    batcher, model = batcher_of(drawer), models.fixture_model(MODEL)
-    service = Service(
-        model=model,
-        subjects=subjects(model),
-        batcher=batcher,
-        metrics=batcher.metrics,
-        drain_seconds=1.0,
-    )
-    answers = []
-    with running(make_app(service), seconds=1) as address:
-        url = f"{address}/v1/images/generations"
+    model, answers = models.fixture_model(MODEL), []
+    programs = programs_of(model)
+    programs.own = programs.batches[1] = service.programs.own
+    mine = service_of(programs)
+    with running(make_app(mine), seconds=1) as address:
+        url = f"{address}{GENERATIONS}"
 
         def ask():
             answers.append(httpx.post(url, json={"class": 1}, timeout=60, trust_env=False))
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
+        gate = threading.Event()
+        programs._drawer.submit(gate.wait)
         for thread in threads:
             thread.start()
-        wait_until(lambda: batcher.depth + drawer.drawing == 3)
+        wait_until(lambda: mine.batcher._taken == 3)
     for thread in threads:
         thread.join(30)
-    drawer.go.set()
+    gate.set()
     assert len(answers) == 3
     for answer in answers:
         assert_refused(answer, 503)
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_the_first_edit_compiles_no_encoder():
+def test_the_first_edit_compiles_no_encoder(service):
     """Encoding a picture is compiled when the server starts."""
-    model = models.fixture_model(MODEL)
-    encode_once(model)
+    model = service.model
     before = _images_to_tokens._cache_size()
     picture, _ = edit_files()
     drawn = np.zeros(model.pixels, bool)
     drawn[model.pixels[0] // 2 :] = True
     Patch.of(model, picture, drawn, True)
     assert _images_to_tokens._cache_size() == before > 0
-    said = []
-    drawer = small_drawer((1,))
-    drawer.generators = {1: types.SimpleNamespace(run_batch=lambda *a, **k: None)}
-    drawer.compile(said.append)
-    assert [line.split(":")[0] for line in said] == ["pictures to tokens", "batches of 1"]
 
 
 def test_a_client_that_goes_away(client, service):
     with busy(service):
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/images/generations", json={"class": 1, "n": 5}, timeout=0.5)
-        waiting = service.batcher._waiting  # its images make room
-        wait_until(lambda: all(one.future.cancelled() for one in waiting))
+            client.post(GENERATIONS, json={"class": 1, "n": 5}, timeout=0.5)
+        wait_until(lambda: service.batcher.depth == 0)  # its images make room
     body = {"class": 2, "seed": 3}
-    found = pictures_of(client.post("/v1/images/generations", json=body))
+    found = pictures_of(client.post(GENERATIONS, json=body))
     assert close(found, drawn([2], 3))
 
 
@@ -388,6 +592,17 @@ def test_openai_client(address):
     streams = {name: (name, io.BytesIO(data), kind) for name, (_, data, kind) in files.items()}
     edited = client.images.edit(prompt="1", **streams)
     assert len(edited.data) == 1
+    events = list(client.images.generate(prompt="1", stream=True, partial_images=2))
+    assert [event.type.rpartition(".")[2] for event in events] == [
+        *["partial_image"] * 2,
+        "completed",
+    ]
+    assert isinstance(events[-1], openai.types.ImageGenCompletedEvent)
+    assert isinstance(events[0], openai.types.ImageGenPartialImageEvent)
+    picture, files = edit_files()
+    streams = {name: (name, io.BytesIO(data), kind) for name, (_, data, kind) in files.items()}
+    events = list(client.images.edit(prompt="1", stream=True, **streams))
+    assert isinstance(events[-1], openai.types.ImageEditCompletedEvent)
     with pytest.raises(openai.UnprocessableEntityError, match="no class"):
         client.images.generate(prompt="no such thing")
     with pytest.raises(openai.AuthenticationError):

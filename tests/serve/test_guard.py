@@ -1,159 +1,512 @@
-"""What stands before every request: limits on bodies that nobody measured, the key."""
+"""What a hostile client sends, byte by byte: every answer has the documented form, nothing names a
+file, nobody waits for others."""
 
-import asyncio
 import base64
+import io
 import json
+import socket
+import threading
 import time
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+pytest.importorskip("python_multipart", reason="needs the extra serve")
 
-from experiments.serve import guard  # noqa: E402
-from experiments.serve.metrics import Metrics  # noqa: E402
+from experiments.serve import guard, server  # noqa: E402
+from experiments.serve.api import make_app  # noqa: E402
+from experiments.serve.guard import EDITS, GENERATIONS, Rules  # noqa: E402
+from tests import models_under_test as models  # noqa: E402
+from tests.serve.server import KEY, MODEL, programs_of, raw, running, service_of  # noqa: E402
+from varjax.io import pictures  # noqa: E402
 
-KEY = "of-the-tests"
-
-
-def call(app, *, path="/x", headers=(), parts=(b"",), wait=0.0):
-    """Status, headers and body that an application answers to a body in parts."""
-    left, sent = list(parts), []
-
-    async def receive():
-        await asyncio.sleep(wait)
-        if not left:
-            return {"type": "http.disconnect"}
-        part = left.pop(0)
-        return {"type": "http.request", "body": part, "more_body": bool(left)}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers]
-    asyncio.run(app(scope, receive, send))
-    start = [message for message in sent if message["type"] == "http.response.start"]
-    assert len(start) == 1, "one answer"
-    body = b"".join(m.get("body", b"") for m in sent if m["type"] == "http.response.body")
-    found = {name.decode(): value.decode() for name, value in start[0]["headers"]}
-    return start[0]["status"], found, body
+JSON = "application/json"
+FORM = "multipart/form-data; boundary=b"
 
 
-class Reader:
-    """Reads a body and answers with its length. As frameworks do, it fails when a body breaks off,
-    or answers with words of its own."""
-
-    def __init__(self, careless=False):
-        self.careless, self.read = careless, 0
-
-    async def __call__(self, scope, receive, send):
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                if not self.careless:
-                    raise RuntimeError("broken off")
-                break
-            self.read += len(message["body"])
-            more = message["more_body"]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": str(self.read).encode()})
+def of(drawn, **rules):
+    """The address of a server whose programs draw nothing in these tests, with rules."""
+    rules = Rules(**{"body_seconds": 1.0} | rules)
+    return running(make_app(service_of(drawn, rules=rules, page=True)))
 
 
-def limited(app, most=10, seconds=5.0):
-    return guard.Limited(app, most=lambda path: most, seconds=seconds)
+@pytest.fixture(scope="module")
+def programs():
+    found = programs_of(models.fixture_model(MODEL), most=1)
+    found.compile()
+    return found
 
 
-@pytest.mark.parametrize("careless", [False, True])
-def test_bytes_are_counted_as_they_come(careless):
-    """Also when no head tells how many there will be."""
-    status, _, body = call(limited(Reader(careless)), parts=[b"12345"] * 2)
-    assert (status, body) == (200, b"10")
-    app = Reader(careless)
-    status, _, body = call(limited(app), parts=[b"12345"] * 100)
-    error = json.loads(body)["error"]
-    assert status == 413 and "10 bytes" in error["message"] and error["type"]
-    assert app.read <= 10
+@pytest.fixture(scope="module")
+def address(programs):
+    with of(programs) as address:
+        yield address
 
 
-@pytest.mark.parametrize("length", ["11", "9" * 400], ids=["11", "many"])
-def test_a_body_that_says_it_is_too_large_is_not_read(length):
-    app = Reader()
-    status, _, _ = call(limited(app), headers=[("content-length", length)], parts=[b"x" * 11])
-    assert status == 413 and app.read == 0
+def head(method, path, *lines, host="127.0.0.1", body=b""):
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *lines]
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def test_a_wrong_length_is_counted():
-    for length in ("-5", "٣", "x", "3"):
-        headers = [("content-length", length)] if length.isascii() else []
-        assert call(limited(Reader()), headers=headers, parts=[b"x" * 11])[0] == 413
+def post(path, body, kind=JSON, *lines, **more):
+    return head("POST", path, f"Content-Type: {kind}", *lines, body=body, **more)
 
 
-@pytest.mark.parametrize("careless", [False, True])
-def test_a_body_that_does_not_come(careless):
+def assert_form(found, status, param=None):
+    assert found[0] == status, found
+    error = found[2]["error"]
+    assert set(error) == {"message", "type", "param"} and error["message"] and error["type"]
+    assert error["param"] == param, error
+    assert found[1]["content-type"] == JSON
+    assert "Traceback" not in error["message"] and len(error["message"]) <= 2000
+    return error
+
+
+# --- S1, S6: nothing names a file -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/upload",
+        "/gradio_api/queue/join",
+        "/gradio_api/deep_link",
+        "/config?deep_link=/etc/passwd",
+        "/file=/etc/passwd",
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/v1/gallery/..%2f..%2fetc%2fpasswd",
+        "/v1/gallery/-1",
+        "/v1/models//etc/passwd",
+        "/static/../page.html",
+        "/page.html",
+        "/redoc",
+        "//etc/passwd",
+    ],
+)
+def test_no_route_serves_a_path(address, path):
+    for method in ("GET", "POST"):
+        found = raw(address, head(method, path, body=b"{}" if method == "POST" else b""))
+        assert found[0] in (404, 405)
+        assert_form(found, found[0])
+
+
+def test_only_our_routes_exist(programs):
+    app = make_app(service_of(programs, page=True))
+    paths = {route.path for route in app.routes}
+    ours = {"/", "/docs", "/openapi.json", "/healthz", "/metrics", GENERATIONS, EDITS}
+    ours |= {"/v1/models", "/v1/models/{name:path}", "/v1/gallery", "/v1/gallery/{number}"}
+    assert paths == ours
+    closed = {route.path for route in make_app(service_of(programs, docs=False)).routes}
+    assert ours - closed == {"/", "/docs", "/openapi.json"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"background": {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}},
+        {"image": {"path": "/dev/zero"}},
+        {"class": 1, "policy": "scalekv", "policy_args": {"budgets": "/dev/zero"}},
+        {"class": 1, "policy": "table", "policy_args": {"path": "/etc/passwd"}},
+        {"class": 1, "policy": "compose", "policy_args": {"allocate_path": "/etc/passwd"}},
+        {"class": 1, "policy": "h2o", "policy_args": {"calibration": "/etc/passwd"}},
+    ],
+)
+def test_no_field_names_a_file(address, given):
     start = time.monotonic()
-    app = limited(Reader(careless), seconds=0.1)
-    status, _, body = call(app, parts=[b"1", b"2"], wait=30)
-    assert status == 408 and json.loads(body)["error"]["type"] == "timeout_error"
-    assert time.monotonic() - start < 10
+    found = raw(address, post(GENERATIONS, json.dumps(given).encode()))
+    assert found[0] == 422 and "root:" not in str(found[2])
+    assert_form(found, 422, found[2]["error"]["param"])
+    assert time.monotonic() - start < 5
 
 
-def test_a_bug_stays_one():
-    async def fails(scope, receive, send):
-        raise ZeroDivisionError
+def test_uploads_are_never_on_a_disk(address, monkeypatch, tmp_path):
+    """Also of forms that are cut off, and larger than what starlette keeps in memory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = []
+    for name in ("TemporaryFile", "NamedTemporaryFile", "mkstemp"):
+        monkeypatch.setattr(f"tempfile.{name}", lambda *a, name=name, **k: made.append(name))
+    large = form({"image": bytes(3 * 2**20)}, whole=False)
+    assert_form(raw(address, post(EDITS, large, FORM)), 400)
+    assert_form(raw(address, post(EDITS, form({"image": bytes(3 * 2**20)}), FORM)), 422, "mask")
+    assert not made and not list(tmp_path.iterdir())
 
-    with pytest.raises(ZeroDivisionError):
-        call(limited(fails))
+
+# --- S3: hosts, origins, kinds --------------------------------------------------------------------
 
 
-def test_limits_of_paths():
-    assert guard.most_bytes("/v1/images/generations") == guard.MOST_JSON
-    assert guard.most_bytes("/v1/images/edits") == guard.MOST_FILE
-    assert guard.most_bytes("/gradio_api/queue/join") == guard.MOST_PAGE
-    for path in (guard.UPLOAD, f"{guard.UPLOAD}/"):
-        assert guard.MOST_FILE < guard.most_bytes(path) < 1.01 * guard.MOST_FILE
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.0.0.1:9999", 200),
+        ("localhost:7860", 200),
+        ("LOCALHOST.", 200),
+        ("evil.example", 403),
+        ("evil.example:7860", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("10.0.0.1", 403),
+        ("[::1]", 403),
+        ("[", 403),
+        ("", 403),
+        ("a b", 403),
+        ("127.0.0.1:x", 403),
+    ],
+)
+def test_hosts(address, host, status):
+    """A name that somebody's DNS points to this machine (rebinding) is not served."""
+    for path in ("/healthz", "/v1/models", "/"):
+        found = raw(address, head("GET", path, host=host))
+        assert found[0] == status, (path, found)
+        if status == 403:
+            assert_form(found, 403)
+
+
+def test_hosts_that_are_allowed(programs):
+    with of(programs, hosts=("draw.example",), host="0.0.0.0") as address:
+        for host, status in (("draw.example", 200), ("127.0.0.1", 200), ("evil.example", 403)):
+            assert raw(address, head("GET", "/healthz", host=host))[0] == status
+    with of(programs, hosts=("*",)) as address:
+        assert raw(address, head("GET", "/healthz", host="any.example"))[0] == 200
+        assert raw(address, b"GET /healthz HTTP/1.0\r\n\r\n")[0] == 403
+
+
+def test_origins(address):
+    """Pages of other servers may look at the page, and at nothing else."""
+    body = json.dumps({"class": "x"}).encode()
+    own = "http://127.0.0.1:7860"
+    for origin, status in (
+        (own, 422),
+        ("http://127.0.0.1:9999", 403),
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("", 403),
+        ("http://127.0.0.1:7860.evil.example", 403),
+        ("http://localhost:7860", 403),
+    ):
+        asked = post(GENERATIONS, body, JSON, f"Origin: {origin}", host="127.0.0.1:7860")
+        found = raw(address, asked)
+        assert found[0] == status, (origin, found)
+        assert not any(name.startswith("access-control") for name in found[1])
+        for path in ("/v1/models", "/healthz", "/metrics", "/openapi.json", "/docs"):
+            asked = head("GET", path, f"Origin: {origin}", host="127.0.0.1:7860")
+            assert raw(address, asked)[0] == (200 if origin == own else 403)
+    evil = "Origin: http://evil.example"
+    assert raw(address, head("GET", "/", evil))[0] == 200
+    asked = ("Access-Control-Request-Method: POST", evil)
+    assert_form(raw(address, head("OPTIONS", GENERATIONS, *asked)), 403)
+
+
+def test_origins_that_are_allowed(programs):
+    with of(programs, origins=("https://a.example",)) as address:
+        preflight = ("Access-Control-Request-Method: POST", "Origin: https://a.example")
+        status, headers, _ = raw(address, head("OPTIONS", GENERATIONS, *preflight))
+        assert status == 200 and headers["access-control-allow-origin"] == "https://a.example"
+        assert "access-control-allow-credentials" not in headers
+        status, headers, _ = raw(address, head("GET", "/v1/models", "Origin: https://a.example"))
+        assert status == 200 and headers["access-control-allow-origin"] == "https://a.example"
+        assert raw(address, head("GET", "/v1/models", "Origin: https://b.example"))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (GENERATIONS, "text/plain"),
+        (GENERATIONS, "application/x-www-form-urlencoded"),
+        (GENERATIONS, FORM),
+        (GENERATIONS, ""),
+        (GENERATIONS, "application/jsonx"),
+        (EDITS, JSON),
+        (EDITS, "application/x-www-form-urlencoded"),
+        (EDITS, "text/plain; multipart/form-data"),
+    ],
+)
+def test_kinds_of_bodies(address, path, kind):
+    """What a page of another server can send without asking first is not read."""
+    assert_form(raw(address, post(path, b'{"class": 1}', kind)), 415)
+
+
+def test_kinds_in_other_letters(address):
+    body = b'{"class": "x"}'
+    assert_form(
+        raw(address, post(GENERATIONS, body, "Application/JSON; charset=utf-8")), 422, "class"
+    )
+
+
+# --- the key --------------------------------------------------------------------------------------
 
 
 def basic(password, name="me"):
     return "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
 
 
+def test_the_key(programs):
+    with of(programs, key=KEY) as address:
+        paths = (
+            "/",
+            "/v1/models",
+            "/v1/gallery",
+            "/docs",
+            "/openapi.json",
+            "/nothing",
+            "/metrics/",
+        )
+        for path in (*paths, GENERATIONS):
+            for given in (None, "Bearer other", KEY, basic("other"), "Basic \xff\xff", "Basic"):
+                lines = [] if given is None else [f"Authorization: {given}"]
+                found = raw(address, head("POST" if path == GENERATIONS else "GET", path, *lines))
+                assert_form(found, 401)
+                assert found[1]["www-authenticate"].startswith("Basic")
+        for given in (f"Bearer {KEY}", f"bearer  {KEY} ", basic(KEY), basic(KEY, "")):
+            for path in ("/", "/v1/models", "/docs"):
+                found = raw(address, head("GET", path, f"Authorization: {given}"))
+                assert found[0] == 200, (given, path)
+        for path in ("/healthz", "/metrics"):
+            assert raw(address, head("GET", path))[0] == 200
+
+
+# --- M1, M4, S8, and bodies -----------------------------------------------------------------------
+
+
+def form(files, fields=(), whole=True):
+    head = '--b\r\nContent-Disposition: form-data; name="{0}"; filename="../../{0}"\r\n\r\n'
+    parts = [head.format(name).encode() + data + b"\r\n" for name, data in files.items()]
+    parts += [
+        f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{text}\r\n'.encode()
+        for name, text in fields
+    ]
+    return b"".join(parts) + (b"--b--\r\n" if whole else b"")
+
+
+def files_of(mask=None, picture=None):
+    height, width = models.fixture_model(MODEL).pixels
+    if mask is None:
+        mask = np.zeros((height, width), np.uint8)
+        mask[height // 2 :] = 255
+    picture = np.zeros((height, width, 3), np.uint8) if picture is None else picture
+    return {"image": pictures.png(picture), "mask": pictures.png(mask)}
+
+
+def test_a_form_that_is_cut_off_loses_no_field(address):
+    """Wherever it is cut."""
+    whole = form(files_of(), [("class", "1"), ("n", "99"), ("seed", "7")])
+    assert_form(raw(address, post(EDITS, whole, FORM)), 422, "n")
+    last = len(whole) - len(b"--\r\n")
+    for cut in (last, last - 2, last - 4, whole.index(b"7\r\n--b--"), whole.index(b'"n"'), 60, 5):
+        assert_form(raw(address, post(EDITS, whole[:cut], FORM)), 400)
+    nothing = post(EDITS, b"x", "multipart/form-data")
+    assert_form(raw(address, nothing), 400)
+
+
+def test_errors_of_the_protocol(address):
+    for data in (
+        b"GET\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 100_000,
+    ):
+        found = raw(address, data)
+        assert_form(found, 400)
+        assert found[1]["connection"] == "close"
+
+
+def test_methods_and_paths(address):
+    for path, allowed in (
+        ("/healthz", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/other", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+        (GENERATIONS, "POST"),
+        (EDITS, "POST"),
+    ):
+        for method in ("DELETE", "PUT", "PATCH", "OPTIONS", "TRACE", "BREW"):
+            found = raw(address, head(method, path))
+            assert_form(found, 405)
+            assert found[1]["allow"] == allowed, (path, method)
+    for path in ("/v1", "/v1/", "/v1/nothing", "/healthz/", "/x" * 3000):
+        assert_form(raw(address, head("GET", path)), 404)
+    found = raw(address, head("CONNECT", "example.com:443"))
+    assert_form(found, found[0])
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: x")
+    assert_form(raw(address, head("GET", "/ws", *upgrade)), 404)
+
+
+def test_head_is_get_without_a_body(address):
+    for path in ("/healthz", "/metrics", "/v1/models", "/", "/docs", "/openapi.json"):
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(head("HEAD", path, "Connection: close"))
+            answer = b""
+            while part := connection.recv(2**16):
+                answer += part
+        headers, _, body = answer.partition(b"\r\n\r\n")
+        assert headers.startswith(b"HTTP/1.1 200") and b"content-length: " in headers and not body
+
+
+def test_bodies_are_counted_as_they_come(address):
+    large = post(GENERATIONS, b"x" * (guard.MOST_JSON + 1))
+    assert_form(raw(address, large), 413)
+    chunk = b"%x\r\n" % 2**14 + b" " * 2**14 + b"\r\n"
+    lines = (f"Content-Type: {JSON}", "Transfer-Encoding: chunked")
+    assert_form(raw(address, head("POST", GENERATIONS, *lines) + 5 * chunk), 413)
+    told = head("POST", EDITS, f"Content-Type: {FORM}", f"Content-Length: {2**40}")
+    start = time.monotonic()
+    assert_form(raw(address, told + b"--b"), 408)
+    assert 0.5 < time.monotonic() - start < 5
+    monkey = guard.MOST_HELD
+    try:
+        guard.MOST_HELD = 1000
+        found = raw(address, post(EDITS, form({"image": bytes(2000)}), FORM))
+        assert_form(found, 429)
+        assert int(found[1]["retry-after"]) >= 1
+    finally:
+        guard.MOST_HELD = monkey
+    assert raw(address, head("GET", "/healthz"))[0] == 200
+
+
+def test_answers_are_counted_without_paths_of_clients(address):
+    raw(address, head("GET", '/a"b'))
+    text = raw(address, head("GET", "/metrics"))[2].decode()
+    assert 'varjax_requests_total{path="other",status="404"}' in text and 'a"b' not in text
+
+
+# --- S4, S8: pictures -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("path", "given", "status"),
+    "data",
     [
-        ("/v1/models", None, 401),
-        ("/v1/models", "Bearer other", 401),
-        ("/v1/models", KEY, 401),
-        ("/v1/models", f"Bearer {KEY}", 200),
-        ("/v1/models", f"bearer {KEY}", 200),
-        ("/v1/models", f"BEARER   {KEY} ", 200),
-        ("/v1/models", basic(KEY), 401),
-        ("/v1", None, 401),
-        ("/", None, 401),
-        ("/gradio_api/upload", None, 401),
-        ("/gradio_api/upload", basic("other"), 401),
-        ("/gradio_api/upload", "Basic \xff\xff", 401),
-        ("/gradio_api/upload", basic(KEY), 200),
-        ("/gradio_api/upload", basic(KEY, ""), 200),
-        ("/", f"Bearer {KEY}", 200),
-        ("/healthz", None, 200),
-        ("/metrics", None, 200),
-        ("/metrics/", None, 401),
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n(/etc/passwd) (r) file\n",
+        b"GIF89a" + bytes(60),
+        b"BM" + bytes(60),
+        b"II*\x00" + bytes(60),
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"\x89PNG\r\n\x1a\n" + bytes(60),
+        b"\xff\xd8\xff" + bytes(60),
+        b"RIFF\x00\x00\x00\x00WEBP" + bytes(60),
+        b"",
     ],
 )
-def test_the_key(path, given, status):
-    app = guard.Watched(Reader(), key=KEY, metrics=Metrics())
-    headers = [] if given is None else [("authorization", given)]
-    found, heads, _ = call(app, path=path, headers=headers)
-    assert found == status
-    assert ("www-authenticate" in heads) == (status == 401)
-    assert call(guard.Watched(Reader(), key=None, metrics=Metrics()), path=path)[0] == 200
+def test_formats(address, data, monkeypatch):
+    """Only three formats are ever opened, and pillow is asked for the one whose head it is."""
+    pillow = pytest.importorskip("PIL.Image")
+    asked, really = [], pillow.open
+
+    def opened(file, *more, formats=None, **options):
+        asked.append(formats)
+        return really(file, *more, formats=formats, **options)
+
+    monkeypatch.setattr(pillow, "open", opened)
+    files = files_of() | {"image": data}
+    found = raw(address, post(EDITS, form(files, [("class", "1")]), FORM))
+    assert_form(found, 422, "image")
+    known = {b"\x89PNG": "PNG", b"\xff\xd8\xff\x00": "JPEG", b"RIFF": "WEBP"}
+    kind = known.get(data[:4])
+    assert asked == ([(kind,)] if kind else [])
 
 
-def test_answers_are_counted_without_paths_of_clients():
-    metrics = Metrics()
-    for path in ("/v1/images/edits", "/v1/a", "/b", '/"c'):
-        call(guard.Watched(Reader(), key=None, metrics=metrics), path=path)
-    text = metrics.text({})
-    assert 'path="/v1/images/edits",status="200"} 1' in text
-    assert 'path="/v1",status="200"} 1' in text and 'path="page",status="200"} 2' in text
+def test_the_size_is_looked_at_before_pixels(address, monkeypatch):
+    from PIL import Image, PngImagePlugin
+
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((4096, 4096), np.uint16)).save(file, format="PNG")
+    files = files_of() | {"image": file.getvalue()}
+    assert len(files["image"]) < 2**18
+    load = lambda self: pytest.fail("decoded")  # noqa: E731
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)
+    start = time.monotonic()
+    assert_form(raw(address, post(EDITS, form(files, [("class", "1")]), FORM)), 422, "image")
+    assert time.monotonic() - start < 5
+
+
+# --- S5: connections ------------------------------------------------------------------------------
+
+
+def connect(address):
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def closed(connection, seconds):
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1000) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_half_sent_heads_are_closed(address, monkeypatch):
+    """At the first request of a connection, and at a later one; with a trickle of bytes, too."""
+    monkeypatch.setattr(server, "HEAD_SECONDS", 1)
+    silent, half, later = connect(address), connect(address), connect(address)
+    half.sendall(b"GET / HTTP/1.1\r\nHost: 127.")
+    later.sendall(head("GET", "/healthz"))
+    while b'"ok"}' not in later.recv(1000):
+        pass
+    for _ in range(3):
+        time.sleep(0.25)
+        later.sendall(b"G")
+        half.sendall(b"0")
+    for connection in (silent, half, later):
+        assert closed(connection, 5)
+        connection.close()
+
+
+def test_one_address_holds_a_part_of_all_connections(address, monkeypatch):
+    monkeypatch.setattr(server.Connection, "most", 20)
+    open_ones = [connect(address) for _ in range(10)]
+    time.sleep(0.2)
+    found = raw(address, head("GET", "/healthz"))
+    assert_form(found, 503)
+    for connection in open_ones:
+        connection.close()
+    end = time.monotonic() + 10
+    while raw(address, head("GET", "/healthz"))[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_connections_fit_the_descriptors(monkeypatch):
+    before = server.Connection.most, server.Connection.seconds
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (200, 200))
+    try:
+        server.Connection.limit(1024, 600)
+        assert server.Connection.most == 200 - server.SPARE
+        server.Connection.limit(10, 600)
+        assert server.Connection.most == 10
+    finally:
+        server.Connection.most, server.Connection.seconds = before
+
+
+def test_idle_connections_cost_nobody_anything(address):
+    """300 of them; meanwhile the others are answered in time."""
+    open_ones = [connect(address) for _ in range(300)]
+    slowest, threads = [], []
+
+    def ask():
+        for _ in range(20):
+            start = time.monotonic()
+            assert raw(address, head("GET", "/healthz"))[0] == 200
+            slowest.append(time.monotonic() - start)
+
+    for _ in range(4):
+        threads.append(threading.Thread(target=ask))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    for connection in open_ones:
+        connection.close()
+    assert len(slowest) == 80 and max(slowest) < 2

@@ -1,4 +1,5 @@
-"""A server under load: 1,000 requests of 32 clients, a full queue, killed clients, SIGTERM.
+"""A server under load: 1,000 requests of 32 clients beside 300 idle connections, killed clients,
+SIGTERM.
 
 As a script it measures what docs/lab/serving.md holds:
 
@@ -27,7 +28,7 @@ from tests.serve.process import Process, process, users_environment
 
 httpx = pytest.importorskip("httpx", reason="needs httpx, of the extra dev")
 pytestmark = pytest.mark.slow
-REQUESTS, CLIENTS, CLASSES = 1000, 32, 44
+REQUESTS, CLIENTS, CLASSES, IDLE = 1000, 32, 44, 300
 JSON = {"Content-Type": "application/json"}
 
 
@@ -101,14 +102,65 @@ def drawn_by_run(tmp_path, numbers, *flags):
     return dict(zip(numbers, np.load(path), strict=True))
 
 
+class Health:
+    """Asks a server how it is, all the time. slowest: seconds of the slowest answer."""
+
+    def __init__(self, address: str):
+        self.slowest, self.asked, self._over = 0.0, 0, threading.Event()
+        self._thread = threading.Thread(target=self._ask, args=(address,))
+
+    def __enter__(self) -> "Health":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _ask(self, address: str) -> None:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        while not self._over.wait(0.05):
+            start = time.perf_counter()
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+            self.slowest = max(self.slowest, time.perf_counter() - start)
+            self.asked += 1
+        connection.close()
+
+
+def idle_connections(address: str, count: int) -> list[socket.socket]:
+    """Connections that send half a head, and then nothing."""
+    host, port = address.removeprefix("http://").split(":")
+    found = [socket.create_connection((host, int(port))) for _ in range(count)]
+    for connection in found:
+        connection.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: 127.")
+    return found
+
+
+def wait_for_batches(server: Process, size: int = 8) -> None:
+    while f"varjax_largest_batch {float(size)}" not in _metrics(server):
+        time.sleep(0.2)
+
+
 def test_a_thousand_requests(tmp_path):
-    """None is lost, every picture is `run`'s, memory stays."""
+    """None is lost, every picture is `run`'s, memory stays; 300 connections that send half a head
+    are closed meanwhile, and /healthz answers at once."""
     with process("--nopage", "--policy=headkv", "--budget=0.25") as server:
+        wait_for_batches(server)
         Load(server.address, 128, CLIENTS)  # threads and connections take memory once
         before = server.resident_bytes
-        load = Load(server.address, REQUESTS, CLIENTS)
+        idle = idle_connections(server.address, IDLE)
+        with Health(server.address) as health:
+            load = Load(server.address, REQUESTS, CLIENTS)
         grown = server.resident_bytes - before
+        time.sleep(max(0, 32 - load.wall))
+        for connection in idle:
+            connection.settimeout(5)
+            assert connection.recv(1) == b""
+            connection.close()
     print(json.dumps(load.summary()), f"grown by {grown / 2**20:.1f} MiB", file=sys.stderr)
+    print(f"/healthz: {health.asked} times, {health.slowest * 1e3:.0f} ms at most", file=sys.stderr)
+    assert health.asked > 100 and health.slowest < 0.1
     assert len(load.answers) == REQUESTS
     assert grown < 64 * 2**20
     expected = drawn_by_run(tmp_path, range(REQUESTS), "headkv", "0.25")
@@ -123,7 +175,8 @@ def test_killed_clients_and_sigterm_lose_nothing():
     with process("--nopage", "--max_batch=2", "--queue=24") as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = b'{"class": 1, "n": 4}'
-        head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {host}\r\nContent-Length: "
+        head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {host}\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: "
         for _ in range(4):  # these vanish
             with socket.create_connection((host, int(port))) as gone:
                 gone.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
@@ -145,7 +198,7 @@ def test_killed_clients_and_sigterm_lose_nothing():
         threads = [threading.Thread(target=client, args=(n,)) for n in range(24)]
         for thread in threads:
             thread.start()
-        while "varjax_queue_images 0\n" in _metrics(server):
+        while "varjax_queue_images 0.0\n" in _metrics(server):
             time.sleep(0.05)
         server.terminate()
         for thread in threads:
@@ -186,11 +239,16 @@ def own_speed(batch_size: int, policy: str, budget: str, batches: int = 12) -> f
     return float(found.stdout)
 
 
+def _flag(flags: list[str], name: str, usual: int) -> int:
+    return next((int(f.partition("=")[2]) for f in flags if f.startswith(f"{name}=")), usual)
+
+
 def main(argv: list[str]) -> None:
     """argv: number of requests, policy, budget, --own or flags of the server."""
     count, policy, budget, *flags = argv
     own = ["--own"] == flags[:1]
     with process("--nopage", f"--policy={policy}", f"--budget={budget}", *flags[own:]) as server:
+        wait_for_batches(server, _flag(flags, "--max_batch", 8))
         Load(server.address, 64, CLIENTS)
         before = server.resident_bytes
         load = Load(server.address, int(count), CLIENTS)

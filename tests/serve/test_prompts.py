@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -14,17 +15,16 @@ from tests import models_under_test as models
 from tests import prompt_models_under_test as small
 from tests import text_encoder_under_test as encoder
 from tests.often import often
-from tests.serve.server import batcher_of
+from tests.serve.server import programs_of, service_of
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
+from varjax.subjects import subjects
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 testclient = pytest.importorskip("fastapi.testclient", reason="needs the extra serve")
 
-from experiments.serve.api import Service, make_app  # noqa: E402
-from experiments.serve.drawer import Drawer  # noqa: E402
-from experiments.serve.subjects import subjects  # noqa: E402
+from experiments.serve.api import make_app  # noqa: E402
 
 POLICY, BUDGET = "streaming", 0.9
 PROMPTS = ("a red apple", "two green pears")
@@ -54,11 +54,12 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model):
-    batcher = batcher_of(Drawer(model, lambda size: _generator(model, size), (2,)))
-    service = Service(
-        model=model, subjects=subjects(model), batcher=batcher, metrics=batcher.metrics
-    )
-    with testclient.TestClient(make_app(service)) as client:
+    programs = programs_of(model, policy=POLICY, budget=BUDGET)
+    programs.compile()
+    # as clients beside it see it
+    with testclient.TestClient(make_app(service_of(programs)), "http://localhost") as client:
+        while programs.largest < 2:
+            time.sleep(0.05)
         yield client
 
 
@@ -70,7 +71,8 @@ def _pictures(answer):
 
 def test_a_prompts_pictures(model, client):
     """Whatever its length, so that any prompts share a batch; names of classes are none."""
-    assert client.get("/v1/models").json()["data"][0]["classes"] is None
+    told = client.get("/v1/models").json()["data"][0]
+    assert told["classes"] is None and told["examples"]
     generator = _generator(model, 2)
     for seed, prompt in enumerate(PROMPTS):
         body = {"prompt": prompt, "seed": seed, "n": 2}

@@ -158,6 +158,22 @@ class Policy(ScaleRule):
         known = cls.argument_types().items()
         return {n: k for n, k in known if _name_of(k) in safe and n not in cls.names_files}
 
+    def changed_by(self, given: dict[str, str], budget: float | None = None) -> "Policy":
+        """The policy with other arguments, as strangers give them, and another budget. `UserError`
+        for arguments that are not theirs to give."""
+        known = self.open_arguments()
+        for name in sorted(set(given) - set(known)):
+            words = f"policy {self.name!r} takes no argument {show(name)} from requests"
+            raise UserError(f"{words}{nearest(name, known)}; it takes: {', '.join(known)}")
+        changed = self.from_arguments(given)
+        return dataclasses.replace(self, **changed | ({} if budget is None else {"budget": budget}))
+
+    def told(self) -> dict[str, object]:
+        """The open arguments that differ from their defaults."""
+        usual = {f.name: f.default for f in fields(self)}
+        found = {name: getattr(self, name) for name in self.open_arguments()}
+        return {name: value for name, value in found.items() if value != usual[name]}
+
     def refuse(self, reason: str) -> NoReturn:
         raise UserError(f"policy {self.name!r}: {reason}")
 

@@ -1,0 +1,88 @@
+"""Images that have nothing in common, drawn in one batch: each has its own condition, its own seed
+and number, and may be an edit. For servers, which draw what different people ask for together.
+
+Image i of a request with seed s is image i of `experiments.run --seed=s` for the same class or
+prompt, whoever else is in its batch: every image has a key of its own, folded from its seed and its
+number. The program takes given tokens, so that edits share batches with images drawn freely.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from varjax.cache import contents
+from varjax.editing.patch import Patch, given_tokens
+from varjax.generator import Generator
+from varjax.io.images import to_uint8
+from varjax.previews import Watched
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One image that is to be drawn.
+
+    condition: arrays of this image, leading axis 1. seed, number: of the request, and of the image
+    in it. patch: what is edited; None: all is drawn. program: its own; None: any. hear, kept: who
+    is told of it while it is drawn, and whether to tell what heads kept; both need a program.
+    """
+
+    condition: PyTree
+    seed: int
+    number: int
+    patch: Patch | None = None
+    program: Watched | None = None
+    hear: Callable[[int, np.ndarray], None] | None = None
+    kept: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A picture uint8 [H, W, 3], its tokens, and the seconds that its batch took.
+
+    batch: the same object for all pictures of a batch. kept: bool [L, N, F], which tokens each head
+    held at the end (`varjax.cache.contents`), if that was asked for.
+    """
+
+    picture: np.ndarray
+    tokens: np.ndarray
+    seconds: float
+    batch: object = field(repr=False)
+    kept: np.ndarray | None = None
+
+
+def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
+    """Draw at most a batch of items; a short batch repeats its last one. A `Watched` program draws
+    one, as it asks to be heard and told of."""
+    start, first, watched = time.perf_counter(), items[0], isinstance(program, Watched)
+    generator = program.generator if watched else program
+    padded = [*items, *[items[-1]] * (generator.batch_size - len(items))]
+    condition = jax.tree.map(lambda *a: np.concatenate(a), *(item.condition for item in padded))
+    results, state = program.run_batch(
+        condition,
+        np.array([item.number for item in padded], np.int32),
+        seed=np.array([item.seed for item in padded], np.int32),
+        given=given_tokens(generator.model, [item.patch for item in padded]),
+        keep_cache=first.kept and generator.model.draws_tokens,
+        **({"hear": first.hear} if watched else {}),
+    )
+    images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])
+    batch, seconds, kept, found = object(), time.perf_counter() - start, None, []
+    if first.kept:
+        kept = contents.at_the_end(generator.plan, results.get("contents", state))
+    for item, image, own in zip(items, images, tokens, strict=False):
+        image = image if item.patch is None else item.patch.finish(image)
+        found.append(Drawn(to_uint8(image[None])[0], own, seconds, batch, kept))
+    return found
+
+
+def draw_nothing(generator: Generator) -> None:
+    """Compile a program as `draw` needs it, and run it once: the first run is slower."""
+    size = generator.batch_size
+    shapes = generator.model.transformer.condition_shapes(size)
+    condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+    nothing = given_tokens(generator.model, [None] * size)
+    generator.run_batch(condition, np.zeros(size, np.int32), given=nothing, keep_cache=False)

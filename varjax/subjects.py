@@ -1,0 +1,101 @@
+"""What a picture shall show: from the words of one image to a model's condition.
+
+Class-conditional models take a class by its number or name. The others take a prompt, which their
+text encoder or tokenizer reads; both stay in memory. Every condition has the same shapes, so that
+images of any requests share a program.
+"""
+
+import threading
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import PyTree
+
+from varjax import arguments
+from varjax.errors import UserError
+from varjax.model import Model
+from varjax.models.labels import Labels, number_of
+from varjax.text import prompt_ids
+from varjax.text.encoder import TextEncoder
+from varjax.text.prompt_tokenizer import PromptTokenizer
+
+MOST_CHARACTERS = 4000  # of a prompt
+EXAMPLES = ["a red apple on a white table", "a lighthouse at night", "a fox in the snow"]
+
+
+class Subjects(Protocol):
+    """How a model's conditions are found. names: of all classes; None: prompts are free. examples:
+    prompts to begin with."""
+
+    names: list[str] | None
+    examples: list[str]
+
+    def of(self, prompt: str | None, label: int | None) -> PyTree:
+        """Arrays of one image, leading axis 1. `UserError` for what the model cannot draw."""
+        ...
+
+
+def subjects(model: Model) -> Subjects:
+    """Return how the conditions of a model are found. `UserError` if it reads prompts and its
+    checkpoint has no text encoder, or no tokenizer."""
+    kinds = {"labels": Classes, "text": Texts, "prompt_ids": TokenIds}
+    return kinds[model.condition](model)
+
+
+class Classes:
+    """Classes, by number, name, or a prompt that is one of both."""
+
+    def __init__(self, model: Model):
+        self.names, self.examples = list(model.class_names or ()), []
+        self.names = self.names or [str(n) for n in range(model.num_classes)]
+
+    def of(self, prompt: str | None, label: int | None) -> np.ndarray:
+        if (prompt is None) == (label is None):
+            raise UserError("give either prompt (the name of a class) or class (its number)")
+        label = number_of(checked_prompt(prompt), self.names) if label is None else label
+        return Labels.of([label], len(self.names)).numbers
+
+
+class Texts:
+    """Prompts that a text encoder reads."""
+
+    names, examples = None, EXAMPLES
+
+    def __init__(self, model: Model):
+        self._config, self._lock = model.config, threading.Lock()
+        self._encoder = TextEncoder.load(model.directory, model.dtype.name)
+
+    def of(self, prompt: str | None, label: int | None) -> dict[str, np.ndarray]:
+        most = self._config.text_maxlen
+        prompt = _only_prompt(prompt, label)
+        with self._lock:  # it compiles programs by length
+            found = self._encoder.encode([prompt], max_length=most, warn=lambda line: None)
+        arrays = found.fitted(self._config.text_channels, most).take([0])
+        longer = most - arrays["kv"].shape[1]
+        return arrays | {"kv": np.pad(arrays["kv"], ((0, 0), (0, longer), (0, 0)))}
+
+
+class TokenIds:
+    """Prompts that a tokenizer reads."""
+
+    names, examples = None, EXAMPLES
+
+    def __init__(self, model: Model):
+        self._config = model.config
+        self._tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
+
+    def of(self, prompt: str | None, label: int | None) -> dict[str, np.ndarray]:
+        prompt = _only_prompt(prompt, label)
+        found = prompt_ids.encode([prompt], self._config, self._tokenizer)
+        return found.fitted(self._config).take([0])
+
+
+def _only_prompt(prompt: str | None, label: int | None) -> str:
+    if label is not None or prompt is None:
+        raise UserError("this model draws from text: give prompt")
+    return checked_prompt(prompt)
+
+
+def checked_prompt(prompt: str) -> str:
+    """Return a prompt. `UserError` if it is empty or no text that can be written."""
+    return arguments.text("prompt", prompt)
