@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 import varjax
 from experiments.serve import page, requests
 from experiments.serve.guard import EDITS, GENERATIONS, Guard
-from experiments.serve.programs import ENDS
+from experiments.serve.programs import ends
 from experiments.serve.refusals import HEADERS, Refused, answer, refused
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.service import Service
@@ -137,7 +137,7 @@ async def _answer(
             order = await service.order(asked, files)
             found = None if asked.stream else await order.whole(request.is_disconnected)
     except asyncio.CancelledError:
-        raise ENDS from None
+        raise ends() from None
     if asked.stream:
         return StreamingResponse(order.events(), media_type="text/event-stream", headers=HEADERS)
     service.batcher.times.observe(time.perf_counter() - start)

@@ -38,8 +38,12 @@ KEPT = 8  # programs for one image, and programs that may wait to be compiled
 PLANS = 64  # that are kept: they are small
 FULL_ENOUGH = 3 / 4  # of a batch that is padded; else a smaller one is filled
 USUAL_SECONDS = 1.0  # of a batch, before one was drawn
-ENDS = Refused(503, "the server ends: ask another one", retry_after=AGAIN)
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+
+
+def ends() -> Refused:
+    """What a server says that ends."""
+    return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,10 @@ class Programs:
         somebody asks for come between."""
         for size in self.sizes[1:]:
             compiling = self._compiler.submit(self._new_batch, size)
-            self.batches[size] = await asyncio.wrap_future(compiling)
+            try:
+                self.batches[size] = await asyncio.wrap_future(compiling)
+            except UserError as error:  # too little memory: those that are there serve
+                return LOG.warning("no batches of %d: %s", size, error)
 
     async def program(self, choice: Choice) -> Watched:
         """The program of a choice, once it is compiled. When nobody waits for it any more before
@@ -123,7 +130,7 @@ class Programs:
         try:
             self._alone[choice] = self._compiler.submit(self._new_program, choice)
         except RuntimeError:  # it was shut down
-            raise ENDS from None
+            raise ends() from None
         return self._alone[choice]
 
     def close(self) -> None:
@@ -212,7 +219,7 @@ class Batcher:
         """Keep room for all images of a request as long as it lasts. `Refused` if there is no room
         for all of them, or the server ends. idle: also if anybody else is here."""
         if self._closed:
-            raise ENDS
+            raise ends()
         if self.depth + count > self.most or idle and self._taken:
             again = max(1, round((1 + self.depth / self.programs.largest) * self._seconds))
             words = f"too many pictures wait: try again in {again} s"

@@ -23,9 +23,13 @@ from varjax.errors import nearest, show
 from varjax.subjects import MOST_CHARACTERS
 
 FILES = ("image", "mask")
-GONE = Refused(408, "the client went away")
 Value = bool | int | float | str
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+
+
+def gone() -> Refused:
+    """What is said to nobody."""
+    return Refused(408, "the client went away")
 
 
 def _of_text(given: object) -> object:
@@ -114,7 +118,7 @@ class _StrictRequest(Request):
         try:
             found = json.loads(await self.body(), object_pairs_hook=_once)
         except ClientDisconnect:
-            raise GONE from None
+            raise gone() from None
         except (ValueError, RecursionError):  # also of bytes that are no text
             raise Refused(400, "the body is no JSON: send an object of fields") from None
         if not isinstance(found, dict):
@@ -157,7 +161,7 @@ async def read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
     try:
         form = await parser.parse()
     except ClientDisconnect:
-        raise GONE from None
+        raise gone() from None
     except (MultiPartException, KeyError, ValueError) as error:
         words = f"the form cannot be read: {getattr(error, 'message', '')!s:.120}"
         raise Refused(400, words) from None

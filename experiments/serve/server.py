@@ -48,7 +48,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.address, self.timer = self.client and self.client[0], None
         self.held[self.address] += 1
-        self._within(HEAD_SECONDS)
+        self._limit_time()
         if self.held.total() > self.most or self.held[self.address] > self.most // 2:
             self._refuse(MANY)
 
@@ -60,16 +60,18 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         before = self.cycle
         super().data_received(data)
-        if self.cycle is not before:  # the head is there
-            self._within(HEAD_SECONDS if self.cycle.response_complete else self.seconds)
+        if self.cycle is not before:  # the head is there; a part of one wins no time
+            self._limit_time()
 
     def on_response_complete(self) -> None:
-        self._within(HEAD_SECONDS)
-        super().on_response_complete()
+        super().on_response_complete()  # which may go on with a request that came meanwhile
+        self._limit_time()
 
-    def _within(self, seconds: float) -> None:
+    def _limit_time(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        answers = self.cycle is not None and not self.cycle.response_complete
+        seconds = self.seconds if answers else HEAD_SECONDS
         self.timer = self.loop.call_later(seconds, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import dataclasses
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,9 +16,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from experiments.serve.guard import Rules
-from experiments.serve.programs import Batcher, Choice, Programs
+from experiments.serve.programs import LOG, Batcher, Choice, Programs
 from experiments.serve.refusals import Refused, about, content, refused
-from experiments.serve.requests import GONE, EditRequest, ImageRequest
+from experiments.serve.requests import EditRequest, ImageRequest, gone
 from varjax.editing.patch import Patch, read_own_size
 from varjax.errors import UserError, choose, show
 from varjax.io import pictures
@@ -29,7 +28,6 @@ from varjax.policies import POLICIES, Policy, get_policy
 from varjax.previews import Preview, Previews
 from varjax.subjects import Subjects
 
-LOG = logging.getLogger("varjax.serve")
 LOOKING = 1.0  # seconds between two looks whether a client is still there, and signs of life to it
 NEEDS_MORE = ("table", "compose")  # policies that want files or other policies
 SAMPLING = ("cfg", "tau", "top_k", "top_p", "greedy")
@@ -249,16 +247,16 @@ class Order:
             raise Refused(504, f"no picture within {seconds:g} s: try again later")
         return words
 
-    async def whole(self, gone: Callable[[], Awaitable[bool]]) -> dict:
-        """The answer with all pictures (`requests.Pictures`). gone: asked now and then whether the
-        client went away."""
+    async def whole(self, went_away: Callable[[], Awaitable[bool]]) -> dict:
+        """The answer with all pictures (`requests.Pictures`). went_away: asked now and then about
+        the client."""
         drawn: dict[int, Drawn] = {}
         async with contextlib.aclosing(self.seen()) as seen:
             async for what in seen:
                 if not isinstance(what, str):
                     drawn[what[0]] = what[1]
-                elif await gone():
-                    raise GONE
+                elif await went_away():
+                    raise gone()
         seconds = sum({one.batch: one.seconds for one in drawn.values()}.values())
         told = partial(self.service.picture, self.asked, self.seed)
         data = [await asyncio.to_thread(told, drawn[index]) for index in range(self.asked.n)]

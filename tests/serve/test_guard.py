@@ -465,6 +465,22 @@ def test_half_sent_heads_are_closed(address, monkeypatch):
         connection.close()
 
 
+def test_requests_that_come_together(address, monkeypatch):
+    """All are answered, in order; the time for a head does not end an answer that takes longer."""
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    asked = head("GET", "/healthz") + head("GET", "/nothing") + head("GET", "/v1/models")
+    with connect(address) as connection:
+        slow = head("POST", GENERATIONS, f"Content-Type: {JSON}", "Content-Length: 9")
+        connection.sendall(asked + slow + b"{")
+        time.sleep(0.9)  # the body comes within its own time (1 s), and longer than a head may take
+        connection.sendall(b'"a": 1')
+        found = b""
+        while found.count(b"HTTP/1.1 ") < 4:
+            found += connection.recv(2**16)
+    statuses = [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"404", b"200", b"408"]
+
+
 def test_one_address_holds_a_part_of_all_connections(address, monkeypatch):
     monkeypatch.setattr(server.Connection, "most", 20)
     open_ones = [connect(address) for _ in range(10)]
