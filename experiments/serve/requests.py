@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -40,7 +40,7 @@ def _of_text(given: object) -> object:
 class ImageRequest(BaseModel):
     """A request for pictures. What only the model knows is checked later."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     prompt: Text | None = Field(None, description="Words, or a class.")
     label: int | None = Field(None, alias="class", description="Number of a class.")
