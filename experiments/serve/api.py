@@ -92,7 +92,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     if service.docs:
         app.get("/docs", **HIDDEN)(lambda: HTMLResponse(page.described(app.openapi())))
     if service.page:
-        app.get("/", **HIDDEN)(page.Page())
+        app.get("/", **HIDDEN)(page.Page().answer)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:

@@ -44,7 +44,7 @@ class Page:
             rules.append(f"{kind}-src 'sha256-{digest}'")
         self.headers = HEADERS | {"Content-Security-Policy": "; ".join(rules)}
 
-    async def __call__(self) -> HTMLResponse:
+    async def answer(self) -> HTMLResponse:
         return HTMLResponse(self.text, headers=self.headers)
 
 
