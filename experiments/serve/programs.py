@@ -29,7 +29,7 @@ from varjax.generator import Generator
 from varjax.mixed_batch import Drawn, Item, draw, draw_nothing
 from varjax.model import Model
 from varjax.policies import Policy
-from varjax.previews import Watched
+from varjax.previews import Previews, Watched
 from varjax.sampling import Sampling
 
 LOG = logging.getLogger("varjax.serve")
@@ -85,8 +85,9 @@ class Programs:
         self._drawer = ThreadPoolExecutor(1, DRAWING)
 
     def compile(self) -> None:
-        """Compile what draws one picture, and what encodes one that is edited: no request pays for
-        it."""
+        """Compile what draws one picture, what shows it meanwhile, and what encodes one that is
+        edited: no request pays for it."""
+        Previews(self.model).warm()
         with contextlib.suppress(UserError):  # a codec that encodes nothing: edits are refused
             source_tokens(self.model, np.zeros((1, *self.model.pixels, 3), np.float32))
         self.own = self.batches[1] = self._new_program(self.usual)
