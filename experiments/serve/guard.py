@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from experiments.serve.refusals import AGAIN, Refused, answer, refused
+from experiments.serve.refusals import AGAIN, Refused, answer, content, ends, event
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OPEN = ("/healthz", "/metrics")  # for probes and scrapers, which have no key
@@ -65,9 +65,13 @@ class Guard:
         try:
             self._check(scope, Headers(scope=scope))
             await self.app(scope, body.receive, counted)
-        except (Refused, asyncio.CancelledError) as error:  # the latter of events, at the end
+        except Refused as error:
             if status is None:
-                await answer(refused(error))(scope, receive, counted)
+                await answer(error)(scope, receive, counted)
+        except asyncio.CancelledError:  # of events, at the end
+            if status is None:
+                raise
+            await send({"type": "http.response.body", "body": event(content(ends())).encode()})
         finally:
             self.held -= body.size
             # a client's own paths are no labels
@@ -77,16 +81,16 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """`Refused` for a request that must not reach a route."""
-        host, origin, path = headers.get("host", ""), headers.get("origin"), scope["path"]
+        host, origins, path = headers.get("host", ""), headers.getlist("origin"), scope["path"]
         name, bound = _place(f"//{host}")[0], scope["server"]
         # a name that somebody else's DNS points to this machine would let their pages speak to it
         known = {"localhost", self.rules.host, *self.rules.hosts, bound and bound[0]}
         if name is None or not {name, "*"} & known:
             raise Refused(403, "this server does not answer to this Host: see --allowed_hosts")
         shows = scope["method"] == "GET" and path == "/"
-        own = _place(origin or "") == _place(f"//{host}")
-        may = shows or origin is None or own or {origin, "*"} & set(self.rules.origins)
-        if not may:
+        own, allowed = _place(f"//{host}"), set(self.rules.origins)
+        may = [_place(origin) == own or {origin, "*"} & allowed for origin in origins]
+        if not shows and not all(may):
             raise Refused(403, "pages of other servers may not use this one: see --cors_origin")
         # a browser that asks whether it may send something sends no key yet, and is told no more
         locked = self.rules.key is not None and path not in OPEN and scope["method"] != "OPTIONS"
@@ -144,4 +148,5 @@ def _place(url: str) -> tuple[str | None, int | None]:
         name, port = found.hostname, found.port
     except ValueError:
         return None, None
-    return name and name.rstrip("."), None if port in (80, 443) else port
+    name = None if name is None or "@" in found.netloc else name.rstrip(".")
+    return name, None if port in (80, 443) else port

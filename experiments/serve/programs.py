@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import prometheus_client as prometheus
 
-from experiments.serve.refusals import AGAIN, Refused
+from experiments.serve.refusals import AGAIN, Refused, ends
 from varjax.cache.plan import CachePlan
 from varjax.editing.edit import source_tokens
 from varjax.errors import UserError
@@ -39,11 +39,6 @@ PLANS = 64  # that are kept: they are small
 FULL_ENOUGH = 3 / 4  # of a batch that is padded; else a smaller one is filled
 USUAL_SECONDS = 1.0  # of a batch, before one was drawn
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
-
-
-def ends() -> Refused:
-    """What a server says that ends."""
-    return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
 @dataclass(frozen=True)

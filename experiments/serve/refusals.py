@@ -1,6 +1,7 @@
 """Errors in the form that clients of OpenAI's API read: {"error": {"message", "type", "param"}}."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 
 from starlette.exceptions import HTTPException
@@ -41,6 +42,11 @@ def refused(error: Exception) -> HTTPException:
     return Refused(422, str(error)) if isinstance(error, UserError) else Refused(500, FAILED)
 
 
+def ends() -> Refused:
+    """What a server says that ends."""
+    return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
+
+
 def content(error: HTTPException) -> dict:
     """The JSON of an error."""
     usual = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -48,6 +54,11 @@ def content(error: HTTPException) -> dict:
     # JSON may hold halves of characters, which no answer can be written with
     told = {n: t and t[:MOST_WORDS].encode("utf-8", "replace").decode() for n, t in told.items()}
     return {"error": told | {"type": TYPES.get(error.status_code, usual)}}
+
+
+def event(told: dict) -> str:
+    """One event of a stream; an error has no type."""
+    return f"event: {told.get('type', 'error')}\ndata: {json.dumps(told)}\n\n"
 
 
 def answer(error: HTTPException) -> JSONResponse:

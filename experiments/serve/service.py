@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from experiments.serve.guard import Rules
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
-from experiments.serve.refusals import Refused, about, content, refused
+from experiments.serve.refusals import Refused, about, content, event, refused
 from experiments.serve.requests import EditRequest, ImageRequest, gone
 from varjax.editing.patch import Patch, read_own_size
 from varjax.errors import UserError, choose, show
@@ -282,12 +282,12 @@ class Order:
                             told["type"] = f"{kind}.partial_image"
                             told["partial_image_index"] = count[index]
                             count[index] += 1
-                        yield _event(common | told | await asyncio.to_thread(self._told, one))
+                        yield event(common | told | await asyncio.to_thread(self._told, one))
         except Exception as error:
             found = refused(error)
             if found.status_code == 500:
                 LOG.exception("drawing failed")
-            yield _event(content(found))
+            yield event(content(found))
 
     def _told(self, seen: Preview | Drawn) -> dict:
         if isinstance(seen, Preview):
@@ -299,10 +299,6 @@ class Order:
         usage["input_tokens_details"] = {"image_tokens": 0, "text_tokens": text}
         told = self.service.picture(self.asked, self.seed, seen)
         return told | self.service.cost(self.choice, seen.seconds) | {"usage": usage}
-
-
-def _event(told: dict) -> str:
-    return f"event: {told.get('type', 'error')}\ndata: {json.dumps(told)}\n\n"
 
 
 def png64(picture: np.ndarray) -> str:

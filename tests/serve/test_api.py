@@ -557,6 +557,28 @@ def test_what_is_not_drawn_in_time_at_the_end(service):
         assert int(answer.headers["retry-after"]) >= 1
 
 
+def test_events_that_the_end_breaks_off(service):
+    """The last one says so."""
+    programs = programs_of(models.fixture_model(MODEL))
+    programs.own = programs.batches[1] = service.programs.own
+    gate, lines = threading.Event(), []
+    programs._drawer.submit(gate.wait)
+
+    def ask(address):
+        body = {"class": 1, "stream": True}
+        with httpx.stream("POST", f"{address}{GENERATIONS}", json=body, trust_env=False) as answer:
+            lines.extend(answer.iter_lines())
+
+    with running(make_app(service_of(programs)), seconds=1) as address:
+        thread = threading.Thread(target=ask, args=(address,))
+        thread.start()
+        time.sleep(0.5)
+    thread.join(30)
+    gate.set()
+    last = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])
+    assert "the server ends" in last["error"]["message"] and "event: error" in lines
+
+
 def test_the_first_edit_compiles_no_encoder(service):
     """Encoding a picture is compiled when the server starts."""
     model = service.model

@@ -158,6 +158,7 @@ def test_uploads_are_never_on_a_disk(address, monkeypatch, tmp_path):
         ("", 403),
         ("a b", 403),
         ("127.0.0.1:x", 403),
+        ("a@127.0.0.1", 403),
     ],
 )
 def test_hosts(address, host, status):
@@ -199,6 +200,8 @@ def test_origins(address):
             asked = head("GET", path, f"Origin: {origin}", host="127.0.0.1:7860")
             assert raw(address, asked)[0] == (200 if origin == own else 403)
     evil = "Origin: http://evil.example"
+    two = head("GET", "/v1/models", "Origin: http://127.0.0.1", evil)
+    assert_form(raw(address, two), 403)
     assert raw(address, head("GET", "/", evil))[0] == 200
     asked = ("Access-Control-Request-Method: POST", evil)
     assert_form(raw(address, head("OPTIONS", GENERATIONS, *asked)), 403)
