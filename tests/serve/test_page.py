@@ -147,7 +147,8 @@ def test_drawing(visit):
     decibels = 10 * np.log10(255**2 / ((mine - full) ** 2).mean())
     assert abs(float(near[1]) - decibels) < 0.051
     assert "(100 % of full)" in page.inner_text("#about-b")
-    assert page.is_visible("#slower")
+    a, b = (float(re.search(r", ([\d.]+) s", page.inner_text(f"#about-{x}"))[1]) for x in "ab")
+    assert a == b or page.is_visible("#slower") == (a > b)
     # the same, as `run` draws it
     from varjax import load
     from varjax.generator import Generator
