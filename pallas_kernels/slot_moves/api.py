@@ -13,15 +13,12 @@ from pallas_kernels import implementations
 from pallas_kernels.token_attention.operands import HeadSlots
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
-# `mosaic` runs only where it is named: no chip has confirmed it yet
-AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
 
 def has_kernel(implementation: str | None = None) -> bool:
     """Whether a name stands for a kernel here, which needs no copies of what moves."""
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.first_choice(implementation, modules) != "reference"
+    return implementations.first_choice(implementation, MODULES) != "reference"
 
 
 def move(
@@ -44,14 +41,13 @@ def move(
         they are, the last ones too.
       below: static; no target lies from here on in the array. So a kernel need not write these
         slots. None: targets may lie anywhere.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
-        GPUs the reference. There is no kernel `triton`: this name runs the reference.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform.
+        There is no kernel `triton`: this name runs the reference.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "move", slots, target, below)
+    return implementations.run(implementation, MODULES, "move", slots, target, below)
 
 
 def move_all(
@@ -63,5 +59,4 @@ def move_all(
 ) -> tuple[Slots, ...]:
     """`move` for several layers with equal shapes at once, because a GPU would start kernels for
     each of them. target: of the rows of the first layer, then of those of the second, and so on."""
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "move_all", layers, target, below)
+    return implementations.run(implementation, MODULES, "move_all", layers, target, below)

@@ -13,8 +13,6 @@ from pallas_kernels import implementations
 from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
-# `mosaic` runs only where it is named: no chip has confirmed it yet
-AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 SCORES = implementations.modules_of(__package__, "tpu", tpu="tpu_scores")
 Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
@@ -32,8 +30,8 @@ def attend(
         only.
       slots: see `HeadSlots`. Every row has at least one visible slot in each head. With `used`
         there is no gradient in reverse on CPUs, where the length of a loop is `used`.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
-        GPUs the reference. There is no kernel `triton`: this name runs the reference.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform.
+        There is no kernel `triton`: this name runs the reference.
 
     Returns:
       The output in the type of `query.q` (softmax statistics are float32), and the new masses or
@@ -45,8 +43,7 @@ def attend(
       ValueError: `slots.reach` without `query.newest`, or query heads that are no multiple of M.
     """
     _check(query, slots)
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "attend", query, slots)
+    return implementations.run(implementation, MODULES, "attend", query, slots)
 
 
 def store_and_attend(
@@ -71,16 +68,14 @@ def store_and_attend(
       NotImplementedError, ValueError: as in `attend`.
     """
     _check(query, slots)
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "store_and_attend", query, slots, token)
+    return implementations.run(implementation, MODULES, "store_and_attend", query, slots, token)
 
 
 def scores_on_the_way(slots: HeadSlots, implementation: str | None = None) -> bool:
     """Whether `store_and_attend` scores a `Probe` without reading the slots once more. Other
     implementations score it all the same, in a pass of its own."""
-    modules = AUTOMATIC if implementation is None else MODULES
-    name = implementations.first_choice(implementation, modules)
-    return modules[name.removesuffix(implementations.SUFFIX)]().scores_on_the_way(slots)
+    name = implementations.first_choice(implementation, MODULES)
+    return MODULES[name.removesuffix(implementations.SUFFIX)]().scores_on_the_way(slots)
 
 
 def _check(query: Query, slots: HeadSlots) -> None:

@@ -14,15 +14,12 @@ from pallas_kernels import implementations
 from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
 
 MODULES = implementations.modules_of(__package__, "mosaic")
-# `mosaic` runs only where it is named: no chip has confirmed it yet
-AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 
 
 def has_kernel(implementation: str | None) -> bool:
     """Whether a name stands for a kernel here. Without one a layer is better left to XLA as it
     is."""
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.first_choice(implementation, modules) != "reference"
+    return implementations.first_choice(implementation, MODULES) != "reference"
 
 
 def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | None:
@@ -57,7 +54,7 @@ def start(
 ) -> Stream:
     """The stream before the first product. eps, norm: of the norm that comes next. dtype: of the
     products. implementation: here and below one of `implementations.NAMES`; None takes the best one
-    that a chip has confirmed."""
+    for this platform."""
     return _run(implementation, "start", x, norm, eps, dtype)
 
 
@@ -98,5 +95,4 @@ def add(
 
 
 def _run(implementation: str | None, function: str, *arguments):
-    modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, function, *arguments)
+    return implementations.run(implementation, MODULES, function, *arguments)

@@ -316,8 +316,8 @@ def test_refused(changes, reason, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, "mosaic", "triton", "reference"])
-def test_gpus_take_the_kernel_where_it_is_named(name, monkeypatch, recwarn):
-    assert traced(name, "gpu", monkeypatch) == (name == "mosaic")
+def test_hopper_takes_the_kernel(name, monkeypatch, recwarn):
+    assert traced(name, "gpu", monkeypatch) == (name in (None, "mosaic"))
     assert not recwarn.list
 
 

@@ -298,10 +298,9 @@ def test_auto_takes_the_kernel_or_says_why_not(monkeypatch, recwarn):
         assert not traced(None, "tpu", None, monkeypatch, head_dim=96)
 
 
-def test_gpus_take_the_kernel_only_by_name(monkeypatch, recwarn):
-    """Until a chip has confirmed it."""
-    assert not traced(None, "gpu", "9.0", monkeypatch)
-    assert traced("mosaic", "gpu", "9.0", monkeypatch)
+def test_gpus_take_the_kernel_from_hopper_on(monkeypatch, recwarn):
+    assert traced(None, "gpu", "9.0", monkeypatch)
+    assert not traced(None, "gpu", "8.0", monkeypatch)
     assert not recwarn.list
 
 

@@ -241,13 +241,12 @@ def test_refused(changes, dtype, capability, reason, monkeypatch):
     assert "--attention=reference" in str(refusal.value)
 
 
-def test_only_by_name(monkeypatch):
-    """Until a chip has confirmed them."""
+def test_hopper_takes_the_kernel(monkeypatch):
     monkeypatch.setattr(implementations.target, "platform", lambda: "gpu")
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
     given = abstract(SMALL)
-    texts = [str(jax.make_jaxpr(lambda a, n=n: run(a, n))(given)) for n in (None, "mosaic")]
-    assert ["token_gate" in text for text in texts] == [False, True]
+    texts = [str(jax.make_jaxpr(lambda a, n=n: run(a, n))(given)) for n in (None, "reference")]
+    assert ["token_gate" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize("shape", [SMALL, published("llamagen-xl-384", 256)])

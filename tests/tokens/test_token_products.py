@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import varjax
+from pallas_kernels import target
 from pallas_kernels.token_products import mosaic_gpu
 from tests import models_under_test as models
 from tests.generation import test_llamagen_parity as parity
@@ -97,7 +98,12 @@ def test_8_bits_are_as_before(monkeypatch):
         assert transformer.token_products("mosaic") is None
 
 
-def test_only_by_name():
+def test_others_have_none(monkeypatch, recwarn):
+    """Neither do weights that the kernel does not take, where nobody has named it."""
     transformer = models.fixture_model("llamagen_c2i").transformer
     for name in (None, "reference", "tpu", "triton"):
         assert transformer.token_products(name) is None
+    monkeypatch.setattr(target, "platform", lambda: "gpu")
+    monkeypatch.setattr(target, "capability", lambda: "9.0")
+    assert transformer.token_products(None) is None  # float32
+    assert not recwarn.list

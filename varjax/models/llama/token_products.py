@@ -34,8 +34,8 @@ class TokenProducts:
 
     @classmethod
     def where_they_fit(cls, transformer, implementation: str | None) -> "TokenProducts | None":
-        """Those of a decoder; None where no kernel is asked for. Where the kernel asked for does
-        not fit the model, None with a warning: the layer is then what it is without it."""
+        """Those of a decoder; None where there is no kernel, or where it does not fit the model:
+        the layer is then XLA's. A kernel that was named and does not fit is warned about."""
         if not token_products.has_kernel(implementation):
             return None
         found = cls(transformer.config, transformer.dtype, implementation, transformer.halves)
@@ -44,7 +44,8 @@ class TokenProducts:
         )
         if reason is None:
             return found
-        warnings.warn(f"the layer's products are XLA's: {reason}", stacklevel=2)
+        if implementation is not None:
+            warnings.warn(f"the layer's products are XLA's: {reason}", stacklevel=2)
         return None
 
     def _shape(self) -> Angles:
