@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from pallas_kernels import chips
 from tests.engine import compile_pixels
 from tests.models_under_test import fixture_model
-from varjax.codecs import arithmetic
+from varjax.codecs import arithmetic, autoencoder
+from varjax.codecs.autoencoder import cast
 from varjax.engine import pixels, program
 from varjax.engine.pixels import Decoding
 
@@ -59,15 +61,53 @@ def test_how_many_images_at_once(monkeypatch):
 
 
 def test_compiler_options_give_way_to_flags(monkeypatch):
-    """GPUs do not try all algorithms; who has said how they are chosen has decided."""
+    """GPUs do not try all algorithms, and start one graph; who has set these flags has decided."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     for platform in ("cpu", "tpu"):
         assert pixels.compiler_options(platform) == program.compiler_options(platform)
     usual = program.compiler_options("gpu")
-    assert pixels.compiler_options("gpu") == usual | pixels.UNTUNED != usual
-    for flag in (*pixels.UNTUNED, "xla_gpu_autotune_level"):
+    untuned, graph = pixels.UNTUNED, pixels.ONE_GRAPH
+    assert pixels.compiler_options("gpu") == usual | untuned | graph
+    for flag in (*untuned, "xla_gpu_autotune_level"):
         monkeypatch.setenv("XLA_FLAGS", f"--{flag}=0")
-        assert pixels.compiler_options("gpu") == usual
+        assert pixels.compiler_options("gpu") == usual | graph
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert pixels.compiler_options("gpu") == usual | untuned
+
+
+def test_the_options_exist():
+    """JAX refuses names and values that it does not know."""
+    options = pixels.compiler_options("gpu")
+    assert jax.jit(jnp.sin).lower(1.0).compile(compiler_options=options)(0.0) == 0
+
+
+# --- what GPUs do differently ---
+
+
+def test_the_last_convolution_has_more_channels_on_gpus(monkeypatch):
+    """In bfloat16; the others are cut off."""
+    last = fixture_model(NAME).codec.decoder.conv_out
+    x = jax.random.normal(jax.random.key(0), (2, 5, 7, last.in_features))
+    small = cast((last, x), jnp.bfloat16)
+    expected = [nnx.Conv.__call__(*given) for given in (small, (last, x))]
+    monkeypatch.setattr(autoencoder.target, "platform", lambda: "gpu")
+    found = [autoencoder._few_channels(*given) for given in (small, (last, x))]
+    text = str(jax.make_jaxpr(autoencoder._few_channels)(*small))
+    assert f"bf16[2,5,7,{autoencoder.TENSOR_CORE_CHANNELS}]" in text
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("mean", [0, 3, 30])
+def test_norms_of_bfloat16_read_numbers_once(mean):
+    """And lose no more than bfloat16 does."""
+    codec = fixture_model(NAME).codec
+    norm = codec.decoder.norm_out
+    shape = (2, 32, 32, norm.scale[...].shape[0])
+    x = (mean + jax.random.normal(jax.random.key(0), shape)).astype(jnp.bfloat16)
+    found, exact = norm(x).astype(jnp.float32), norm(x.astype(jnp.float32))
+    rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
+    errors = [float(jnp.sqrt(jnp.square(a - exact).mean())) for a in (found, rounded)]
+    assert errors[0] < 1.05 * errors[1]
 
 
 # --- chips that are not here ---

@@ -25,6 +25,12 @@ DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 # with inputs, results and workspaces of their own: 51 GiB were seen. `xla_gpu_autotune_level=0`
 # would compile convolutions without any algorithm (docs/lab/decoding.md).
 UNTUNED = {"xla_gpu_exclude_nondeterministic_ops": True}
+# One CUDA graph for the whole program: XLA's own choice, and convolutions. Without these they were
+# 36 graphs and 41 single kernels, and the GPU waited for their starts (docs/lab/h100.md).
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONVOLUTION"
+}
 
 
 class Codec(Protocol):
@@ -108,11 +114,16 @@ def decode(
 
 def compiler_options(platform: str) -> dict[str, bool | str]:
     """How the program is compiled, where `XLA_FLAGS` do not say otherwise: as others
-    (`program.compiler_options`), and on GPUs without running all algorithms of its convolutions."""
+    (`program.compiler_options`), and on GPUs as one graph, without running all algorithms of its
+    convolutions."""
     options = program.compiler_options(platform)
+    if platform != "gpu":
+        return options
     given = os.environ.get("XLA_FLAGS", "")
-    if platform == "gpu" and not any(name in given for name in (*UNTUNED, "xla_gpu_autotune")):
+    if not any(name in given for name in (*UNTUNED, "xla_gpu_autotune")):
         options |= UNTUNED
+    if not any(name in given for name in ONE_GRAPH):
+        options |= ONE_GRAPH
     return options
 
 
