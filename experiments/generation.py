@@ -14,6 +14,7 @@ import varjax
 from experiments.flags.program import ProgramOptions
 from experiments.judges import Judges
 from experiments.prompts import condition as text_condition
+from varjax import jax_settings
 from varjax.cache.plan import CachePlan
 from varjax.conditions import Condition
 from varjax.generator import Generator
@@ -62,6 +63,7 @@ class Generation:
             "layers": program.layers,
             "attention": program.attention or "auto",
             "mesh": str(program.mesh),
+            **({"compiler": compiler} if (compiler := jax_settings.of_compiler()) else {}),
         }
 
     def deciding(self) -> dict:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from varjax import arguments, conditions
+from varjax import arguments, conditions, jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan, pool_dtype
 from varjax.cache.planner import plan_cache
@@ -79,6 +79,7 @@ class Generator:
       UserError: for anything that cannot work; nothing is compiled then.
     """
 
+    @jax_settings.pinned()
     def __init__(
         self,
         model: Model,
@@ -170,6 +171,7 @@ class Generator:
             where=processes.where(),
         )
 
+    @jax_settings.pinned()
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
@@ -322,6 +324,7 @@ class Generator:
         results = {name: a[: len(index)] for name, a in results.items()}
         return results | ({"contents": contents} if self.keep_contents else {}), state
 
+    @jax_settings.pinned()
     def run_batch(
         self,
         condition: PyTree,
@@ -351,6 +354,7 @@ class Generator:
         options = {"given": given, "given_scales": given_scales, "keep_cache": keep_cache}
         return self.runner.run(condition, image_index, seed=seed, **options)
 
+    @jax_settings.pinned()
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from varjax import jax_settings
 from varjax.arguments import integer
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
@@ -27,6 +28,7 @@ SUMMED = ("beta", "query_variance", "concentration", "key_distance")
 CONCENTRATED_SHARE = 0.1  # share of the earlier tokens that `concentration` looks at
 
 
+@jax_settings.pinned()
 def measure(
     model: Model,
     condition: Condition,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from varjax import arguments
+from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
 from varjax.model_names import convert_command, found
@@ -232,6 +232,7 @@ class Model:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
         return replace(self, parts=shapes)
 
+    @jax_settings.pinned()
     def quantized(self, scheme: str = schemes.INT8, *, emulated: bool = False) -> "Model":
         """This model with the matrices of the transformer's layers in 8 bits, with or without
         weights: it takes half the bytes of bfloat16. If it is abstract, `load_weights` will read
@@ -257,6 +258,7 @@ class Model:
         quantized.convert(transformer, found)
         return replace(self, parts={**self.parts, "transformer": transformer})
 
+    @jax_settings.pinned()
     def load_weights(self, dtype: str | None = None, *, on_disk: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_disk: see `load`."""
         if self.directory is None and self.has_weights:
@@ -331,6 +333,7 @@ def _place(given: str | Path | None) -> tuple[str, Path]:
     return Path(name).resolve().name, Path(name)
 
 
+@jax_settings.pinned()
 def load(
     path: str | Path | None = None,
     dtype: str | None = None,

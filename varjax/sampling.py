@@ -21,6 +21,7 @@ LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
 LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
 RECOMMENDABLE = (*LISTS, "cfg_interval", "top_k", "top_p", "more_smooth")  # by a checkpoint
+KEYS = "threefry2x32"  # whatever JAX's default is
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 
@@ -202,7 +203,11 @@ class Scores:
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
     """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not
     change samples."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (length, vocabulary)))(keys)
+    return jax.vmap(lambda key: _gumbel(key, (length, vocabulary)))(keys)
+
+
+def _gumbel(key: Array, shape: tuple[int, ...]) -> Array:
+    return jax.random.gumbel(key, shape, jnp.float32, mode="low")  # as JAX is set by itself
 
 
 def sample(
@@ -259,7 +264,9 @@ def image_keys(seed: int | Int[AnyArray, " B"], image_index: Int[Array, " B"]) -
 @jax.jit  # one small program, where calling the functions would compile one for each
 def _image_keys(seed, image_index):
     seeds = jnp.broadcast_to(seed, image_index.shape)
-    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s), i))(seeds, image_index)
+    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s, impl=KEYS), i))(
+        seeds, image_index
+    )
 
 
 def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:

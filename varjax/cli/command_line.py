@@ -22,6 +22,7 @@ from typing import NoReturn, TypeAlias
 from absl import flags
 from absl.testing import flagsaver
 
+from varjax import jax_settings
 from varjax.cli import version
 from varjax.cli.flags import (
     HELP,
@@ -89,7 +90,8 @@ def _guarded(
         parse_flags(argv, values)
         if own is not None:
             own.use_compilation_cache()
-        status = main(argv[:1])
+        with jax_settings.pinned():
+            status = main(argv[:1])
         sys.stdout.flush()
         return status or 0
     except UserError as error:

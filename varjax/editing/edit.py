@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from varjax import arguments, conditions
+from varjax import arguments, conditions, jax_settings
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
@@ -79,6 +79,7 @@ class ByText:
         return self
 
 
+@jax_settings.pinned()
 def edit(
     model: Model,
     images: Array | np.ndarray,

@@ -77,7 +77,7 @@ class Mixture(Given):
         else:
             keys = jax.vmap(lambda key: jax.random.fold_in(key, MIXTURE_KEY))(keys[:half])
             # a number per bit that does not depend on the padded length, as in `sampling.gumbel`
-            draw = jax.vmap(lambda key: jax.random.uniform(key, drawn.shape[1:]))
+            draw = jax.vmap(lambda key: jax.random.uniform(key, drawn.shape[1:], jnp.float32))
             found = draw(keys) < expected  # numbers in [0, 1): clipping would change nothing
         mixed = self.mixed[:half, place, None]
         tokens = jnp.where(mixed, found.astype(drawn.dtype), drawn[:half])

@@ -1,0 +1,64 @@
+"""The global settings of JAX that change numbers. Pictures do not depend on them.
+
+While varjax traces, compiles and draws, those of `PINNED` have the values named here, whatever the
+process or its environment (`JAX_ENABLE_X64` and others) says; afterwards they are as before.
+Others cannot be set for a while: they are refused. What is left are options of the compiler, which
+may round otherwise: `of_compiler` names them, for reports and for what a run goes on with.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import jax
+
+from varjax.errors import UserError
+
+PINNED = {
+    "enable_x64": False,
+    "default_prng_impl": "threefry2x32",
+    "threefry_partitionable": True,
+    "default_matmul_precision": None,
+    "numpy_dtype_promotion": "standard",
+    "numpy_rank_promotion": "allow",
+    "transfer_guard": "allow",
+}
+REFUSED = {
+    "jax_random_seed_offset": "a seed would stand for other pictures",
+    "jax_disable_jit": "programs are compiled before they run",
+}
+COMPILER = (
+    "jax_allow_f16_reductions",
+    "jax_disable_most_optimizations",
+    "jax_exec_time_optimization_effort",
+    "jax_optimization_level",
+)
+DEFAULTS = (True, False, 0.0, "UNKNOWN")  # of `COMPILER`
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+HARMLESS = ("--xla_force_host_platform_device_count", "--xla_dump")
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[None]:
+    """Hold `PINNED` in this thread. `UserError` for a setting of `REFUSED`."""
+    for name, why in REFUSED.items():
+        if value := jax.config.values.get(name):
+            raise UserError(f"{name.upper()}={value}: {why}: unset it")
+    with contextlib.ExitStack() as held:
+        for name, value in PINNED.items():
+            held.enter_context(getattr(jax, name)(value))
+        yield
+
+
+def of_compiler() -> dict[str, object]:
+    """Options of the compiler that are not JAX's own and may change a last digit, by name."""
+    values = {name: jax.config.values.get(name) for name in COMPILER}
+    found = {
+        name: getattr(value, "name", value)
+        for (name, value), usual in zip(values.items(), DEFAULTS, strict=True)
+        if getattr(value, "name", value) not in (usual, None)
+    }
+    for name in FLAGS:
+        given = [f for f in os.environ.get(name, "").split() if not f.startswith(HARMLESS)]
+        found |= {name: " ".join(given)} if given else {}
+    return found
