@@ -82,4 +82,4 @@ def _what_is_wrong(error: BaseException, key: str) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == key]
     place = f"line {frames[-1].lineno}: " if frames else ""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{place}{kind}{error}"
+    return f"{place}{kind}{' '.join(str(error).split())}"

@@ -23,7 +23,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from varjax import jax_settings
-from varjax.cli import version
+from varjax.cli import devices, streams, version
 from varjax.cli.flags import (
     HELP,
     VERSION,
@@ -48,9 +48,7 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     values are restored at the end, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # so that every name of a file or class can be printed
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    streams.keep()
     own = getattr(sys.modules[main.__module__], "FLAGS", None)
     own = own if isinstance(own, CommandFlags) else None
     values = flags.FLAGS if own is None else own.values
@@ -59,11 +57,14 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     try:
         with rarely_collected():
             status = _guarded(main, argv, own, values)
-    except Exception:
-        if processes.count() == 1:
+    except Exception as error:
+        if why := devices.why_none(error):
+            status = _complain(why, 2)
+        elif processes.count() == 1:
             raise
-        traceback.print_exc()
-        status = 1
+        else:
+            traceback.print_exc()
+            status = 1
     finally:
         flagsaver.restore_flag_values(saved, values)
     processes.leave(status)
@@ -100,16 +101,15 @@ def _guarded(
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output went away, as in `... | head`
-        sys.stdout = None  # nothing is left to flush at exit
-        return 1
     except OSError as error:
         return _complain(_describe_os_error(error), 2)
 
 
 def _complain(message: str, status: int) -> int:
     """Print a message on standard error and return the status."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    # a file or module of somebody else's may have written it: a terminal would obey its escapes
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message)
+    print(f"error: {text}", file=sys.stderr, flush=True)
     return status
 
 
