@@ -44,7 +44,9 @@ STORAGES = {
 # Values that training checkpoints mention beside the weights. They stay names.
 INERT = frozenset(
     f"torch.{name}"
-    for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
+    for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8"
+    " uint16 uint32 uint64 complex32 complex64 complex128 quint8 qint8 qint32"
+    " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
 )
 # Element types of safetensors that weights have; float8 and complex ones are refused.
 SAFETENSORS = {f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)}

@@ -2,7 +2,8 @@
 
 A pickle is a program. Python's own unpickler would run whatever the pickle names. This interpreter
 knows dictionaries, lists, tuples, numbers and texts. It calls nothing but `functions`, which its
-caller vouches for, and refuses anything else by name.
+caller vouches for. An empty dictionary stands for each object that `notes` lists, and anything else
+is refused by name.
 """
 
 import io
@@ -11,6 +12,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ported_weights.readers.notes import NOTES
 from varjax.errors import UserError
 
 # Far more than weights need: a tensor takes about 30 operations.
@@ -21,18 +23,19 @@ _SCALARS = (str, bytes, int, float, bool, type(None))
 _PUSH = frozenset(
     "NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT"
     " UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8"
-    " STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8".split()
+    " STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _SKIPPED = frozenset(("PROTO", "FRAME"))  # version and size of what follows
 _STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
-# Classes of notes that training scripts leave beside weights; an empty dictionary stands for their
-# objects. PyTorch Lightning keeps states of callbacks, under their classes, and arguments.
-NOTES = frozenset(("argparse.Namespace",))
-NOTE_PACKAGES = ("pytorch_lightning.", "lightning.", "omegaconf.")
-_INSTANCES = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"))
+_INSTANCES = {"INST": 0, "OBJ": 0, "NEWOBJ": 2, "NEWOBJ_EX": 3}  # what a note's takes off the stack
+_WAY_OUT = (
+    "nothing of it was run; if you wrote this file, save its weights alone with PyTorch,"
+    " torch.save(torch.load(file, weights_only=False)['model'], new_file) with their key in place"
+    " of 'model'; else ask its author for .safetensors"
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class Symbol:
 
     @property
     def is_note(self) -> bool:
-        """Whether it is a class of notes; an empty dictionary stands for its objects."""
-        return self.name in NOTES or self.name.startswith(NOTE_PACKAGES)
+        """Whether it is a class of notes, or a function that makes them."""
+        return NOTES.fullmatch(self.name) is not None
 
 
 def is_note(item: object) -> bool:
-    """Whether it is a class of notes."""
+    """Whether it is the name of a class of notes, or of a function that makes them."""
     return isinstance(item, Symbol) and item.is_note
 
 
@@ -61,7 +64,11 @@ class Dictionary(dict):
     """A dictionary (or OrderedDict) of the pickle."""
 
 
-_EMPTY = {"EMPTY_DICT": Dictionary, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+class Note(Dictionary):
+    """A stand-in for an object beside weights. It takes entries, since some are dictionaries."""
+
+
+_EMPTY = {"EMPTY_DICT": Dictionary, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": Note}
 
 
 class PickleProgram:
@@ -123,15 +130,8 @@ class PickleProgram:
             self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in _RECALL:
             self.stack.append(self.memo[argument])
-        elif name == "NEWOBJ" and self._makes_note():
-            self.stack[-2:] = [Dictionary()]
-        elif name in _INSTANCES:  # say of which class, where it is known
-            symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
-            target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
-            raise self._refused(
-                f"it would create an object of {target or 'an unnamed class':.80} ({name});"
-                " a weights file holds tensors, numbers and texts only"
-            )
+        elif name in _INSTANCES:
+            self._make_note(name, argument)
         elif name not in _SKIPPED:
             method = getattr(self, f"_do_{name.lower()}", None)
             if method is None:
@@ -139,11 +139,20 @@ class PickleProgram:
             method(argument)
 
     def _refused(self, reason: str) -> UserError:
-        return UserError(f"{self.what}: refused, {reason}")
+        return UserError(f"{self.what}: refused, {reason}; {_WAY_OUT}")
 
-    def _makes_note(self) -> bool:
-        """Whether a class of notes is called without arguments."""
-        return self.stack[-1] == () and is_note(self.stack[-2])
+    def _make_note(self, name: str, argument: object) -> None:
+        """Put a note in place of a class and its arguments. Other classes are refused by name."""
+        taken = _INSTANCES[name]
+        if taken and is_note(self.stack[-taken]):
+            self.stack[-taken:] = [Note()]
+            return
+        symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
+        target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
+        raise self._refused(
+            f"it would create an object of {target or 'an unnamed class':.80} ({name});"
+            " a weights file holds tensors, numbers and texts only"
+        )
 
     # --- names and calls --------------------------------------------------------------------------
 
@@ -152,8 +161,8 @@ class PickleProgram:
         name = symbol.name
         if name not in self.functions and not symbol.is_note and not self.constants(name):
             raise self._refused(
-                f"it refers to {name:.80}, which a state_dict has no need of: do not open it with"
-                " other tools unless you trust its source"
+                f"it refers to {name:.80}, which is neither part of weights nor a note that is"
+                " passed over"
             )
         return symbol
 
@@ -168,11 +177,12 @@ class PickleProgram:
 
     def _do_reduce(self, _) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, Symbol) or function.name not in self.functions:
+        known = self.functions.get(function.name) if isinstance(function, Symbol) else None
+        if known is None and not is_note(function):
             raise self._refused(f"it calls {name_of(function)}, which is not a function here")
         if not isinstance(arguments, tuple):
             raise TypeError(f"arguments of {function.name} are not a tuple")
-        self.stack.append(self.functions[function.name](*arguments))
+        self.stack.append(known(*arguments) if known else Note())
 
     def _do_build(self, _) -> None:
         """Drop the state of an object: torch keeps notes on a state dict, training scripts keep
@@ -202,6 +212,10 @@ class PickleProgram:
     def _do_list(self, _) -> None:
         self.stack.append(self._pop_mark())
 
+    def _do_frozenset(self, _) -> None:
+        self._pop_mark()
+        self.stack.append(Note())
+
     def _do_dict(self, _) -> None:
         items = self._pop_mark()
         self.stack.append(Dictionary())
@@ -219,7 +233,12 @@ class PickleProgram:
     def _do_appends(self, _) -> None:
         self._extend(self._pop_mark())
 
+    _do_additems = _do_appends  # of a set
+
     def _extend(self, items: list) -> None:
+        """Append items to a list. Those of a note, such as a set, are dropped."""
+        if isinstance(self.stack[-1], Note):
+            return
         if type(self.stack[-1]) is not list:
             raise TypeError("items are appended to something that is not a list")
         self.stack[-1].extend(items)
@@ -232,14 +251,15 @@ class PickleProgram:
         self._set(self._pop_mark())
 
     def _set(self, items: list) -> None:
-        """Set keys and values, given in turn. Keys are plain: hashing them runs no other code."""
+        """Set keys and values, given in turn. Keys are plain: hashing them runs no other code.
+        No weights are under other keys, such as tuples."""
         target = self.stack[-1]
         if not isinstance(target, Dictionary) or len(items) % 2:
             raise TypeError("keys are set on something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            key = key.name if is_note(key) else key
+            key = key.name if isinstance(key, Symbol) else key
             if not isinstance(key, _SCALARS):
-                raise self._refused(f"a key is a {type(key).__name__}")
+                continue
             if isinstance(key, str) and len(key) > LONGEST_NAME:
                 raise self._refused(f"a key is {len(key)} characters long: {key:.40}...")
             if isinstance(key, str):

@@ -18,11 +18,11 @@ import numpy as np
 
 from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors, tensors
 from ported_weights.readers.legacy import MAGIC, LegacyTorchFile
+from ported_weights.readers.wrappers import unwrapped, without_wrappers
 from varjax.errors import UserError, about, some
 from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
-PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
 # Keys under which training scripts keep state dicts.
 WELL_KNOWN = frozenset(
     "state_dict model module trainer vae_local var_wo_ddp vae var"
@@ -109,6 +109,8 @@ def open_source(
     if path.is_dir() or path.name.endswith(".index.json"):
         _without_key(path, key)
         return _strip(_open_folder(path))
+    if path.suffix == ".distcp":
+        _refuse_distributed(path.parent)
     content = _open_file(path)
     if isinstance(content, TorchFile):
         taken, content = _choose(path, content.content, signature, key)
@@ -163,14 +165,10 @@ def _explain(head: bytes) -> str:
 
 
 def _strip(source: Source) -> Source:
-    """Remove the prefixes that wrappers put before every name."""
-    found, taken = dict(source.tensors), source.taken
-    while found and (
-        prefix := next(filter(os.path.commonprefix([*found]).startswith, PREFIXES), "")
-    ):
-        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-        taken += f" (prefix {prefix} removed)"
-    return dataclasses.replace(source, tensors=found, taken=taken.strip())
+    """Remove wrappers from names, and by-products of training."""
+    found, said = without_wrappers(source.path, source.tensors)
+    taken = f"{source.taken or 'its tensors'} ({said})" if said else source.taken
+    return dataclasses.replace(source, tensors=found, taken=taken)
 
 
 # --- state dicts inside a torch file --------------------------------------------------------------
@@ -187,7 +185,7 @@ def _choose(
         if key not in found:
             raise UserError(f"{path} has no state dict {key!r}; it has {_listed(found)}")
         return key, found[key]
-    fitting = {k: t for k, t in found.items() if looks_like(t, signature)}
+    fitting = {k: t for k, t in found.items() if looks_like(map(unwrapped, t), signature)}
     known = {k: t for k, t in found.items() if all(p in WELL_KNOWN for p in k.split("/") if p)}
     choice = fitting or known or found
     if len(choice) > 1:
@@ -199,7 +197,7 @@ def _choose(
 
 
 def looks_like(names: Iterable[str], signature: Sequence[str]) -> bool:
-    """Whether some name, apart from prefixes of wrappers, is in `signature`."""
+    """Whether some name, apart from prefixes, is in `signature`."""
     return any(name == s or name.endswith(f".{s}") for name in names for s in signature)
 
 
@@ -263,6 +261,7 @@ def _numbered_like(folder: Path, names: Sequence[str]) -> list[str]:
 def _open_single(path: Path, indices: list[Path]) -> Source:
     endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
     files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
+    _refuse_distributed(path, len(files) != 1)
     if indices or len(files) != 1:
         listed = some(f.name for f in indices or files) or "none"
         raise UserError(
@@ -270,6 +269,19 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
             f" found: {listed}"
         )
     return open_source(files[0])
+
+
+def _refuse_distributed(path: Path, deep: bool = False) -> None:
+    """Refuse a folder of torch.distributed.checkpoint. deep: also one with such folders in it."""
+    shards = [*path.glob("*.distcp"), *(path.glob("*/*.distcp") if deep else ())]
+    if shards:
+        folders = some(sorted({str(shard.parent) for shard in shards}))
+        raise UserError(
+            f"{path} is of torch.distributed.checkpoint: {len(shards)} .distcp files in {folders};"
+            " make one file of the folder with the weights and give that: from"
+            " torch.distributed.checkpoint.format_utils import dcp_to_torch_save;"
+            " dcp_to_torch_save(FOLDER, 'weights.pth')"
+        )
 
 
 def _read_index(path: Path) -> dict[str, str]:
