@@ -19,7 +19,7 @@ NOTES = re.compile(
     | datetime\.(date | datetime | time | timedelta | timezone)
     | decimal\.Decimal | fractions\.Fraction | uuid\.(UUID | SafeUUID)
     | typing\.\w+ | _operator\.getitem  # omegaconf's types: Dict[str, Any] is an item of Dict
-    | numpy\.(ndarray | dtype | dtypes\.\w+ | random\._\w+\.\w+ | ma\.(core\.)?\w+
+    | numpy\.(ndarray | dtype | dtypes\.\w+ | random\.\w+\.\w+ | ma\.(core\.)?\w+
         | _?core\.multiarray\.(scalar | _reconstruct) | _?core\.numeric\._frombuffer
         | (bool | bytes | object | str | void)_? | (u?int | float | complex)\d* | u?intc | u?intp
         | u?longlong | longdouble | clongdouble | datetime64 | timedelta64)

@@ -1,6 +1,7 @@
 """Names of tensors without what wrappers of modules and training scripts add to them."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def without_wrappers(path: Path, tensors: Mapping) -> tuple[dict, str]:
         names.setdefault(unwrapped(name), []).append(name)
     passed = [n for new, old in names.items() if _BY_PRODUCTS.fullmatch(new) for n in old]
     names = {new: old for new, old in names.items() if not _BY_PRODUCTS.fullmatch(new)}
-    if twice := [" and ".join(old) for old in names.values() if len(old) > 1]:
+    if twice := [some(old, 4, " and ") for old in names.values() if len(old) > 1]:
         raise UserError(
             f"{path} holds tensors whose names are the same without wrappers"
             f" ({', '.join(sorted(WRAPPERS))}): {some(twice, 4)}; save one of each"
@@ -52,7 +53,8 @@ def _said(renamed: Mapping[str, str], passed: list[str]) -> list[str]:
     """Say which wrappers were taken off, and what was passed over."""
     said = []
     if renamed:
-        off = {place for name in renamed for place in name.split(".")} & WRAPPERS
+        pairs = [(Counter(a.split(".")), Counter(b.split("."))) for a, b in renamed.items()]
+        off = {place for before, after in pairs for place in before - after}
         said.append(f"wrapper prefixes {', '.join(sorted(off))} removed from {len(renamed)} names")
     if passed:
         said.append(f"{len(passed)} by-products of training passed over: {some(passed, 3)}")

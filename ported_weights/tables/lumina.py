@@ -143,7 +143,6 @@ def tokenizer_rules(config: ChameleonVQConfig, names: Collection[str] = ()) -> l
         Rule(r"quantize\.embedding\.weight", "embedding"),
         *layer("post_quant_conv", "post_quant_conv", "kernel", "conv1x1_to_linear"),
         *_coder("decoder", "up"),
-        Ignore(r"loss\..*", "the networks of its training"),
     ]
     if config.has_encoder:
         rules += layer("quant_conv", "quant_conv", "kernel", "conv1x1_to_linear")
