@@ -277,7 +277,7 @@ def _refuse_distributed(path: Path, deep: bool = False) -> None:
     if shards:
         folders = some(sorted({str(shard.parent) for shard in shards}))
         raise UserError(
-            f"{path} is of torch.distributed.checkpoint: {len(shards)} .distcp files in {folders};"
+            f"{path} holds shards of torch.distributed.checkpoint (.distcp), in {folders};"
             " make one file of the folder with the weights and give that: from"
             " torch.distributed.checkpoint.format_utils import dcp_to_torch_save;"
             " dcp_to_torch_save(FOLDER, 'weights.pth')"

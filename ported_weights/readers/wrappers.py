@@ -55,7 +55,7 @@ def _said(renamed: Mapping[str, str], passed: list[str]) -> list[str]:
     if renamed:
         pairs = [(Counter(a.split(".")), Counter(b.split("."))) for a, b in renamed.items()]
         off = {place for before, after in pairs for place in before - after}
-        said.append(f"wrapper prefixes {', '.join(sorted(off))} removed from {len(renamed)} names")
+        said.append(f"prefixes of wrappers taken off: {', '.join(sorted(off))}")
     if passed:
-        said.append(f"{len(passed)} by-products of training passed over: {some(passed, 3)}")
+        said.append(f"by-products of training passed over: {some(passed, 3)}")
     return said
