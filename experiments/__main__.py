@@ -4,6 +4,7 @@
 import ast
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,14 @@ def short_names() -> dict[str, str]:
     return {SHORT.get(name, name.rpartition(".")[2]): name for name in commands()}
 
 
+def _show(text: str) -> None:
+    """Print a text whose reader may go away."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the rest, which is flushed at the end
+
+
 def console() -> int:
     """Run a sub-command of the console script `varjax`."""
     name, known = (sys.argv[1:2] or ["--help"])[0], short_names()
@@ -54,7 +63,7 @@ def console() -> int:
         width = max(map(len, known))
         said = commands()
         lines = (f"  varjax {short.ljust(width)}  {said[m]}" for short, m in known.items())
-        print(
+        _show(
             "\n".join(
                 ["Commands of varjax; `varjax NAME --help` is the manual of each.", "", *lines]
             )
@@ -72,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the overview or the version. A command after a space is an error with a hint."""
     name = argv[1] if len(argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print(overview())
+        _show(overview())
         return 0
     if name == "--version":
         from varjax.cli import version  # importing it imports JAX

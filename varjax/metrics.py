@@ -305,7 +305,10 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 
 def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:
-    if found := tuple(key for key in METRICS if key not in before):
+    found = tuple(key for key in METRICS if key not in before)
+    if wrong := [METRICS[key] for key in found if not isinstance(METRICS[key], Metric)]:
+        raise UserError(f"{show(wrong[0])} is registered, which is no Metric")
+    if found:
         return found
     raise UserError("it registers no metric: call varjax.metrics.register(Metric(...))")
 

@@ -4,6 +4,7 @@ A model may be abstract: configurations and shapes without weights. That is enou
 to check every argument and to compile for chips that are not here.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -327,7 +328,7 @@ def describe(
 
 def _place(given: str | Path | None) -> tuple[str, Path]:
     """Name and folder of a checkpoint. A folder of that name comes before an embedded one."""
-    name = str(given or "demo")
+    name = os.path.expanduser(given or "demo")
     if name in checkpoint.DEMOS and not (given and Path(name).exists()):
         return name, checkpoint.demo_directory(name)
     return Path(name).resolve().name, Path(name)

@@ -3,6 +3,7 @@
 import importlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from varjax import __version__
-from varjax.cli import version
+from varjax.cli import devices, version
 from varjax.cli.command_line import run
+from varjax.cli.flags import CommandFlags, parse_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = '''
@@ -36,6 +38,11 @@ flags.register_validator("count", lambda n: n != 13, message="13 brings bad luck
 def main(argv):
     if FAIL.value == "user":
         raise UserError("label 99 is outside 0..43")
+    if FAIL.value == "escapes":
+        raise UserError("\\x1b[31mred\\u202e")
+    if FAIL.value == "device":
+        import jax
+        jax.devices()
     if FAIL.value == "missing":
         open("no/such/file")
     if FAIL.value == "full":
@@ -256,7 +263,7 @@ def test_reader_that_goes_away_leaves_no_traceback(environment):
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode == 1
+    assert process.returncode == 0  # the reader's choice, and no fault
 
 
 def test_required_flag_is_named(tmp_path, environment):
@@ -280,3 +287,55 @@ def test_required_flag_is_named(tmp_path, environment):
     assert "--out is required (where to write)" in process.stderr
     assert "--source is required (what to read)" in process.stderr
     assert call("--out=a", "--source=b").returncode == 0
+
+
+# --- what surrounds a command ---
+
+
+def test_home_is_expanded(monkeypatch):
+    """At the beginning of texts and of arguments' values; prompts stay as they are."""
+    monkeypatch.setenv("HOME", "/home/of me")
+    own = CommandFlags()
+    out, args = own.string("out", "~/kept", ""), own.list("args", [], "")
+    prompts = own.texts("prompt", None, "")
+    parse_flags(["x", "--args=path=~/a.npz,~,b~/c", "--prompt=~/d"], own.values)
+    assert args.value == ["path=/home/of me/a.npz", "/home/of me", "b~/c"]
+    assert prompts.value == ["~/d"] and out.value == "~/kept"
+    parse_flags(["x", "--out=~/e"], own.values)
+    assert out.value == "/home/of me/e"
+    parse_flags(["x", "--out=~other/e"], own.values)
+    assert out.value == "~other/e"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- <&-", ">&- 2>&- <&-", "2>&- | head -c 1"])
+def test_a_reader_that_is_gone_is_no_error(closed, environment, tmp_path):
+    """All is written; no file takes the place of a stream."""
+    program = "from varjax.cli import streams; streams.keep(); import sys; f = open('f', 'w'); "
+    program += "print('x' * 10**6); print('y' * 10**6, file=sys.stderr); f.write(str(f.fileno()))"
+    line = f"set -o pipefail; {sys.executable} -c {shlex.quote(program)} {closed}"
+    done = subprocess.run(["bash", "-c", line], env=environment, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr[-300:]
+    assert int((tmp_path / "f").read_text()) > 2
+
+
+@pytest.mark.parametrize(
+    ("platforms", "said"),
+    [
+        ("cuda", "cuda is not installed: choose cpu or unset it or install varjax[gpu]"),
+        ("foo", "foo is not installed: choose cpu or unset it"),
+        ("cpu,foo", "foo is not installed: choose cpu or unset it"),
+    ],
+)
+def test_platforms_that_are_not_there(platforms, said, tiny, environment, monkeypatch):
+    if platforms == "cuda" and "cuda" in devices._installed():
+        pytest.skip("JAX's plugin for CUDA is installed")
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
+    status, _, err = tiny("--fail=device")
+    told = devices._installed()
+    said = said.replace("choose cpu", f"choose {' or '.join(told)}")
+    assert (status, err) == (2, f"error: JAX_PLATFORMS={platforms}: {said}\n")
+
+
+def test_messages_obey_no_escapes(tiny_here):
+    """As a file or a module of somebody else's may hold them."""
+    assert tiny_here("--fail=escapes")[2] == "error: \\x1b[31mred\\u202e\n"

@@ -61,6 +61,9 @@ def test_an_import_name(tmp_path, monkeypatch):
 TAKEN = EXAMPLE.replace("best_attended", "h2o")
 
 
+WRITTEN = "from varjax.policies.registry import POLICIES; POLICIES"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -70,6 +73,9 @@ TAKEN = EXAMPLE.replace("best_attended", "h2o")
         (TAKEN, r"'h2o' is registered already \(varjax\.policies\.h2o\.H2O\): rename yours"),
         (EXAMPLE + "\n1 / 0", "ZeroDivisionError"),
         ("x = 1", "registers no policy"),
+        (f"{WRITTEN}['mine'] = 'a text'", r"@register\('mine'\) on 'a text': it is no policy"),
+        (f"{WRITTEN}[3] = None", "give a name of 1 to 64"),
+        ("raise ValueError('one\\n  two\\nthree')", "line 1: ValueError: one two three$"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, text, message):

@@ -12,19 +12,20 @@ def why_none(error: Exception) -> str | None:
     """Return why there is no device of the platforms that JAX was told to use (JAX_PLATFORMS);
     None if this is not what the error says."""
     told = jax.config.jax_platforms
+    if not told:
+        return None
     try:
         jax.devices()
-        failed = "initialize backend" in str(error)  # of several, where the first one is there
+        if "initialize backend" not in str(error):  # as of several, where the first one is there
+            return None
     except Exception:  # each plugin fails in its own way
-        failed = True
-    if told and failed:
-        there = _installed()
-        missing = [name for name in told.split(",") if name not in there]
-        extras = [f"install varjax[{EXTRAS[n]}]" for n in missing if n in EXTRAS]
-        why = f"{missing[0]} is not installed" if missing else "there is no such device"
-        ways = " or ".join([f"choose {' or '.join(there)}", "unset it", *extras[:1]])
-        return f"JAX_PLATFORMS={told}: {why}: {ways}"
-    return None
+        pass
+    there = _installed()
+    missing = [name for name in told.split(",") if name not in there]
+    extras = [f"install varjax[{EXTRAS[n]}]" for n in missing if n in EXTRAS]
+    why = f"{missing[0]} is not installed" if missing else "there is no such device"
+    ways = " or ".join([f"choose {' or '.join(there)}", "unset it", *extras[:1]])
+    return f"JAX_PLATFORMS={told}: {why}: {ways}"
 
 
 def _installed() -> list[str]:

@@ -6,6 +6,7 @@ under the headings that they were defined below.
 
 import contextlib
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -24,8 +25,8 @@ OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
 HELP, VERSION = ("h", "help", "helpshort", "helpfull"), ("version",)
 WIDTH = 100
 _REQUIRED = "is required"
-_REPEATED = "multi string"
-_TYPES = {"comma separated list of strings": "LIST", _REPEATED: "STRING"}  # as absl calls them
+_REPEATED, _LISTED = "multi string", "comma separated list of strings"
+_TYPES = {_LISTED: "LIST", _REPEATED: "STRING"}  # as absl calls them
 
 
 class CommandFlags:
@@ -168,6 +169,7 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise UserError(said + (hint if _REQUIRED in said else "")) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
+    _expand_home(values)
     empty = [name for name in values if values[name].present and values[name].value in ("", [])]
     if empty:
         raise UserError(f"--{empty[0]}= is empty: give a value, or leave the flag out")
@@ -176,6 +178,23 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise UserError(
             f"unexpected argument {given!r}: this command takes only --flag=value{hint}"
         )
+
+
+def _expand_home(values: flags.FlagValues) -> None:
+    """Put the home folder for `~` where texts begin with it, and behind the name of an argument, as
+    in --policy_args=path=~/order.npz: shells do so at the beginning of a word only. Prompts, which
+    may be repeated, stay as they are."""
+    home, place = os.path.expanduser("~"), re.compile(r"(\w+=)?~(?=/|$)")
+
+    def expanded(text: str) -> str:
+        found = place.match(text)
+        return f"{found[1] or ''}{home}{text[found.end() :]}" if found else text
+
+    for flag in (values[name] for name in values):
+        if flag.present and flag.flag_type() == "string" and isinstance(flag.value, str):
+            flag.value = expanded(flag.value)
+        elif flag.present and flag.flag_type() == _LISTED:
+            flag.value = [expanded(text) for text in flag.value]
 
 
 def _reword(entry: str, values: flags.FlagValues) -> str:

@@ -263,6 +263,9 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
     found = [n for n, preset in PRESETS.items() if n not in before]
+    for known, kind in ((PRESETS, Preset), (FAMILIES, Family)):
+        if wrong := [value for value in known.values() if not isinstance(value, kind)]:
+            raise UserError(f"{show(wrong[0])} is registered, which is no {kind.__name__}")
     found += [
         n
         for n, preset in PRESETS.items()
