@@ -72,7 +72,12 @@ GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert
     ),
     FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
     FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
-    FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments."),
+    FLAGS.string(
+        "config",
+        None,
+        "*-custom models: JSON file with the transformer's arguments; for Janus-Pro and Lumina-mGPT"
+        " by default the config.json beside --source.",
+    ),
     FLAGS.string("tokenizer_config", None, "*-custom models: the same for the tokenizer."),
     FLAGS.string(
         "out",

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from ported_weights.tables.registry import BESIDE, CUSTOM_DEFAULTS, Beside, CustomDefaults
+from ported_weights.readers import sources
+from ported_weights.tables.registry import (
+    BESIDE,
+    CUSTOM_DEFAULTS,
+    RULE_TABLES,
+    Beside,
+    CustomDefaults,
+)
 from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.nn.families import Family
@@ -25,7 +32,8 @@ class PublishedModel:
       source: the weights of the transformer: a file, or a folder of shards.
       tokenizer_source: the weights of the image tokenizer, in a file or folder of the same kinds.
       text_encoder_source: folder of the published text encoder; None: the model gets none.
-      config: JSON file with the arguments of the transformer's constructor, for FAMILY-custom.
+      config: JSON file with the arguments of the transformer's constructor, for FAMILY-custom;
+        None: the published config.json beside `source`, in families that have one.
       tokenizer_config: the same for the tokenizer; None: the published tokenizer's.
       source_key: which state dict of `source` is meant; None: there is only one that fits.
       tokenizer_source_key: the same for `tokenizer_source`.
@@ -73,7 +81,7 @@ class PublishedModel:
             raise UserError(f"--prompt_tokenizer_source: {name} takes no token ids: drop it")
         if self.vocabulary and not self.beside.has_vocabulary:
             raise UserError(f"--vocabulary: {name} has no names of image tokens: drop it")
-        if not (self.tokenizer_source or self.beside.codec_prefix):
+        if not (self.tokenizer_source or self.beside.codec_prefixes):
             raise UserError(
                 "--tokenizer_source is required: the file with the weights of the image tokenizer"
                 f" (published for {name}:"
@@ -126,13 +134,14 @@ class PublishedModel:
 
     def _custom_configurations(self, say: Say) -> tuple[dict, dict]:
         family = self.family
-        if not self.config:
+        file = self.config_file
+        if not file:
             raise UserError(
                 f"--model={self.model} needs --config=FILE.json with the argument names of the"
                 f" published constructor, for example {self.defaults.example}"
             )
         is_whole = self.defaults.is_whole
-        given = read_json(self.config) if is_whole else _arguments(self.config, self.source)
+        given = self._given(file, say)
         codec = self._codec(given, say)
         if (
             isinstance(given, Mapping) and not is_whole
@@ -141,7 +150,7 @@ class PublishedModel:
             given = shared | given
         if isinstance(given, Mapping):
             given = self.defaults.prepare(given)
-        with about(self.config):
+        with about(file):
             transformer = family.parts["transformer"].read(given)
         tell = say if self.tokenizer_config else lambda line: None
         codec = self.defaults.adapt(codec, transformer, tell)
@@ -156,10 +165,33 @@ class PublishedModel:
             family.check(configs)
         except UserError as error:
             other = self.tokenizer_config or (None if is_whole else "the published tokenizer")
-            files = " and ".join(filter(None, (self.config, other)))
+            files = " and ".join(filter(None, (file, other)))
             problem = f"the configurations do not belong together: {error} ({files})"
             raise UserError(problem) from error
         return configs, dict(self.defaults.sampling(transformer))
+
+    @property
+    def config_file(self) -> str | None:
+        """The configuration of a custom model: the file given, or the config.json beside weights of
+        a family whose config.json describes the whole model."""
+        beside = self._folders()[0] / "config.json"
+        if self.config or not (self.defaults.is_whole and beside.is_file()):
+            return self.config
+        return str(beside)
+
+    def _given(self, file: str, say: Say) -> object:
+        """What a configuration file says about the transformer, in the original's names."""
+        if not self.defaults.is_whole:
+            return _arguments(file, self.source)
+        given = read_json(file)
+        if not isinstance(given, Mapping):
+            return given
+        table = RULE_TABLES[self.family.parts["transformer"].name]
+
+        def weights() -> Mapping[str, sources.Tensor]:
+            return sources.open_source(self.source, table.signature, self.source_key).tensors
+
+        return self.defaults.translate(given, Path(file), weights, say)
 
     def _codec(self, transformer_arguments: object, say: Say) -> object:
         """The tokenizer's configuration: its own file's, or the published one that fits."""
@@ -170,7 +202,7 @@ class PublishedModel:
             given, words = self.defaults.tokenizer(known)
             if not self.defaults.is_whole:
                 say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
-        own = self.config if self.defaults.is_whole else "published defaults"
+        own = self.config_file if self.defaults.is_whole else "published defaults"
         with about(self.tokenizer_config or own):
             return self.family.parts["codec"].read(given)
 

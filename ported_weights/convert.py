@@ -228,17 +228,18 @@ def _open_both(
     published: PublishedModel, configs: Mapping[str, object]
 ) -> dict[str, PublishedPart]:
     """Open the weights of transformer and codec."""
-    parts, prefix = published.family.parts, published.beside.codec_prefix
+    parts, prefixes = published.family.parts, published.beside.codec_prefixes
     given = published.source, published.source_key
     opened = {"transformer": _open_part(parts["transformer"], configs["transformer"], *given)}
     if published.tokenizer_source:
         given = published.tokenizer_source, published.tokenizer_source_key
-    elif not opened["transformer"].source.below(prefix).tensors:
+    elif opened["transformer"].source.below(*prefixes) is None:
         raise UserError(
-            f"--source: {published.source} has no image tokenizer (names that begin with {prefix}):"
+            f"--source: {published.source} has no image tokenizer (names that begin with"
+            f" {' or '.join(prefixes)}):"
             " give the folder of the whole model, or a file with it as --tokenizer_source"
         )
-    opened["codec"] = _open_part(parts["codec"], configs["codec"], *given, prefix=prefix)
+    opened["codec"] = _open_part(parts["codec"], configs["codec"], *given, prefixes)
     return opened
 
 
@@ -250,20 +251,20 @@ def _instead(table: RuleTable, similar: Sequence[RuleTable]) -> str:
 
 
 def _open_part(
-    part: Part, config: object, path: str, key: str | None, prefix: str = ""
+    part: Part, config: object, path: str, key: str | None, prefixes: Sequence[str] = ()
 ) -> PublishedPart:
     """Open the weights of a transformer or codec, unless they are visibly those of another part.
 
-    prefix: of the names, if the file holds another part, too.
+    prefixes: what may be before the names, if the file holds another part, too.
     """
     table = RULE_TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
-    if prefix and (own := source.below(prefix)).tensors:
-        source = own
+    source = source.below(*prefixes) or source
     similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
-    lacking = [f"{what} ({name})" for name, what in table.needed if name not in source.tensors]
+    needed = table.needed(source.tensors)
+    lacking = [f"{what} ({name})" for name, what in needed if name not in source.tensors]
     # a part of what is needed: a file of this kind, whatever else it holds
-    if similar and table not in similar and not 0 < len(lacking) < len(table.needed):
+    if similar and table not in similar and not 0 < len(lacking) < len(needed):
         raise UserError(f"{table.flag}: {path} {_instead(table, similar)}")
     if lacking:
         raise UserError(

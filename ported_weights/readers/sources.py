@@ -68,10 +68,14 @@ class Source:
     files: tuple[Path, ...]
     taken: str = ""
 
-    def below(self, prefix: str) -> "Source":
-        """Return the tensors whose names begin with `prefix`, without it."""
-        found = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
-        return dataclasses.replace(self, tensors=found)
+    def below(self, *prefixes: str) -> "Source | None":
+        """Return the tensors whose names begin with the first of `prefixes` that any begins with,
+        without it; None if there are none."""
+        for prefix in prefixes:
+            if own := [name for name in self.tensors if name.startswith(prefix)]:
+                found = {name.removeprefix(prefix): self.tensors[name] for name in own}
+                return dataclasses.replace(self, tensors=found)
+        return None
 
 
 def fingerprint(path: Path) -> dict:

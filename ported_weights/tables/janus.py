@@ -1,37 +1,92 @@
 """Where the tensors of Janus-Pro go: `varjax.models.janus.transformer.Janus`. Its image tokenizer
-is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `CODEC`.
+is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
+`Names`.
 
 Janus-Pro reads pictures with one network and draws them with another. Only what draws is taken.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ported_weights.rules import Ignore, Rule, linear
 from ported_weights.tables import llama
 from varjax.models.janus.config import JanusConfig
 
-CODEC = "gen_vision_model."  # before the names of the image tokenizer
-# What a checkpoint that draws has: (a name, what it is)
-NEEDED = (
-    ("language_model.model.embed_tokens.weight", "the language model"),
-    ("gen_embed.weight", "the embedding of image tokens"),
-    ("gen_head.vision_head.weight", "the head for image tokens"),
+
+@dataclass(frozen=True)
+class Names:
+    """How files call the parts of a Janus-Pro. The first three and `codec` are prefixes, `readers`
+    is a pattern, the others are names of layers.
+
+    language: before the names of the language model. codec: before those of the image tokenizer.
+    readers: names of the networks that read pictures. words: the head for words.
+    """
+
+    language: str
+    codec: str
+    embedding: str
+    aligner: tuple[str, str]
+    head: tuple[str, str]
+    readers: str
+    words: str
+
+
+ORIGINAL = Names(
+    language="language_model.model.",
+    codec="gen_vision_model.",
+    embedding="gen_embed",
+    aligner=("gen_aligner.layers.0", "gen_aligner.layers.2"),
+    head=("gen_head.output_mlp_projector", "gen_head.vision_head"),
+    readers=r"vision_model\..*|aligner\..*",
+    words="language_model.lm_head",
 )
+# As the class JanusForConditionalGeneration of the package transformers saves them.
+TRANSFORMERS = Names(
+    language="model.language_model.",
+    codec="model.vqmodel.",
+    embedding="model.generation_embeddings",
+    aligner=("model.generation_aligner.fc1", "model.generation_aligner.hidden_layers.0"),
+    head=("model.generation_head.proj_out", "model.generation_head.vision_head"),
+    readers=r"model\.vision_model\..*|model\.aligner\..*",
+    words="lm_head",
+)
+_LAYERS = ("aligner1", "aligner2", "head_hidden", "head")  # ours of aligner and head
+CODECS = (ORIGINAL.codec, TRANSFORMERS.codec)
+
+
+def names_in(names: Collection[str]) -> Names:
+    """Return how a file with these names calls the parts; without names the original ones."""
+    own = TRANSFORMERS.language, TRANSFORMERS.embedding
+    return TRANSFORMERS if any(name.startswith(own) for name in names) else ORIGINAL
+
+
+def needed(names: Collection[str] = ()) -> Sequence[tuple[str, str]]:
+    """Return (a name, what it is) of what a checkpoint that draws has."""
+    own = names_in(names)
+    return (
+        (f"{own.language}embed_tokens.weight", "the language model"),
+        (f"{own.embedding}.weight", "the embedding of image tokens"),
+        (f"{own.head[1]}.weight", "the head for image tokens"),
+    )
 
 
 def transformer_rules(config: JanusConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a transformer."""
+    """Return the rule table of a transformer for a file with these `names`, which decide whether
+    they are the original ones or those of the package transformers."""
+    own = names_in(names)
+    layers = zip(own.aligner + own.head, _LAYERS, strict=True)
     return [
-        *llama.decoder(r"language_model\.model\.", config),
-        Rule(r"gen_embed\.weight", "image_embedding"),
-        *linear(r"gen_aligner\.layers\.0", "aligner1"),
-        *linear(r"gen_aligner\.layers\.2", "aligner2"),
-        *linear(r"gen_head\.output_mlp_projector", "head_hidden"),
-        *linear(r"gen_head\.vision_head", "head"),
-        Ignore(r"gen_vision_model\..*", "the image tokenizer, a part of its own"),
-        Ignore(r"vision_model\..*|aligner\..*", "the network that reads pictures"),
-        Ignore(r"language_model\.lm_head\.weight", "the head for words"),
+        *llama.decoder(_pattern(own.language), config),
+        Rule(_pattern(f"{own.embedding}.weight"), "image_embedding"),
+        *(rule for name, target in layers for rule in linear(_pattern(name), target)),
+        Ignore(_pattern(own.codec) + ".*", "the image tokenizer, a part of its own"),
+        Ignore(own.readers, "the network that reads pictures"),
+        Ignore(_pattern(f"{own.words}.weight"), "the head for words"),
     ]
+
+
+def _pattern(name: str) -> str:
+    return name.replace(".", r"\.")
 
 
 def codec_arguments(given: Mapping) -> tuple[dict, str]:

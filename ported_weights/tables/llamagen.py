@@ -6,7 +6,9 @@ tokenizer numbers its blocks in the order in which they run. Ours are numbered b
 first, so the order of the decoder's is reversed.
 """
 
+import re
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,21 @@ _GATE_UP = r"feed_forward\.w1", r"feed_forward\.w3"  # side by side in one produ
 _NORMS = {"attention_norm": "attention_norm", "ffn_norm": "feed_forward_norm"}
 _TEXT, _LABELS = r"cls_embedding\.(cap_proj\..*|uncond_embedding)", r"cls_embedding\.embedding_.*"
 _THIRDS = (1, 1, 1)  # queries, keys and values side by side
+
+
+class _Names(NamedTuple):
+    """How files call the levels of the tokenizer's encoder and decoder, the residual blocks of a
+    level, and the three blocks in the middle."""
+
+    encoder: str
+    decoder: str
+    residual: str
+    middle: tuple[str, str, str]
+
+
+_ORIGINAL = _Names("conv_blocks", "conv_blocks", "res", ("0", "1", "2"))
+# As transformers saves the tokenizer of Janus-Pro. The order of levels is the original's.
+_TRANSFORMERS = _Names("down", "up", "block", ("block_1", "attn_1", "block_2"))
 _USED = 65536  # length of the tokenizer's record of the codes that it used last
 
 
@@ -82,8 +99,10 @@ def _linear(
 
 
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a tokenizer. Without `has_encoder`, what only the encoder needs is
-    ignored."""
+    """Return the rule table of a tokenizer for a file with these `names`. Without `has_encoder`,
+    what only the encoder needs is ignored."""
+    middle = re.compile(r"(encoder|decoder)\.mid\.attn_1\.")
+    own = _TRANSFORMERS if any(map(middle.match, names)) else _ORIGINAL
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
         *_product("post_quant_conv", "post_quant_conv"),
@@ -97,29 +116,30 @@ def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule 
         reason = "the encoder: generation only decodes"
         rules.append(Ignore(r"encoder\..*|quant_conv\..*", reason))
     for net, ours in nets:
-        rules += _ends(net)
+        rules += _ends(net, own)
         for i in range(levels):
             level = i if net == "encoder" else levels - 1 - i
-            rules += _level(rf"{net}\.conv_blocks\.{i}", f"{net}/{ours}/{level}")
+            source = rf"{net}\.{getattr(own, net)}\.{i}"
+            rules += _level(source, f"{net}/{ours}/{level}", own.residual)
     return rules
 
 
-def _ends(net: str) -> list[Rule]:
+def _ends(net: str, own: _Names) -> list[Rule]:
     """Return the rules for what lies before and behind the levels."""
-    rules = []
+    rules, (first, attention, second) = [], own.middle
     for name in ("conv_in", "conv_out"):
         rules += layer(rf"{net}\.{name}", f"{net}/{name}", "kernel", "conv")
     rules += layer(rf"{net}\.norm_out", f"{net}/norm_out", "scale", None)
-    rules += _residual(rf"{net}\.mid\.0", f"{net}/mid/block_1")
-    rules += _attention(rf"{net}\.mid\.1", f"{net}/mid/attn_1")
-    return rules + _residual(rf"{net}\.mid\.2", f"{net}/mid/block_2")
+    rules += _residual(rf"{net}\.mid\.{first}", f"{net}/mid/block_1")
+    rules += _attention(rf"{net}\.mid\.{attention}", f"{net}/mid/attn_1")
+    return rules + _residual(rf"{net}\.mid\.{second}", f"{net}/mid/block_2")
 
 
-def _level(source: str, target: str) -> list[Rule]:
-    """Return the rules for a level: residual blocks, attention, resampling."""
+def _level(source: str, target: str, residual: str) -> list[Rule]:
+    """Return the rules for a level: blocks called `residual`, attention, resampling."""
     resampling = layer(rf"{source}\.(downsample|upsample)\.conv", rf"{target}/\1", "kernel", "conv")
     return [
-        *_residual(rf"{source}\.res\.(\d+)", rf"{target}/block/\1", number=2),
+        *_residual(rf"{source}\.{residual}\.(\d+)", rf"{target}/block/\1", number=2),
         *_attention(rf"{source}\.attn\.(\d+)", rf"{target}/attn/\1"),
         *resampling,
     ]

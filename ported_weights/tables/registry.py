@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from ported_weights.readers.sources import Tensor
 from ported_weights.rules import Entry
-from ported_weights.tables import codecs, evaluation, janus, llamagen, lumina, transformers
+from ported_weights.tables import (
+    codecs,
+    evaluation,
+    janus,
+    janus_transformers,
+    llamagen,
+    lumina,
+    transformers,
+)
 from varjax.models import registry
 
 
@@ -21,8 +29,9 @@ class RuleTable:
       storage_dtype: function of the tensors that returns the type to store them as, unless the user
         asks for one; None: types stay.
       ignored: what the ignored tensors are, in words. They are then counted; otherwise listed.
-      needed: (name, what it belongs to) of tensors without which the weights do not draw pictures,
-        but do something else, as those of a model that only reads.
+      needed: function (names in the file) that returns (name, what it belongs to) of tensors
+        without which the weights do not draw pictures, but do something else, as those of a model
+        that only reads.
     """
 
     what: str
@@ -31,7 +40,7 @@ class RuleTable:
     rules: Callable[[object, Collection[str]], Sequence[Entry]]
     storage_dtype: Callable[[Mapping[str, Tensor]], str] | None = None
     ignored: str = ""
-    needed: Sequence[tuple[str, str]] = ()
+    needed: Callable[[Collection[str]], Sequence[tuple[str, str]]] = lambda names: ()
 
 
 # By the name of the `Part`. A file may look like two parts; messages name the first. Chameleon's
@@ -40,7 +49,11 @@ RULE_TABLES = {
     "VQ": RuleTable(
         "VQ tokenizer",
         "--tokenizer_source",
-        ("encoder.conv_blocks.0.res.0.conv1.weight", "decoder.conv_blocks.0.res.0.conv1.weight"),
+        (
+            "encoder.conv_blocks.0.res.0.conv1.weight",
+            "decoder.conv_blocks.0.res.0.conv1.weight",
+            "decoder.up.0.upsample.conv.weight",  # in transformers; others end with level 0
+        ),
         llamagen.tokenizer_rules,
     ),
     "VAR": RuleTable(
@@ -84,16 +97,21 @@ RULE_TABLES = {
     "Janus": RuleTable(
         "Janus-Pro transformer",
         "--source",
-        ("gen_head.vision_head.weight", "gen_embed.weight"),
+        (
+            "gen_head.vision_head.weight",
+            "gen_embed.weight",
+            "generation_head.vision_head.weight",
+            "generation_embeddings.weight",
+        ),
         janus.transformer_rules,
-        needed=janus.NEEDED,
+        needed=janus.needed,
     ),
     "Lumina": RuleTable(
         "Lumina-mGPT transformer",
         "--source",
         ("model.layers.0.self_attn.q_norm.weight",),
         lumina.transformer_rules,
-        needed=lumina.NEEDED,
+        needed=lambda names: lumina.NEEDED,
     ),
     "T5": RuleTable(
         "text encoder",
@@ -137,7 +155,10 @@ class CustomDefaults:
       prepare: function of the transformer's arguments that returns them with what is left out and
         must not have the released value.
       is_whole: whether a configuration file describes the whole model, as a published config.json
-        does; otherwise it may hold several configurations, one of which is chosen.
+        does, which is then read where none is given; otherwise it may hold several configurations,
+        one of which is chosen.
+      translate: function (what a configuration file holds, its path, a function that opens the
+        weights, say) that returns it in the original's names; for files in another form.
     """
 
     example: str
@@ -147,6 +168,7 @@ class CustomDefaults:
     adapt: Callable = lambda codec, transformer, say: codec
     prepare: Callable[[Mapping], Mapping] = lambda given: given
     is_whole: bool = False
+    translate: Callable = lambda given, file, weights, say: given
 
 
 # By the name of the `Family`.
@@ -189,6 +211,7 @@ CUSTOM_DEFAULTS = {
         sampling=lambda config: registry.JANUS_SAMPLING,
         prepare=janus.with_grid,
         is_whole=True,
+        translate=janus_transformers.original,
     ),
     "lumina": CustomDefaults(
         example="the config.json that is published with the weights",
@@ -206,14 +229,15 @@ class Beside:
     """What a family's published folders hold beside a transformer's weights.
 
     Attributes:
-      codec_prefix: before the names of the image tokenizer, if the transformer's files hold it.
+      codec_prefixes: what may be before the names of the image tokenizer, if the transformer's
+        files hold it.
       prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
       complete: function (transformer's configuration, file with the vocabulary or None, folders)
         that returns the configuration with what only other files say.
       has_vocabulary: whether `complete` reads a vocabulary.
     """
 
-    codec_prefix: str = ""
+    codec_prefixes: Sequence[str] = ()
     prompt_tokenizers: Sequence[str] = ()
     complete: Callable = lambda config, vocabulary, folders: config
     has_vocabulary: bool = False
@@ -221,7 +245,7 @@ class Beside:
 
 # By the name of the `Family`; others have nothing of this kind.
 BESIDE = {
-    "janus": Beside(codec_prefix=janus.CODEC, prompt_tokenizers=("tokenizer.json",)),
+    "janus": Beside(codec_prefixes=janus.CODECS, prompt_tokenizers=("tokenizer.json",)),
     "lumina": Beside(
         prompt_tokenizers=lumina.TOKENIZERS, complete=lumina.with_image_ids, has_vocabulary=True
     ),

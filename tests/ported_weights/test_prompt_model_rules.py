@@ -14,7 +14,7 @@ from ported_weights import rules
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from ported_weights.readers import sources
-from ported_weights.tables.janus import CODEC
+from ported_weights.tables.janus import ORIGINAL
 from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
 from tests import released_shapes
@@ -23,6 +23,7 @@ from varjax.models import registry
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 
+CODEC = ORIGINAL.codec
 JANUS, LUMINA = models.JANUS_FIXTURES, models.LUMINA_FIXTURES
 WEIGHTS = {"janus_tiny": JANUS / "janus_tiny", "lumina_tiny": LUMINA / "lumina_tiny.safetensors"}
 LUMINA_CONFIG = json.loads((LUMINA / "lumina_tiny_config.json").read_text())
