@@ -5,7 +5,7 @@ values by the part's rule table, report. Everything is checked before a value is
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -260,18 +260,25 @@ def _open_part(
     table = RULE_TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
     source = source.below(*prefixes) or source
-    similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
-    needed = table.needed(source.tensors)
-    lacking = [f"{what} ({name})" for name, what in needed if name not in source.tensors]
-    # a part of what is needed: a file of this kind, whatever else it holds
-    if similar and table not in similar and not 0 < len(lacking) < len(needed):
-        raise UserError(f"{table.flag}: {path} {_instead(table, similar)}")
-    if lacking:
-        raise UserError(
-            f"{table.flag}: {path} lacks {some(lacking)}: it does not draw pictures, and may be a"
-            " model that only reads pictures or text; give the folder of the whole model"
-        )
+    _check_kind(table, path, source.tensors)
     return PublishedPart(part, config, source, f"the {table.what} configuration")
+
+
+def _check_kind(table: RuleTable, path: str, names: Collection[str]) -> None:
+    """Raise `UserError` unless a file with these names is of the kind of `table`, and draws."""
+    similar = [t for t in RULE_TABLES.values() if sources.looks_like(names, t.signature)]
+    lacking = {t.what: [n for n in t.needed(names) if n[0] not in names] for t in (table, *similar)}
+    own, needed = lacking[table.what], table.needed(names)
+    whole = [t for t in similar if t.needed(names) and not lacking[t.what]]
+    # a part of what is needed: a file of this kind, unless it is a whole one of another
+    if similar and table not in similar and (whole or not 0 < len(own) < len(needed)):
+        raise UserError(f"{table.flag}: {path} {_instead(table, whole or similar)}")
+    if own:
+        absent = some(f"{what} ({name})" for name, what in own)
+        raise UserError(
+            f"{table.flag}: {path} lacks {absent}: it does not draw pictures, and may be a model"
+            " that only reads pictures or text; give the folder of the whole model"
+        )
 
 
 def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> PublishedPart:
