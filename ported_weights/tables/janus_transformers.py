@@ -57,7 +57,7 @@ def original(
                 raise JanusConfig.wrong(f"vq_config: {name} must be {wanted!r}")
         language = _language(text, tensors)
         own = _own(given, file, language.get("vocab_size"), say)
-        if "num_attention_heads" not in text:
+        if text.get("num_attention_heads") is None:
             heads = language["num_attention_heads"]
             say(f"{file} has no num_attention_heads: taking the default of transformers, {heads}")
         found = {"language_config": language, **_generation(vq, tensors), **own}
