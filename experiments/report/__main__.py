@@ -96,9 +96,10 @@ def main(argv: list[str]) -> None:
 
 
 def _write(target: pathlib.Path, text: str) -> None:
+    data = text.encode("utf-8", "backslashreplace")  # folders may have any names
     with new_file(target) as file:
-        file.write(text.encode("utf-8"))
-    print(f"written to {target} ({show_bytes(len(text.encode('utf-8')))})")
+        file.write(data)
+    print(f"written to {target} ({show_bytes(len(data))})")
 
 
 if __name__ == "__main__":

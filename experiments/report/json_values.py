@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Callable
 
 from experiments.batch_files import Damaged
+from varjax.arguments import LARGEST_BATCH
 
 LARGEST_TEXT = 100_000  # characters
 LARGEST_NUMBER = 2**63
@@ -48,6 +49,10 @@ TYPES: dict[str, Callable[[object], bool]] = {
     # `json_text.json_safe` writes these three texts for numbers that JSON lacks
     "a number or infinite": lambda v: _is_number(v) or v in ("inf", "-inf", "nan"),
     "a whole number": lambda v: _is_number(v) and isinstance(v, int),
+    f"a whole number from 1 to {LARGEST_BATCH}": lambda v: (
+        _is_number(v) and isinstance(v, int) and 1 <= v <= LARGEST_BATCH
+    ),
+    "seconds from 1e-9 to 1e9": lambda v: _is_number(v) and 1e-9 <= v <= 1e9,
     "a fraction in (0, 1] or null": lambda v: v is None or (_is_number(v) and 0 < v <= 1),
     "done, skipped or infeasible": lambda v: v in ("done", "skipped", "infeasible"),
     "a list": lambda v: isinstance(v, list),

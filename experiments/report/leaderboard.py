@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Iterable, Sequence
 
 from experiments.report import sweep_files
 from experiments.report.templates import template
-from varjax.errors import UserError
+from varjax.errors import UserError, about, show, some
 from varjax.metrics import METRICS
 
 # {what may differ: entries of a sweep's settings}
@@ -27,7 +28,18 @@ DECIDING = {
 }
 MOST_RUNS = 1000
 TOLERANCE = 1e-6  # of a fraction that follows from two numbers of bytes
-SCORES = ("psnr", "kl", "ssim", "token_agreement", "lpips", "class_agreement")
+SCORES = "psnr kl ssim token_agreement lpips class_agreement fid".split()
+# {number of a row: the least and the greatest plausible value}
+RANGES = {
+    "fraction": (0, 10),
+    "psnr": (-100, 100),
+    "kl": (0, 1e6),
+    "ssim": (-1, 1),
+    "token_agreement": (0, 1),
+    "lpips": (0, 10),
+    "class_agreement": (0, 1),
+    "fid": (0, 1e6),
+}
 
 
 def folders(given: Sequence[str]) -> list[pathlib.Path]:
@@ -58,10 +70,7 @@ def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
       UserError: it is not finished, of another version, damaged, or its numbers contradict each
         other.
     """
-    try:
-        report, _, _ = sweep_files.read(folder)
-    except UserError as error:
-        raise UserError(str(error).replace("--sweep=", "--leaderboard=")) from None
+    report, _, _ = sweep_files.read(folder)
     settings = report["settings"]
     decides = {what: _digest({n: settings.get(n) for n in of}) for what, of in DECIDING.items()}
     cells = [c for c in report["cells"] if c["status"] == "done"]
@@ -71,30 +80,40 @@ def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
 
 
 def _row(folder: pathlib.Path, report: dict, cell: dict) -> dict:
-    kv, close = cell["kv"], cell.get("fidelity") or {}
-    allocated, dense = kv["allocated_bytes"], kv["dense_bytes"]
-    share = kv.get("fraction")
-    if share is not None and dense and abs(share - allocated / dense) > TOLERANCE:
-        raise UserError(
-            f"--leaderboard={folder}: {cell['label']} at {cell['budget']}: the fraction {share:g} "
-            f"is not {allocated} of {dense} bytes: the file was edited, run the sweep again"
-        )
-    seconds = cell.get("time", {}).get("steady_s_per_image")
-    versions = report["versions"]
+    versions, settings = report["versions"], report["settings"]
+    with about(f"{folder}: {show(cell['label'])} at {cell['budget']}"):
+        numbers = _numbers(cell)
     return {
         "run": str(folder),
-        "model": report["settings"]["model"],
+        "model": settings["model"],
         "policy": cell["label"],
         "budget": cell["budget"],
-        "fraction": allocated / dense if dense else 1.0,
-        "bytes": allocated // max(1, report["settings"]["batch_size"]),
-        "speed": 1 / seconds if seconds else None,
+        "bytes": cell["kv"]["allocated_bytes"] // settings["batch_size"],
+        "speed": 1 / cell["time"]["steady_s_per_image"],
         "device": report["device"],
-        "cache": report["settings"]["kv_dtype"],
+        "cache": settings["kv_dtype"],
         "versions": f"varjax {versions.get('varjax')}, jax {versions.get('jax')}",
-        "fid": close.get("fid"),
-        **{key: _number(close.get(key)) for key in SCORES},
+        **numbers,
     }
+
+
+def _numbers(cell: dict) -> dict[str, float | None]:
+    """Return the numbers of `RANGES` of a cell; `UserError` for one that cannot be."""
+    kv, close = cell["kv"], cell.get("fidelity") or {}
+    allocated, dense = kv["allocated_bytes"], kv["dense_bytes"]
+    fraction = allocated / max(1, dense)
+    if abs(kv["fraction"] - fraction) > TOLERANCE:
+        raise UserError(
+            f"the fraction {kv['fraction']:g} is not {allocated} of {dense} bytes: the file was "
+            "edited, run the sweep again"
+        )
+    found = {"fraction": fraction, **{key: _number(close.get(key)) for key in SCORES}}
+    for key, (low, high) in RANGES.items():
+        if found[key] is not None and not low <= found[key] <= high:
+            raise UserError(
+                f"{key} is {found[key]:g}, it must be from {low:g} to {high:g}: run the sweep again"
+            )
+    return found
 
 
 def _number(value: object) -> float | None:
@@ -126,14 +145,38 @@ def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
     return ordered
 
 
+def usable(
+    given: Sequence[str],
+) -> tuple[list[tuple[dict[str, str], list[dict]]], list[str]]:
+    """Return what `rows_of` finds in every sweep, and why others are left out, which stderr also
+    says.
+
+    Raises:
+      UserError: no sweep can be used.
+    """
+    found, left_out = [], []
+    for folder in folders(given):
+        try:
+            found.append(rows_of(folder))
+        except UserError as error:
+            left_out.append(str(error).removeprefix("--sweep="))
+    if not found:
+        raise UserError(f"--leaderboard: no sweep can be used: {some(left_out, between='; ')}")
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return found, left_out
+
+
 def build(given: Sequence[str]) -> str:
     """Return the page as HTML."""
-    found = groups([rows_of(folder) for folder in folders(given)])
+    sweeps, left_out = usable(given)
+    found = groups(sweeps)
     rows = [row for group in found for row in group["rows"]]
-    scores = [key for key in (*SCORES, "fid") if any(row[key] is not None for row in rows)]
+    scores = [key for key in SCORES if any(row[key] is not None for row in rows)]
     columns = {key: METRICS[key].column if key in METRICS else "FID" for key in scores}
     better = {key: METRICS[key].better if key in METRICS else "lower" for key in scores}
     return template("leaderboard.html", sort_keys=False).render(
         groups=[{"name": g["name"], "why": g["why"], "count": len(g["rows"])} for g in found],
         data={"rows": rows, "scores": columns, "better": better},
+        left_out=left_out,
     )

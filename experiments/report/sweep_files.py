@@ -1,7 +1,6 @@
 """Reading a sweep's files. Everything that a report shows, or that a sweep continues from, must be
 there with the right type, size and range; else the message names the file and the place in it."""
 
-import json
 import pathlib
 import zipfile
 from collections.abc import Callable
@@ -12,8 +11,10 @@ import numpy as np
 from experiments.report.json_values import Damaged, check
 from experiments.sweep import tables
 from varjax import sequence
+from varjax.arguments import LARGEST_BATCH
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
+from varjax.storage.manifest import parse_json
 
 REPORT, SAMPLES = "sweep.json", "samples.npz"
 LARGEST_REPORT = 2**26  # bytes of sweep.json
@@ -28,7 +29,7 @@ SETTINGS = {
     "kv_dtype": "text",
     "labels": ["a whole number"],
     "seed": "a whole number",
-    "batch_size": "a whole number",
+    "batch_size": f"a whole number from 1 to {LARGEST_BATCH}",
     "calibration": "text or null",
     "sampling": "an object of single values or lists",
 }
@@ -54,7 +55,7 @@ NAMES = {
 SIZES = "fraction dense_bytes planned_bytes slot_bytes dense_slots".split()
 MEASURED = {
     "kv": dict.fromkeys((*SIZES, "allocated_bytes"), "a number of at least 0"),
-    "time": {"steady_s_per_image": "a number of at least 0"},
+    "time": {"steady_s_per_image": "seconds from 1e-9 to 1e9"},
 }
 IN_USE = dict.fromkeys(("live_tokens", "used_slots"), [["a number of at least 0"]])
 SHOWN_PER_IMAGE = ("psnr", "ssim", "kl")
@@ -118,7 +119,7 @@ def _load_json(file: BinaryIO) -> object:
     text = file.read(LARGEST_REPORT + 1)
     if len(text) > LARGEST_REPORT:
         raise Damaged(f"it is larger than {LARGEST_REPORT} bytes")
-    return json.loads(text)
+    return parse_json(text.decode("utf-8"))
 
 
 def load_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
@@ -198,7 +199,7 @@ def check_fidelity(row: dict, place: str) -> None:
     """Raise `Damaged` unless means and intervals are numbers; older sweeps may lack some."""
     found, place = row.get("fidelity", {}), f"{place}.fidelity"
     check(found, "an object", place)
-    names = (f"{key}{end}" for key in tables.METRICS for end in ENDS)
+    names = (f"{key}{end}" for key in (*tables.METRICS, "fid") for end in ENDS)
     check(found, {name: "a number or infinite" for name in names if name in found}, place)
 
 

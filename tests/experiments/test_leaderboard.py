@@ -1,9 +1,11 @@
 """`experiments.report --leaderboard`: groups that can be compared, what is refused, the page."""
 
+import html
 import json
 import re
 import shutil
 import subprocess
+from math import inf, nan
 
 import pytest
 
@@ -63,24 +65,55 @@ def test_a_browser_draws_it(call, sweeps, tmp_path):
     assert run.stdout.count("<circle") == 6 and "8 of 12 rows" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (lambda folder: shutil.rmtree(folder), "--leaderboard="),
-        (lambda folder: change(folder, lambda r: r.update(format_version=99)), "version"),
-        (lambda folder: (folder / "sweep.json").write_text("{"), "damaged"),
-        (
-            lambda folder: change(folder, lambda r: r["cells"][0]["kv"].update(fraction=0.01)),
-            "the file was edited",
-        ),
-    ],
-)
-def test_what_is_refused(call, sweeps, tmp_path, case, message):
+def put(value, *path):
+    """A change that sets the last of the keys `path`."""
+
+    def change_in(folder):
+        def how(report):
+            for key in path[:-1]:
+                report = report[key]
+            report[path[-1]] = value
+
+        change(folder, how)
+
+    return change_in
+
+
+def twice(folder):
+    text = (folder / "sweep.json").read_text()
+    (folder / "sweep.json").write_text(text.replace('"seed": 7', '"seed": 0, "seed": 7'))
+
+
+FID, TIME = ("cells", 0, "fidelity", "fid"), ("cells", 0, "time", "steady_s_per_image")
+UNUSABLE = [
+    (shutil.rmtree, "no finished sweep"),
+    (put(99, "format_version"), "version"),
+    (lambda folder: (folder / "sweep.json").write_text("{"), "damaged"),
+    (put(0.01, "cells", 0, "kv", "fraction"), "the file was edited"),
+    (twice, "key 'seed' is there twice"),
+    *((put(value, *FID), "cells[0].fidelity.fid is") for value in (nan, inf, "12", {}, True)),
+    (put(-1, *FID), "fid is -1, it must be from 0 to 1e+06"),
+    (put(1.5, "cells", 0, "fidelity", "ssim"), "ssim is 1.5, it must be from -1 to 1"),
+    *((put(value, *TIME), "it must be seconds from") for value in (5e-324, 0, nan)),
+    *((put(n, "settings", "batch_size"), "settings.batch_size is") for n in (0, 10**18, -1, 2.5)),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), UNUSABLE)
+def test_one_that_cannot_be_used_is_left_out(call, sweeps, tmp_path, case, reason):
+    """The page says why, as stderr does, and shows the others; no others: an error."""
     case(sweeps[1])
-    given = ",".join(map(str, sweeps))
-    status, _, err = call("report", f"--leaderboard={given}", f"--out={tmp_path / 'x.html'}")
-    assert status == 2 and message in err and err.count("error:") == 1 and "--sweep" not in err
-    assert not (tmp_path / "x.html").exists()
+    out = tmp_path / "x.html"
+    status, _, err = call("report", f"--leaderboard={','.join(map(str, sweeps))}", f"--out={out}")
+    assert status == 0 and err.count("left out: ") == 1 and reason in err and "--sweep" not in err
+    page = html.unescape(out.read_text(encoding="utf-8"))
+    assert err.strip() in page
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+    rows = json.loads(data, parse_constant=pytest.fail)["rows"]
+    assert {row["run"] for row in rows} == {str(sweeps[0]), str(sweeps[2])} and len(rows) == 8
+    status, _, err = call("report", f"--leaderboard={sweeps[1]}", f"--out={tmp_path / 'y.html'}")
+    assert status == 2 and "no sweep can be used" in err and reason in err
+    assert not (tmp_path / "y.html").exists()
 
 
 def test_wrong_flags(call, sweeps, tmp_path):
