@@ -50,6 +50,7 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols
 from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.pictures import Fit
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe
 from varjax.parallel import processes
@@ -184,12 +185,13 @@ def resolve() -> Evaluation:
     _check_used(asked)
     if STATISTICS.value:
         check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
-    samples = inputs.open_set("--samples", SAMPLES.value)
+    fit = None if FULL.value else _fit()  # pairs are compared as they are
+    samples = inputs.open_set("--samples", SAMPLES.value, fit)
     of_recipe = _recipe_remarks(samples)
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
     parts = [part.remarks for part in (comparison, paired) if part]
-    remarks = tuple(remark for found in (*parts, of_recipe) for remark in found)
+    remarks = tuple(dict.fromkeys(remark for found in (*parts, of_recipe) for remark in found))
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
     return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
 
@@ -248,7 +250,7 @@ def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | Non
     wanted = tuple(name for name in asked if name not in PAIRED)
     if asked and not wanted:
         raise UserError(f"--reference is given, but none of --metrics={','.join(asked)} uses it")
-    reference = inputs.open_set("--reference", REFERENCE.value)
+    reference = inputs.open_set("--reference", REFERENCE.value, _fit())
     protocol = PROTOCOLS[PROTOCOL.value]
     network, name, folder = None, PROTOCOL.value, INCEPTION.value
     metrics = protocol.metrics
@@ -265,6 +267,11 @@ def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | Non
         split_size=SPLIT_SIZE.value,
         protocol=name,
     )
+
+
+def _fit() -> Fit | None:
+    """Return what the protocol does with pictures of several sizes; None: it takes none."""
+    return None if FEATURES.value == DEMO else PROTOCOLS[PROTOCOL.value].fit
 
 
 def _check_features() -> None:

@@ -12,6 +12,7 @@ from varjax.evaluation import references
 from varjax.evaluation.pictures import (
     ARRAY,
     PACKED,
+    Fit,
     PackedPictures,
     PictureArray,
     PictureFolder,
@@ -76,8 +77,9 @@ class PictureSet:
         return found
 
 
-def open_set(flag: str, given: str) -> PictureSet:
-    """Open and check the file or folder that a flag names.
+def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
+    """Open and check the file or folder that a flag names. fit: what pictures of several sizes
+    become arrays of one size by; None: they are refused.
 
     Raises:
       UserError: it holds nothing that can be compared. The message names the file at fault.
@@ -88,10 +90,10 @@ def open_set(flag: str, given: str) -> PictureSet:
     if path.is_dir() and (path / SAMPLES).is_file():
         return _of_run(path)
     if path.is_dir():
-        return _of_folder(flag, path)
+        return _of_folder(flag, path, fit)
     if path.name == SAMPLES and (path.parent / REPORT).is_file():
         return _of_run(path.parent)
-    return _of_file(flag, path)
+    return _of_file(flag, path, fit)
 
 
 def _of_run(folder: pathlib.Path) -> PictureSet:
@@ -104,13 +106,13 @@ def _of_run(folder: pathlib.Path) -> PictureSet:
     return PictureSet(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
 
 
-def _of_folder(flag: str, folder: pathlib.Path) -> PictureSet:
+def _of_folder(flag: str, folder: pathlib.Path, fit: Fit | None) -> PictureSet:
     if (folder / REPORT).is_file():
         raise UserError(
             f"{flag}: {folder} is the folder of a run, but {SAMPLES} is missing: name the folder of"
             " its pictures, or run it again"
         )
-    pictures = PictureFolder(folder, _reporter(folder))
+    pictures = PictureFolder(folder, _reporter(folder), fit)
     return PictureSet(str(folder), "folder of pictures", pictures.sha256, pictures)
 
 
@@ -126,10 +128,10 @@ def _reporter(where: pathlib.Path) -> Callable[[int, int], None]:
     return report
 
 
-def _of_file(flag: str, path: pathlib.Path) -> PictureSet:
+def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
     held = npz.names(path)
     if set(PACKED) <= set(held):
-        packed = PackedPictures(path, _reporter(path))
+        packed = PackedPictures(path, _reporter(path), fit)
         return PictureSet(str(path), "npz file of packed pictures", packed.sha256, packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None

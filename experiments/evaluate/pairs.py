@@ -15,7 +15,7 @@ from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
-from varjax.evaluation.pictures import paired
+from varjax.evaluation.pairing import paired
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
@@ -49,10 +49,11 @@ class Pairs:
 
     @property
     def remarks(self) -> list[str]:
-        """What the two runs differ in besides the cache, as far as their reports say."""
+        """What was done to pictures; what the two runs differ in besides the cache, as far as their
+        reports say."""
         reports = (self.samples.report, self.full.report)
         labels = (self.samples.labels, self.full.labels)
-        found = []
+        found = [*self.samples.pictures.remarks, *self.full.pictures.remarks]
         if all(report is not None for report in reports):
             ours, theirs = map(_drawn, reports)
             differ = [name for name in ours if ours[name] != theirs[name]]

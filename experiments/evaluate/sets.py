@@ -84,6 +84,7 @@ def compare(
         raise UserError("; ".join(f"{', '.join(names)}: {why}" for why, names in left.items()))
     kept = tuple(needed)
     for name, side in sides.items():
+        remarks += side.pictures.remarks if side.pictures else []
         remarks += _side_remarks(name, side, network, notes, kept)
     _check_dimensions(samples, reference)
     if "is" in kept:

@@ -60,3 +60,6 @@ def test_other_extractors_are_told_apart(tmp_path):
         found.check("r.npz", {"pool": 4}, notes | {"protocol": "clean-fid"})
     (remark,) = found.remarks("r.npz")
     assert "`sigma` has rank 3 of 4" in remark
+    np.savez(tmp_path / "r.npz", mu=gaussian.mean, sigma=np.eye(4), extractor=np.array("a" * 64))
+    (remark,) = references.read(tmp_path / "r.npz").remarks("r.npz")
+    assert "r.npz does not say which protocol made it" in remark

@@ -59,6 +59,21 @@ def test_moments_are_those_of_all_rows():
         gaussian(x[:1])
 
 
+@pytest.mark.parametrize("rows, columns", [(40, 256), (300, 64)])
+def test_equal_sets_have_distance_zero(rows, columns):
+    """Also in another order, and of files of float32; what is negative by more than rounding comes
+    of a file that holds no covariance."""
+    x = np.random.default_rng(0).gamma(0.3, 1, (rows, columns)).astype(np.float32)
+    first, second = gaussian(x), gaussian(x[::-1], 17)
+    assert frechet(first, first) == frechet(first, second) == frechet(second, first) == 0
+    short = Gaussian(*(a.astype("f4").astype("f8") for a in (first.mean, first.covariance)))
+    assert frechet(short, short) == 0 <= frechet(first, short) < 1e-5
+    assert frechet(first, dataclasses.replace(first, mean=first.mean + 1e-3)) > 0
+    wrong = Gaussian(np.zeros(2), np.array([[1.0, 3.0], [3.0, 1.0]]))
+    with pytest.raises(UserError, match="the Frechet distance is -4, and none is negative"):
+        frechet(wrong, wrong)
+
+
 def test_nothing_varies():
     """Covariances of rank 0."""
     same = np.ones((4, 3), np.float32)

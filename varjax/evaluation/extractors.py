@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import UInt8
+from jaxtyping import Real
 
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
@@ -232,7 +232,7 @@ class Program:
 
         self._run = jax.jit(program)
 
-    def start(self, *arrays: UInt8[np.ndarray, "n H W 3"]) -> dict[str, jax.Array]:
+    def start(self, *arrays: Real[np.ndarray, "n H W 3"]) -> dict[str, jax.Array]:
         """Features of up to `batch_size` pictures, which the device may still be computing. A
         smaller batch is filled up, so that there is one program; `over` drops what was added."""
         missing = self.batch_size - len(arrays[0])

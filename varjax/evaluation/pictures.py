@@ -9,15 +9,15 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from jaxtyping import UInt8
 
-from varjax.errors import UserError, require, some
+from varjax.errors import UserError, require
 from varjax.storage import npz, ordinary
 
 ARRAY = "arr_0"
@@ -27,13 +27,15 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 NOT_READ = (".gif", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tga")
 LARGEST_FILE = 2**28  # bytes of a picture
 END_OF_JPEG = b"\xff\xd9"
-CHUNK = 2**24
+MODES = ("RGB", "L", "1", "CMYK")  # the others than RGB become it, as in the protocols' programs
+Fit = Callable[[np.ndarray], np.ndarray]
 
 
 class Pictures(Protocol):
-    """uint8 RGB pictures of one size.
+    """uint8 RGB pictures of one size; float32 where pictures of several sizes were resized.
 
     where: what the user called them.
+    remarks: what a reader of results has to know.
     sha256: digest of the file, or of the list of files with their digests.
     keys: distinct numbers or texts; pictures of two sets with the same key are a pair.
     """
@@ -42,11 +44,12 @@ class Pictures(Protocol):
     count: int
     size: tuple[int, int]
     sha256: str
+    remarks: Sequence[str]
 
     @property
     def keys(self) -> Sequence[int] | Sequence[str]: ...
 
-    def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]: ...
+    def read(self, first: int, end: int) -> np.ndarray: ...
 
 
 class PictureArray:
@@ -57,6 +60,8 @@ class PictureArray:
       UserError: the file cannot be read, or `arr_0` is no array of uint8 RGB pictures; the arrays
         of labels or numbers have another length.
     """
+
+    remarks = ()
 
     def __init__(self, path: Path):
         self.where = str(path)
@@ -97,41 +102,92 @@ class PictureArray:
         return self._rows.read(first, end)
 
 
-class PictureFolder:
-    """All pictures below a folder, in the order of their paths.
+class _Encoded:
+    """Pictures that are encoded one by one, and decoded when they are read. A set is checked as its
+    object is made.
+
+    names: of the pictures, for the digest. fit: makes an array of the one size that a network takes
+      of a picture of any size, if a set has several; None: it may not have.
 
     Raises:
-      UserError: there are no pictures, or one is damaged, grey, has transparency, has another size
-        than the first, or is of a kind that is not read. No picture is left out in silence.
+      UserError: a picture is damaged, has transparency, is of a kind that is not read, or has
+        another size than the first and `fit` is None. No picture is left out in silence.
     """
 
-    def __init__(self, folder: Path, report=lambda done, total: None):
+    where: str
+    _map = map
+
+    def __init__(self, names: Sequence, fit: Fit | None, report: Callable[[int, int], None]):
         require("PIL.Image", extra="eval", purpose="reading pictures")
-        self.where, self.labels = str(folder), None
-        self._folder, self.files = folder, sorted(_files(folder))
-        self.count = len(self.files)
+        digest, self._sizes, self._other = hashlib.sha256(), [], 0
+        self.count = len(names)
+        for number, name in enumerate(names):
+            data = self._bytes(number)
+            size, mode = _checked(self._name(number), data)
+            self._sizes.append(size)
+            if fit is None and size != self._sizes[0]:
+                self._refuse(number)
+            self._other += mode != "RGB"
+            digest.update(f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode(errors="replace"))
+            report(number + 1, self.count)
+        self._fit = fit if len(set(self._sizes)) > 1 else None
+        self.size, self.sha256 = self._decoded(0).shape[:2], digest.hexdigest()
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        found = [f"{self.where}: {self._other} pictures are grey or of inks, and taken as RGB"]
+        sizes = f"{self.where}: pictures of {len(set(self._sizes))} sizes, each resized on its own"
+        return found[: bool(self._other)] + [sizes] * bool(self._fit)
+
+    def _name(self, number: int) -> str:
+        raise NotImplementedError
+
+    def _bytes(self, number: int) -> bytes:
+        raise NotImplementedError
+
+    def _refuse(self, number: int) -> NoReturn:
+        sizes = [f"{h}x{w}" for h, w in (self._sizes[number], self._sizes[0])]
+        raise UserError(
+            f"{self._name(number)} has {sizes[0]} pixels, {self._name(0)} has {sizes[1]}: pictures"
+            " of a set need one size, unless they are compared as by clean-fid; cut and resize them"
+            " (docs/howto/evaluate.md), or leave out others"
+        )
+
+    def read(self, first: int, end: int) -> np.ndarray:
+        return np.stack(list(self._map(self._decoded, range(first, end))))
+
+    def _decoded(self, number: int) -> np.ndarray:
+        with _picture_errors(self._name(number)), _opened(self._bytes(number)) as picture:
+            found = np.asarray(picture.convert("RGB"))
+        if found.shape[:2] != self._sizes[number]:
+            raise UserError(f"{self._name(number)} has changed since it was checked: start again")
+        return self._fit(found) if self._fit else found
+
+
+class PictureFolder(_Encoded):
+    """All pictures below a folder, in the order of their paths; `UserError` also if there are
+    none."""
+
+    labels = None
+
+    def __init__(self, folder: Path, report=lambda done, total: None, fit: Fit | None = None):
+        self.where, self._folder, self.files = str(folder), folder, sorted(_files(folder))
         if not self.files:
             raise UserError(
                 f"{folder} holds no pictures: files that end in {', '.join(ENDINGS)} are needed"
             )
-        digest, self.size = hashlib.sha256(), (0, 0)
-        for done, name in enumerate(self.files, 1):
-            data = _bytes(folder / name)
-            self._check(folder / name, data)
-            digest.update(f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode(errors="replace"))
-            report(done, self.count)
-        self.sha256 = digest.hexdigest()
-        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._map = ThreadPoolExecutor(os.cpu_count()).map
+        super().__init__(self.files, fit, report)
 
-    def _check(self, path: Path, data: bytes) -> None:
-        height, width = _checked(path, data)
-        if self.size == (0, 0):
-            self.size = (height, width)
-        if self.size != (height, width):
-            raise UserError(
-                f"{path} has {height}x{width} pixels, {self.files[0]} has {self.size[0]}x"
-                f"{self.size[1]}: pictures of a set need one size; resize them, or leave out others"
-            )
+    def _name(self, number: int) -> str:
+        return str(self._folder / self.files[number])
+
+    def _bytes(self, number: int) -> bytes:
+        path = self._folder / self.files[number]
+        try:
+            return ordinary.read(path, LARGEST_FILE)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
     @property
     def keys(self) -> Sequence[int] | Sequence[str]:
@@ -145,46 +201,23 @@ class PictureFolder:
                 return numbers
         return stems
 
-    def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]:
-        return np.stack(list(self._pool.map(self._decoded, self.files[first:end])))
 
-    def _decoded(self, name: str) -> UInt8[np.ndarray, "H W 3"]:
-        path = self._folder / name
-        with _picture_errors(path), _opened(_bytes(path)) as picture:
-            found = np.asarray(picture)
-        if found.shape != (*self.size, 3):
-            raise UserError(f"{path} has changed since it was checked: start again")
-        return found
-
-
-class PackedPictures:
+class PackedPictures(_Encoded):
     """`data` (picture files one after another), `offsets` [N + 1] and `labels` [N] of an npz file,
-    as `experiments.train` takes them.
+    as `experiments.train` takes them; `UserError` also for arrays that do not fit each other."""
 
-    Raises:
-      UserError: for pictures that `PictureFolder` refuses, and for arrays that do not fit each
-        other.
-    """
-
-    def __init__(self, path: Path, report=lambda done, total: None):
-        require("PIL.Image", extra="eval", purpose="reading pictures")
+    def __init__(self, path: Path, report=lambda done, total: None, fit: Fit | None = None):
         self.where, self._rows = str(path), npz.Rows(path, PACKED[0])
         found = npz.load(path, PACKED[1:])
         self._offsets, self.labels = (self._integers(found.get(name), name) for name in PACKED[1:])
-        self.count = len(self.labels)
-        ends = self._offsets
-        rising = len(ends) == self.count + 1 > 1 and ends[0] >= 0 and (np.diff(ends) > 0).all()
+        ends, count = self._offsets, len(self.labels)
+        rising = len(ends) == count + 1 > 1 and ends[0] >= 0 and (np.diff(ends) > 0).all()
         if self._rows.dtype != np.uint8 or not rising or ends[-1] > self._rows.shape[0]:
             raise UserError(
-                f"{path}: `offsets` {list(ends.shape)} do not cut `data` into {self.count} pictures"
+                f"{path}: `offsets` {list(ends.shape)} do not cut `data` into {count} pictures"
             )
-        self.size, self.sha256 = (0, 0), file_digest(path)
-        for number in range(self.count):
-            size = _checked(self._name(number), self._bytes(number))
-            if number and size != self.size:
-                raise UserError(f"{self._name(number)} has another size than picture 0")
-            self.size = size
-            report(number + 1, self.count)
+        super().__init__(range(count), fit, report)
+        self.sha256 = file_digest(path)
 
     def _integers(self, array: np.ndarray | None, name: str) -> np.ndarray:
         if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
@@ -201,13 +234,6 @@ class PackedPictures:
     @property
     def keys(self) -> Sequence[int]:
         return range(self.count)
-
-    def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]:
-        found = []
-        for number in range(first, end):
-            with _picture_errors(self._name(number)), _opened(self._bytes(number)) as picture:
-                found.append(np.asarray(picture))
-        return np.stack(found)
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -226,16 +252,9 @@ def _files(folder: Path) -> Iterator[str]:
                 yield Path(place, name).relative_to(folder).as_posix()
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return ordinary.read(path, LARGEST_FILE)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _checked(path: Path | str, data: bytes) -> tuple[int, int]:
-    """(height, width) of a picture; `UserError` unless it is whole and RGB. PNG and JPEG are not
-    decoded for this."""
+def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
+    """((height, width), mode) of a picture; `UserError` unless it is whole, and of `MODES`. PNG and
+    JPEG are not decoded for this."""
     with _picture_errors(path):
         with _opened(data) as picture:
             mode, kind, (width, height) = picture.mode, picture.format, picture.size
@@ -245,13 +264,13 @@ def _checked(path: Path | str, data: bytes) -> tuple[int, int]:
         if kind != "PNG" and not is_whole_jpeg:
             with _opened(data) as picture:
                 picture.load()
-    if mode != "RGB":
-        names = {"L": "grey", "1": "black and white", "P": "a palette", "RGBA": "transparency"}
-        names |= {"I;16": "16 bits of grey", "LA": "grey with transparency", "CMYK": "inks"}
+    if mode not in MODES:
+        names = {"P": "a palette", "RGBA": "transparency", "I;16": "16 bits of grey"}
+        names |= {"LA": "grey with transparency"}
         raise UserError(
             f"{path} is no RGB picture: it has {names.get(mode, mode)} (mode {mode}); convert it"
         )
-    return height, width
+    return (height, width), mode
 
 
 def _opened(data: bytes):
@@ -259,7 +278,7 @@ def _opened(data: bytes):
 
 
 @contextlib.contextmanager
-def _picture_errors(path: Path | str) -> Iterator[None]:
+def _picture_errors(path: str) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -275,30 +294,3 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file."""
     with ordinary.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-
-def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
-    """Places of the same pictures in two sets, in the order of the first.
-
-    Raises:
-      UserError: the sets differ in their number, their size or their keys.
-    """
-    if first.count != second.count:
-        raise UserError(
-            f"{first.where} has {first.count} pictures, {second.where} has {second.count}: pictures"
-            " are compared one by one, so give the same ones in both"
-        )
-    if first.size != second.size:
-        sizes = (f"{s.size[0]}x{s.size[1]} pixels in {s.where}" for s in (first, second))
-        raise UserError(f"pictures that are compared need one size: {', '.join(sizes)}")
-    ours, theirs = list(first.keys), {key: i for i, key in enumerate(second.keys)}
-    if missing := [str(key) for key in ours if key not in theirs]:
-        extra = [str(key) for key in theirs if key not in set(ours)]
-        raise UserError(
-            f"pictures are paired by number or name, and these of {first.where} are not in"
-            f" {second.where}: {some(missing, 5)}; there instead: {some(extra, 5)}"
-        )
-    return list(range(len(ours))), [theirs[key] for key in ours]

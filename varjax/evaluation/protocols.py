@@ -1,9 +1,12 @@
 """The published protocols by name: what the numbers of a paper were computed with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from varjax.evaluation.resizing import PREPARATIONS
+import numpy as np
+
+from varjax.evaluation.resizing import PREPARATIONS, resized
 
 SPLIT_SIZE = 5000  # of ADM's Inception score
 BY_FEATURES = {  # metrics of sets of pictures, by the extractor whose features they need
@@ -28,11 +31,19 @@ class Protocol:
     metrics: what the program computes. The other metrics are ADM's, on features of pictures that
       are prepared in this way.
     source: the program.
+    mixes_sizes: it takes sets of pictures of several sizes, and resizes each on its own.
     """
 
     preparation: str
     metrics: tuple[str, ...]
     source: str
+    mixes_sizes: bool = False
+
+    @property
+    def fit(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """How a picture of any size becomes one of those that the network takes; None: pictures
+        of a set need one size."""
+        return partial(resized, preparation=self.preparation) if self.mixes_sizes else None
 
     def describe(self, split_size: int) -> Mapping:
         """What a report says about the protocol. split_size: pictures per split of the score."""
@@ -53,5 +64,5 @@ class Protocol:
 PROTOCOLS = {
     "adm": Protocol("tf1", BY_FEATURES["inception"], "evaluator of openai/guided-diffusion (ADM)"),
     "pytorch-fid": Protocol("pfid", ("fid",), "pytorch-fid 0.3.0"),
-    "clean-fid": Protocol("clean", ("fid",), "clean-fid 0.1.35, mode clean"),
+    "clean-fid": Protocol("clean", ("fid",), "clean-fid 0.1.35, mode clean", True),
 }

@@ -57,6 +57,11 @@ class Statistics:
     def remarks(self, where) -> list[str]:
         """Sentences that a reader of results has to know. where: the file."""
         found = []
+        if unknown := [note for note in NOTES if note not in self.notes]:
+            found.append(
+                f"{where} does not say which {' and '.join(unknown)} made it: distances to it mean"
+                " something only if it was made as this evaluation is"
+            )
         for name, gaussian in self.gaussians.items():
             rank, size = gaussian.factor.shape[1], len(gaussian.mean)
             if rank < size:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Real, UInt8
 
 from varjax.evaluation.inception import SIDE
 
@@ -111,7 +111,7 @@ def matrix(preparation: str, size: int) -> Float[np.ndarray, "out in"]:
     return PREPARATIONS[preparation].matrix(size, SIDE)
 
 
-def resize(images: UInt8[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
+def resize(images: Real[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
     """Pictures at 299x299 pixels, values 0..255, width first as Pillow does; sides that are right
     stay as they are. Values are not clipped."""
     x = images.astype(jnp.float32)
@@ -122,7 +122,18 @@ def resize(images: UInt8[Array, "B H W 3"], preparation: str) -> Float[Array, "B
     return x
 
 
-def prepare(images: UInt8[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
+def resized(
+    picture: UInt8[np.ndarray, "H W 3"], preparation: str
+) -> Float[np.ndarray, "299 299 3"]:
+    """`resize` of one picture, on the host."""
+    x = picture.astype(np.float32)
+    for axis, product in ((1, "hwc,pw->hpc"), (0, "hwc,ph->pwc")):
+        if x.shape[axis] != SIDE:
+            x = np.einsum(product, x, matrix(preparation, x.shape[axis]), optimize=True)
+    return x
+
+
+def prepare(images: Real[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
     """What the network takes of pictures that are prepared by one of `PREPARATIONS`."""
     return PREPARATIONS[preparation].normalise(resize(images, preparation))
 

@@ -22,6 +22,8 @@ ROWS, COLUMNS = 1024, 4096  # of a block of distances
 # is left of them after cancellation is rounding.
 CANCELLED = 1e-9
 PAIRS = 2**14  # computed again at a time
+# Part of the traces that a distance may be below 0: files with float32 lose a tenth of it.
+FEW_DIGITS = 1e-6
 
 Features = Float[np.ndarray, "n D"]
 
@@ -90,12 +92,23 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
     With S = F F^T the last trace is the sum of the singular values of F1^T F2. The square root of a
     product of matrices would lose half of the digits where covariances are singular, which they are
     for fewer pictures than features. Nothing is added to their diagonals.
+
+    What rounding leaves of equal distributions is 0.
+
+    Raises:
+      UserError: the distance is negative by more than rounding.
     """
     shift = first.mean - second.mean
     product = first.factor.T @ second.factor
     root = np.linalg.svd(product, compute_uv=False).sum() if product.size else 0.0
-    traces = np.trace(first.covariance) + np.trace(second.covariance)
-    return float(shift @ shift + traces - 2 * root)
+    total = shift @ shift + np.trace(first.covariance) + np.trace(second.covariance)
+    value = float(total - 2 * root)
+    if value < -FEW_DIGITS * total:
+        raise UserError(
+            f"the Frechet distance is {value:g}, and none is negative: a covariance that was given"
+            " has negative eigenvalues, so it is no covariance; make its file again"
+        )
+    return 0.0 if value < len(shift) * np.finfo(np.float64).eps * total else value
 
 
 # --- Inception score ------------------------------------------------------------------------------
