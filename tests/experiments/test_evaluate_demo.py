@@ -101,5 +101,5 @@ def test_wrong_packed_pictures(tmp_path):
             parts.append(held["data"])
     ends = np.cumsum([0, *map(len, parts)])
     np.savez(path, data=np.concatenate(parts), offsets=ends, labels=np.zeros(2, int))
-    with pytest.raises(UserError, match="picture 1 has another size"):
+    with pytest.raises(UserError, match="picture 1 has 13x16 pixels, .*picture 0 has 12x16"):
         PackedPictures(path)
