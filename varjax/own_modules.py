@@ -48,17 +48,23 @@ def load(
             for registry, content in zip(registries, before, strict=True):
                 registry.clear()
                 registry.update(content)
+            if is_file:  # what it has registered is gone: it is run again next time
+                sys.modules.pop(_module_name(pathlib.Path(key)), None)
             if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
                 raise
             raise UserError(f"{kind} module {given}: {_what_is_wrong(error, key)}") from error
     return loaded[key]
 
 
+def _module_name(path: pathlib.Path) -> str:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
+    return f"{path.stem}_{digest}"
+
+
 def _import_file(path: pathlib.Path) -> ModuleType:
     if not path.is_file():
         raise UserError("there is no such file")
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
     if spec is None or spec.loader is None:
         raise UserError("it is no Python file: its name has to end in .py")
     if spec.name in sys.modules:  # it registers something of another kind, too
