@@ -13,12 +13,14 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.generator import Generator
 from varjax.model import SAMPLING_WANTED, Model, check_model
+from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
+MESH_WANTED = "a MeshSpec of varjax.parallel.split"
 USUAL_BATCH = 8  # images per call of the program, unless told otherwise
 
 
@@ -29,6 +31,7 @@ def plan(
     *,
     calibration: str | os.PathLike | Calibration | None = None,
     sampling: Sampling | None = None,
+    mesh: MeshSpec | None = None,
 ) -> CachePlan:
     """Plan the cache of a policy on a model: everything that is decided before compiling.
 
@@ -37,6 +40,7 @@ def plan(
       policy, budget, calibration: as in `generate`.
       sampling: how tokens will be drawn, because guidance decides the rows per image; None: as the
         checkpoint recommends.
+      mesh: devices that will share the cache: where they divide heads, each keeps the budget.
 
     Raises:
       UserError: the policy, its budget or its calibration cannot work on this model.
@@ -52,7 +56,8 @@ def plan(
         geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)
-    return plan_cache(geometry, chosen, found)
+    groups = 1 if mesh is None else arguments.instance("mesh", mesh, MeshSpec, MESH_WANTED).model
+    return plan_cache(geometry, chosen, found, groups=groups)
 
 
 def generate(

@@ -120,7 +120,8 @@ class Generator:
         if plan is None:
             chosen = resolve_policy(policy, budget)
             found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
-            plan = plan_cache(model.geometry_for(sampling), chosen, found)
+            geometry = model.geometry_for(sampling)
+            plan = plan_cache(geometry, chosen, found, groups=mesh.model)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.policy, self.keep_contents = self.plan.policy, keep_contents

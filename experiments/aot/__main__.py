@@ -132,9 +132,10 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         PROGRAM.check_chip(chip)
     sampling = SAMPLING.sampling(model)
     sizing = partial(_sizing, wanted, model, program)
-    policy, of_budget = POLICY.sized(policy, model, sampling, sizing)
+    groups = program.mesh.model
+    policy, of_budget = POLICY.sized(policy, model, sampling, sizing, groups)
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
-    plan, calibration = POLICY.plan(policy, model, sampling)
+    plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     workload = partial(
         Workload,

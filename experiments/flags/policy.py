@@ -125,9 +125,10 @@ class PolicyFlags:
         model: Model | Geometry,
         sampling: Sampling | None,
         sizing: Callable[[], Sizing],
+        groups: int = 1,
     ) -> tuple[Policy, list[str]]:
         """Return (the policy with the budget that --kv_bytes or --budget=fit means, remarks); the
-        policy as it is if neither is given.
+        policy as it is if neither is given. groups: as of `plan`.
 
         Raises:
           UserError: no budget means that, or the policy takes none.
@@ -137,7 +138,7 @@ class PolicyFlags:
         sizes, asked = sizing(), self._kv_bytes if self._wanted else self._budget
 
         def plan_of(sized: Policy) -> CachePlan:
-            return self.plan(sized, model, sampling)[0]
+            return self.plan(sized, model, sampling, groups)[0]
 
         with about(asked):
             if self._wanted:
@@ -149,9 +150,14 @@ class PolicyFlags:
         return sized, budgets.remarks(sized, plan_of(sized), sizes, name)
 
     def plan(
-        self, policy: Policy, model: Model | Geometry, sampling: Sampling | None = None
+        self,
+        policy: Policy,
+        model: Model | Geometry,
+        sampling: Sampling | None = None,
+        groups: int = 1,
     ) -> tuple[CachePlan, Calibration | None]:
-        """Return (plan, calibration that it was made with, None if there is none).
+        """Return (plan, calibration that it was made with, None if there is none). groups: devices
+        that heads are divided over.
 
         The calibration is --calibration, else the file in the model's folder, else, for a model
         without weights, a `stand_in`.
@@ -171,7 +177,7 @@ class PolicyFlags:
         if found is None and is_model and model.directory is None:
             found = stand_in(policy, geometry)
         try:
-            return plan_cache(geometry, policy, found), found
+            return plan_cache(geometry, policy, found, groups=groups), found
         except UserError as error:
             if found is None and rule.uses_calibration:
                 raise UserError(f"{error}; --calibration=FILE names it") from None

@@ -115,8 +115,9 @@ def resolve() -> Run:
         sampling = SAMPLING.sampling(model)
     program = PROGRAM.resolve(model)
     sizing = partial(PROGRAM.sizing, program, model, condition)
-    policy, of_budget = POLICY.sized(policy, model, sampling, sizing)
-    plan, calibration = POLICY.plan(policy, model, sampling)
+    groups = program.mesh.model
+    policy, of_budget = POLICY.sized(policy, model, sampling, sizing, groups)
+    plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
     jobs = SHARD.shard.count if SHARD.shard else 1
@@ -206,7 +207,8 @@ def generate_series(
     if series == "main":
         plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
     else:
-        plan, kv_dtype, keep_logits = api.plan(run.plan.geometry), run.program.dense_dtype, False
+        plan = api.plan(run.plan.geometry, mesh=run.program.mesh)
+        kv_dtype, keep_logits = run.program.dense_dtype, False
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
     name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)

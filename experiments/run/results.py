@@ -208,7 +208,7 @@ def closeness(arrays: dict) -> dict:
 def plan_line(run: Run) -> str:
     """Return one line about the plan, printed before compiling."""
     plan, batch = run.plan, run.batch_size
-    planned = plan.num_bytes(batch, run.program.kv_dtype)
+    planned = plan.allocated_bytes(batch, run.program.kv_dtype, run.program.mesh.model)
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
     return (
         f"{run.model.name}: {len(run.condition)} images in batches of {batch}; {run.policy.name} "
@@ -224,7 +224,7 @@ def dry_run_text(run: Run) -> str:
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
     mesh = run.program.mesh
     need = run.program.predict_here(run.model, plan, batch // mesh.data, run.condition)
-    pool = plan.num_bytes(batch, run.program.kv_dtype)
+    pool = plan.allocated_bytes(batch, run.program.kv_dtype, mesh.model)
     carried = need.kv_pool * mesh.num_devices - pool  # positions, observations, states
     parts = (run.model.transformer, run.model.codec)
     transformer, codec = (f"{parameters.count(part) / 1e6:.1f} M" for part in parts)

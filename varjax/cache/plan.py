@@ -86,6 +86,11 @@ class CachePlan(PlanView):
         """
         return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
 
+    def allocated_bytes(self, batch_size: int, dtype, groups: int = 1) -> int:
+        """Bytes of the pools of all devices together where heads are divided over `groups` of
+        them: one program serves all, so each pool has the size of the fullest."""
+        return groups * self.divide(groups)[0].num_bytes(batch_size, dtype)
+
     def dense_bytes(self, batch_size: int, dtype) -> int:
         """Bytes of the full cache (last scale excluded) for a batch of images."""
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)

@@ -2,8 +2,10 @@
 blocks of how many slots, when rounding is charged to the budget."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from varjax import arguments
 from varjax.cache import allocator, stages
@@ -41,15 +43,21 @@ class Planning(NamedTuple):
     allocations: tuple[type, ...]
 
 
-def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> CachePlan:
+def plan_cache(
+    geometry: Geometry, policy: Policy, calibration: Any = None, *, groups: int = 1
+) -> CachePlan:
     """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
-    model. calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
+    model.
+
+    Args:
+      calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
+      groups: devices that the heads are divided over; each one's pool keeps the budget by itself.
 
     Raises:
       UserError: the policy does not serve such a model, or an argument of it cannot work there; the
         budget is infeasible (the message names the smallest feasible one), or the block size is.
     """
-    policy, allocation, block_size = choose(geometry, policy, calibration)
+    policy, allocation, block_size = choose(geometry, policy, calibration, groups)
     plan = PLANNING[geometry.kind].build(
         geometry,
         allocation,
@@ -67,7 +75,7 @@ def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> C
 
 
 def choose(
-    geometry: Geometry, policy: Policy, calibration: Any = None
+    geometry: Geometry, policy: Policy, calibration: Any = None, groups: int = 1
 ) -> tuple[Policy, Allocation | StageAllocation, int]:
     """Return what `plan_cache` lays out: the prepared policy, its allocation and the slots of a
     block. The errors are the same."""
@@ -83,7 +91,12 @@ def choose(
         arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)
         return found
 
-    return policy, *PLANNING[geometry.kind].fit(geometry, rule, allocate)
+    allocation, block_size = PLANNING[geometry.kind].fit(geometry, rule, allocate)
+    charged = policy.accounting == "bytes" and isinstance(allocation, StaticAllocation)
+    if groups > 1 and charged:  # others are not divided, or have heads of one size
+        parts = _Groups(geometry, rule, allocate, groups)
+        allocation, block_size = parts.fitted(allocation, block_size)
+    return policy, allocation, block_size
 
 
 def fit_blocks(
@@ -204,3 +217,89 @@ class _Search:
             f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; "
             f"give that budget, or accounting=tokens"
         )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """What may be kept where heads lie on several devices, each of which has a pool for its own
+    heads, and its share of the budget.
+
+    Heads of one device may ask for more than its share, as HeatKV's do. Every device's heads then
+    keep what the policy gives them at a budget of their own, with which their pool is full.
+    """
+
+    geometry: Geometry
+    rule: Rule
+    allocate: Callable[[float], Allocation]
+    groups: int
+
+    def fitted(self, allocation: StaticAllocation, block_size: int) -> tuple[Allocation, int]:
+        """Return what every device has room for, in blocks of at most `block_size`. Nothing changes
+        where that is all."""
+        if all(self._fits(part, block_size) for part in self._parts(allocation)):
+            return allocation, block_size
+        budget, asked = self.rule.policy.budget, self.rule.policy.block_size
+        most = self._kept(self._filled(asked or 1))  # nothing is rounded up in blocks of one slot
+        for size in (asked,) if asked else (b for b in BLOCK_SIZES if b <= block_size):
+            found = self._filled(size)
+            if len(found) == self.groups and self._kept(found) >= (1 - LOST_AT_MOST) * most:
+                return StaticAllocation(np.concatenate([p.last_use for p in found], 1)), size
+        name = self.rule.policy.name
+        raise UserError(
+            f"policy {name!r} at budget {budget:g} does not fit with heads on {self.groups} "
+            f"devices: the heads of one ask for more than its share; choose accounting=tokens, a "
+            f"larger budget, or fewer devices along model"
+        )
+
+    @property
+    def _own(self) -> Geometry:
+        """The geometry of a device's heads."""
+        return replace(self.geometry, num_heads=self.geometry.num_heads // self.groups)
+
+    @property
+    def _limit(self) -> int:
+        """Slots of a device that the budget pays for."""
+        return int(self.rule.policy.budget * self._own.dense_tokens + 1e-6)
+
+    def _parts(self, allocation: StaticAllocation) -> list[StaticAllocation]:
+        split = np.split(allocation.last_use, self.groups, axis=1)
+        return [StaticAllocation(part) for part in split]
+
+    def _fits(self, part: StaticAllocation, block_size: int) -> bool:
+        return pool_slots(self._own, part, block_size) <= self._limit
+
+    def _kept(self, parts: list[StaticAllocation]) -> int:
+        return sum(peak_tokens(self._own, part) for part in parts)
+
+    def _filled(self, block_size: int) -> list[StaticAllocation]:
+        """Return the fullest that fits of every device; fewer if one has no room for the least."""
+        known: dict[float, list[StaticAllocation]] = {}
+        found = []
+        for number in range(self.groups):
+
+            def attempt(budget: float, number=number) -> StaticAllocation | None:
+                if budget not in known:
+                    known[budget] = self._parts(self.allocate(budget))
+                part = known[budget][number]
+                return part if self._fits(part, block_size) else None
+
+            found += filter(None, [self._fullest(attempt)])
+        return found
+
+    def _fullest(self, attempt: Callable[[float], StaticAllocation | None]):
+        """Bisect the budget that fills a device's pool."""
+        policy = self.rule.policy
+        best = attempt(policy.budget)
+        if not policy.shrinks:
+            return best
+        low, high = policy.budget, 1.0
+        if best is None:
+            low, high = self.rule.minimum_budget(self.geometry), policy.budget
+            best = attempt(low)
+        for _ in range(SEARCH_STEPS if best else 0):
+            if peak_tokens(self._own, best) >= (1 - LOST_AT_MOST / 4) * self._limit:
+                break
+            middle = (low + high) / 2
+            found = attempt(middle)
+            low, high, best = (middle, high, found) if found else (low, middle, best)
+        return best

@@ -15,6 +15,13 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
     if spec.model > 1 and (reason := plan.whole_because):
         raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
+    taken = plan.allocated_bytes(1, "float32", spec.model) / plan.dense_bytes(1, "float32")
+    if plan.accounting == "bytes" and taken > plan.budget + 1e-9:
+        raise UserError(
+            f"mesh {spec}: the plan keeps {plan.budget:.2%} of the full cache on one device, but "
+            f"divided over {spec.model} it would take {taken:.2%}: plan for the mesh "
+            f"(varjax.plan(..., mesh=mesh)), or take accounting=tokens"
+        )
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:
         index = np.zeros(images, np.int64)  # there may be inputs of one image only
