@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 
 SETTINGS = "settings"  # the array that holds the digest of the settings
@@ -112,7 +113,7 @@ def settings_of(path: pathlib.Path) -> str | None:
 def _opened(path: pathlib.Path) -> Iterator[zipfile.ZipFile]:
     """Open the file as a zip archive whose members need no more memory than the file has bytes.
     Whatever goes wrong while it is read becomes `Damaged`."""
-    with open(path, "rb") as file:
+    with ordinary.opened(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 _check_directory(archive.infolist(), file.seek(0, 2))

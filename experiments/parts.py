@@ -22,7 +22,7 @@ from varjax.errors import UserError, some
 from varjax.io.json_text import json_safe
 from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP
-from varjax.storage.manifest import parse_json
+from varjax.storage.manifest import parse_json, read_json
 
 CONTENT = "content"  # the array that holds JSON in UTF-8
 
@@ -96,8 +96,8 @@ def _count_of(out: pathlib.Path, found: list[tuple[int, pathlib.Path]]) -> int:
 
 def _settings(folder: pathlib.Path) -> dict:
     """Return the settings of a part, as its own file says them."""
-    with contextlib.suppress(OSError, ValueError):
-        content = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
+    with contextlib.suppress(UserError):
+        content = read_json(folder / SETTINGS)
         if isinstance(content, dict):
             return content
     raise UserError(f"{folder}: {SETTINGS} is missing or damaged: put it back, or {again(folder)}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from experiments import batch_files, step_files
 from experiments.batch_files import Damaged
 from varjax.errors import UserError, show, some
-from varjax.storage import lock
+from varjax.storage import lock, ordinary
 from varjax.storage.atomic import DESKTOP, write_text
 from varjax.storage.manifest import LARGEST_JSON, parse_json
 
@@ -126,7 +126,7 @@ class WorkFolder:
     def _settings_text(self) -> str:
         """Return the text of settings.json; empty without one, "?" if it is too large for ours."""
         try:
-            with open(self.path / SETTINGS, "rb") as file:
+            with ordinary.opened(self.path / SETTINGS) as file:
                 data = file.read(LARGEST_JSON + 1)
         except FileNotFoundError:
             return ""

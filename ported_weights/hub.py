@@ -2,14 +2,14 @@
 
 `hub.json` says where they are. Files go to the hub's own cache (HF_HOME), are resumed there and
 taken from there the next time. Each is checked: its size and SHA-256 as `hub.json` has them, else
-as the hub says.
+as the hub says. What the hub says becomes a path only if it stays in the cache.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
-import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from varjax.errors import UserError, nearest, require, some
+from varjax.storage import ordinary
+from varjax.storage.names import inside
 
 HUB = "hub"  # the value of --source
 DATA = Path(__file__).with_name("hub.json")
@@ -29,6 +31,7 @@ LUMINA_TOKENIZER = (
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # the first kind that a folder has is taken
 _BESIDE = (".json", "spiece.model")
 _NOT_FOR_US = ("tf_", "flax_", "rust_", "onnx/")
+_NAMING = ("etag", "x-linked-etag", "x-repo-commit")  # headers that become names of files
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,28 @@ def fetch(model: str, given: Mapping[str, str | None]) -> dict[str, str]:
         if not given.get(flag) or given[flag] == HUB
     }
     with _explained(model):
+        _guard()
         listings = {repo: _listing(repo) for repo in dict.fromkeys(r for r, _ in wanted.values())}
         files = {flag: _chosen(listings[repo], repo, path) for flag, (repo, path) in wanted.items()}
         _check_space(model, [file for of in files.values() for file in of])
         return {flag: _local(files[flag], path) for flag, (_, path) in wanted.items()}
+
+
+def _guard() -> None:
+    """Have the headers checked that the library makes names of files of."""
+    import huggingface_hub
+
+    now = huggingface_hub.get_session()
+    hooks = {**now.event_hooks, "response": [_check_headers]}
+    same = {"follow_redirects": now.follow_redirects, "timeout": now.timeout}
+    huggingface_hub.set_client_factory(lambda: type(now)(event_hooks=hooks, **same))
+
+
+def _check_headers(response) -> None:
+    for header in _NAMING if response.request.method == "HEAD" else ():
+        value = response.headers.get(header, "")
+        if not re.fullmatch(r'(W/)?"?[\w+=-]*"?', value, re.ASCII):
+            raise UserError(f"refused: the hub says {header} {value!a:.80}, which is no plain name")
 
 
 def _listing(repo: str) -> list[Remote]:
@@ -95,6 +116,8 @@ def _listing(repo: str) -> list[Remote]:
     api = huggingface_hub.HfApi(endpoint=ENDPOINT)
     known = _data()["repositories"].get(repo, {})
     info = api.model_info(repo, revision=known.get("revision"), files_metadata=True)
+    if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
+        raise UserError(f"refused: the hub says revision {info.sha!a:.80} of {repo}: it is none")
     print(f"{repo}: revision {info.sha}", file=sys.stderr, flush=True)
     found = []
     for file in info.siblings or ():
@@ -112,14 +135,16 @@ def _chosen(listing: Sequence[Remote], repo: str, path: str) -> list[Remote]:
     if not path.endswith("/"):
         chosen = [file for file in listing if file.name == path]
     else:
-        inside = [f for f in listing if path == "/" or f.name.startswith(path)]
-        inside = [f for f in inside if not f.name.startswith(_NOT_FOR_US)]
-        kinds = [kind for kind in _WEIGHTS if any(f.name.endswith(kind) for f in inside)]
+        below = [f for f in listing if path == "/" or f.name.startswith(path)]
+        below = [f for f in below if not f.name.startswith(_NOT_FOR_US)]
+        kinds = [kind for kind in _WEIGHTS if any(f.name.endswith(kind) for f in below)]
         ends = (*kinds[:1], *_BESIDE)
-        chosen = [file for file in inside if kinds and file.name.endswith(ends)]
+        chosen = [file for file in below if kinds and file.name.endswith(ends)]
     if not chosen:
         held = some(sorted(file.name for file in listing), 8) or "nothing"
         raise UserError(f"{repo} has no {path} with weights any more: it holds {held}")
+    for file in chosen:
+        inside(Path(), file.name)
     return chosen
 
 
@@ -163,10 +188,11 @@ def _local(files: Sequence[Remote], path: str) -> str:
 
 def _check(file: Remote, found: Path) -> None:
     """Raise `UserError` unless a file is what it should be; it is then removed from the cache."""
+    _check_place(file, found)
     size = found.stat().st_size
     said = None if size == file.size else f"{size} bytes, not {file.size}"
     if said is None and file.sha256:
-        with open(found, "rb") as stream:
+        with ordinary.opened(found) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != file.sha256:
             said = f"the SHA-256 {digest[:16]}..., not {file.sha256[:16]}..."
@@ -176,6 +202,19 @@ def _check(file: Remote, found: Path) -> None:
         raise UserError(
             f"{file.name} of {file.repository} has {said}: it was removed, start the same command "
             "again; if that does not help, the repository has changed"
+        )
+
+
+def _check_place(file: Remote, found: Path) -> None:
+    """Raise `UserError` unless a file lies in the cache, with all links followed."""
+    from huggingface_hub import constants
+
+    own = found.parents[len(Path(file.name).parts) + 1]  # of the repository; it may be a link
+    real = found.resolve()
+    if not any(real.is_relative_to(Path(root).resolve()) for root in (constants.HF_HUB_CACHE, own)):
+        raise UserError(
+            f"{file.name} of {file.repository}: {found} is a link to {real}, out of the hub's "
+            "cache: neither read nor removed; remove the link, and start the same command again"
         )
 
 
@@ -209,7 +248,7 @@ def _explained(model: str) -> Iterator[None]:
         token = ": the token is not accepted, check HF_TOKEN" if status in (401, 403) else ""
         raise UserError(f"{model}: the hub answered {status}{token} ({_line(error)})") from None
     except OSError as error:  # the disk is full, the connection ended
-        reason = os.strerror(error.errno) if error.errno else _line(error)
+        reason = error.strerror or _line(error)
         raise UserError(f"{model}: the download ended: {reason}; {again}") from None
     except Exception as error:  # what its HTTP client raises has no common base with the above
         raise UserError(

@@ -14,7 +14,6 @@ They hold for calls as large as those that were measured: "least_bytes", "least_
 says how they were found ("measured", or "counted" in compiled instructions), "note" may say more.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from varjax import arguments
 from varjax.errors import UserError, about, choose, show
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file
+from varjax.storage.manifest import read_json
 
 FILE = Path(__file__).with_name("efficiencies.json")
 FORMAT = {"format": "varjax efficiencies", "version": 1}
@@ -145,8 +145,8 @@ def read(path: Path = FILE) -> dict[str, Record]:
     """
     with about(path):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = read_json(path)
+        except UserError as error:
             raise UserError(f"{error}: give a file that `adopt` has written") from None
         return checked(content)
 

@@ -27,7 +27,7 @@ from varjax import arguments
 from varjax.errors import UserError, about, require
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
-from varjax.storage.manifest import parse_json
+from varjax.storage.manifest import read_json
 from varjax.storage.names import check_distinct, inside
 
 FOLDER = "images"
@@ -149,13 +149,13 @@ def image_files(folder: Path) -> set[str]:
     """Return the files below `images/` that the manifest of a folder lists."""
     found: set[str] = set()
     try:
-        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json(folder / MANIFEST)
         for file in (entry["file"] for entry in content["images"]):
             if file.startswith(f"{FOLDER}/"):
                 found.add(file)
                 if content["kind"] == Kind.GENEVAL:
                     found.add(f"{file.rsplit('/', 2)[0]}/{METADATA}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged
+    except (UserError, KeyError, TypeError, AttributeError):  # none, or damaged
         return set()
     return found
 

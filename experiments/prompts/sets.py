@@ -24,6 +24,7 @@ from pathlib import Path
 
 from varjax import arguments
 from varjax.errors import UserError, choose, show
+from varjax.storage import ordinary
 from varjax.storage.manifest import parse_json
 
 
@@ -250,7 +251,7 @@ def _text_lines(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    with open(path, "rb") as file:
+    with ordinary.opened(path) as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise UserError(f"{path} is larger than {LARGEST_FILE >> 20} MiB: divide it")

@@ -14,6 +14,7 @@ from varjax import sequence
 from varjax.arguments import LARGEST_BATCH
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
+from varjax.storage import ordinary
 from varjax.storage.manifest import parse_json
 
 REPORT, SAMPLES = "sweep.json", "samples.npz"
@@ -88,18 +89,13 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
 
 
 def _open(folder: pathlib.Path, name: str, load: Callable[[BinaryIO], Content]) -> Content:
-    path, file = folder / name, None
     try:
-        if path.is_file() or not path.exists():  # opening a pipe would wait for its other end
-            file = open(path, "rb")
-        reason = "it is no ordinary file"
+        file = ordinary.opened(folder / name)
     except OSError as error:
-        reason = error.strerror or str(error)
-    if file is None:
         raise UserError(
-            f"--sweep={folder} is no finished sweep ({reason}: {name}): give the folder that "
-            f"`python -m experiments.sweep` has written"
-        )
+            f"--sweep={folder} is no finished sweep ({error.strerror}: {name}): give the folder "
+            "that `python -m experiments.sweep` has written"
+        ) from None
     with file:
         try:
             return load(file)

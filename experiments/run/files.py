@@ -126,7 +126,8 @@ def _pixels(store: Batches) -> Iterator[np.ndarray]:
     kill the process."""
     path, count = store.work.path / PIXELS, store.series["main"].count
     try:
-        with open(path, "wb") as file:
+        path.unlink(missing_ok=True)
+        with open(path, "xb") as file:  # follows no link
             for index, results in store.batches("main"):
                 some = results["images"]
                 some = some if some.dtype == np.uint8 else images.to_uint8(some)

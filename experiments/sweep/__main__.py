@@ -57,6 +57,7 @@ from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
+from varjax.storage import ordinary
 
 FLAGS = CommandFlags(
     "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",
@@ -154,7 +155,9 @@ def main(argv: list[str]) -> None:
     sweep = DISTRIBUTED.resolve(resolve, OUT)
     if processes.is_first():
         print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
-    calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change
+    calibration = sweep.calibration and ordinary.read(
+        sweep.calibration, calibration_lib.LARGEST_FILE
+    )  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
     try:
         (make_part if SHARD.shard else make)(sweep, store, calibration)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError
+from varjax.storage import ordinary
 
 MAX_DIRECTORY = 16 * 2**20  # bytes of the list of members; a tensor usually takes 100
 CHUNK = 2**24  # bytes that a checksum reads at a time
@@ -47,10 +48,11 @@ class Archive:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = ordinary.opened(path).detach()  # without a buffer
         self._sound: set[str] = set()  # members whose checksum was compared
         try:
-            with _Head(path) as head, zipfile.ZipFile(head) as archive:
+            head = _Head(self._file.fileno(), closefd=False)
+            with zipfile.ZipFile(head) as archive:
                 infos, end = archive.infolist(), archive.start_dir
             self._members = {info.filename: self._member(info) for info in infos}
         except (zipfile.BadZipFile, *_FROM_ZIPFILE) as error:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ported_weights.readers.files import MAX_PICKLE, Storage, TorchFile
 from varjax.errors import UserError
+from varjax.storage import ordinary
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle: a number
 VERSION = 1001
@@ -26,7 +27,7 @@ class LegacyTorchFile(TorchFile):
         self.path, self._used = path, Counter()
         self._mentioned: dict[str, Storage] = {}
         self._archive = Storages(path)
-        with path.open("rb") as file:
+        with ordinary.opened(path) as file:
             data = file.read(MAX_PICKLE)
         version, at = self._next(data, len(MAGIC))
         system, at = self._next(data, at)
@@ -78,7 +79,7 @@ class Storages:
         texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
         if not texts or sorted(keys) != sorted(mentioned):
             raise self.damaged("its list of storages is not that of its tensors")
-        with self.path.open("rb") as file:
+        with ordinary.opened(self.path) as file:
             end = file.seek(0, 2)
             for key in keys:
                 file.seek(at)
@@ -92,7 +93,7 @@ class Storages:
 
     def values(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
         """Read elements `first` to `end` - 1 of a storage."""
-        with self.path.open("rb") as file:
+        with ordinary.opened(self.path) as file:
             file.seek(self._start[key] + first * dtype.itemsize)
             data = file.read((end - first) * dtype.itemsize)
         if len(data) != (end - first) * dtype.itemsize:

@@ -20,6 +20,7 @@ from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors
 from ported_weights.readers.legacy import MAGIC, LegacyTorchFile
 from ported_weights.readers.wrappers import unwrapped, without_wrappers
 from varjax.errors import UserError, about, some
+from varjax.storage import ordinary
 from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
@@ -80,7 +81,7 @@ class Source:
 
 def fingerprint(path: Path) -> dict:
     """Return name, size and SHA-256 of a file."""
-    with path.open("rb") as file:
+    with ordinary.opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # a name may have any bytes, JSON holds only text
     name = os.fsencode(path.name).decode(errors="replace")
@@ -136,7 +137,7 @@ def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
     """Open a file by its first bytes: the tensors of safetensors, or a torch file."""
     if not path.is_file():
         raise UserError(f"{path} is no ordinary file: {_ADVICE}")
-    with path.open("rb") as file:
+    with ordinary.opened(path) as file:
         head = file.read(512)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return TorchFile(path)

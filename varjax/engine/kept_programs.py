@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 
 from varjax.engine import compilation_cache, fingerprint
 from varjax.errors import UserError
-from varjax.storage import atomic
+from varjax.storage import atomic, ordinary
 
 PLATFORMS = ("cpu",)  # others have run no kept program yet
 # Who sets them wants to see JAX at work, or chooses a device.
@@ -173,7 +173,7 @@ def _inputs(lowered: jax.stages.Lowered) -> str | None:
 def _read(path: pathlib.Path) -> bytes | None:
     """The contents of a file of `_write`; None if there is none, or it is damaged."""
     try:
-        data = path.read_bytes()
+        data = ordinary.read(path, MOST_BYTES)
     except OSError:
         return None
     with contextlib.suppress(OSError):  # of somebody else

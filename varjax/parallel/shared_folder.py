@@ -30,7 +30,7 @@ def check(folder: Path, name: str, advice: str) -> None:
         if processes.is_first():
             for left in folder.glob(f"{name}*"):  # by a process that was killed
                 left.unlink(missing_ok=True)
-            token.write_bytes(b"")
+            token.touch(exist_ok=False)  # follows no link
     try:
         with processes.together():
             _look_for(token, advice)

@@ -16,7 +16,7 @@ from varjax.nn import parameters, quantized
 from varjax.nn.quantized import Leaf, Quantized, quantize
 from varjax.nn.schemes import Scheme
 from varjax.nn.stored import Stored
-from varjax.storage import by_part
+from varjax.storage import by_part, ordinary
 from varjax.storage.orbax_errors import failed_reading, failed_writing
 
 CHUNK_BYTES = 2**26  # of stored arrays
@@ -174,6 +174,7 @@ def read(
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
     with failed_reading(folder), checkpointer:
+        ordinary.check_folder(folder)
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)

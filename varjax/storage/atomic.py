@@ -146,10 +146,11 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
       OSError: no such folder, no write permission, no space left.
     """
     target = Path(path)
-    work = target.with_name(f".{target.name}.{os.getpid()}")
+    work = _hidden(target)
     with _errors_name(path, target), exits_when_terminated():
+        file = open(work, "xb")  # follows no link
         try:
-            with open(work, "wb") as file:
+            with file:
                 yield file
             os.replace(work, target)
         finally:
@@ -254,4 +255,4 @@ def _swap(work: Path, target: Path) -> None:
 
 def _hidden(target: Path) -> Path:
     """A name beside `target` that nobody else uses."""
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:16]}")
+    return target.with_name(f".{target.name}.{uuid.uuid4().int % 10**16}")

@@ -4,9 +4,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from varjax.errors import UserError
+from varjax.storage import ordinary
 
 NAME = "lock"  # the file in the folder, which is there as long as somebody holds it
 
@@ -49,10 +50,10 @@ def is_held(folder: str | os.PathLike) -> bool:
     return lock is None
 
 
-def _take(path: Path) -> TextIO | None:
+def _take(path: Path) -> BinaryIO | None:
     """The lock file, open and locked; None if another process has locked it."""
     while True:
-        file = open(path, "a", encoding="ascii")
+        file = ordinary.opened(path, "ab")
         try:
             import fcntl
 

@@ -274,7 +274,7 @@ def _crc32(file: Path) -> str:
     """CRC-32 of a file, in hexadecimal. Orbax itself would not notice all flipped bits: its chunks
     of values carry no checksum."""
     value = 0
-    with file.open("rb") as stream:
+    with ordinary.opened(file) as stream:
         while data := stream.read(2**24):
             value = zlib.crc32(data, value)
     return f"{value:08x}"

@@ -29,9 +29,11 @@ from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
+from varjax.storage import ordinary
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
+LARGEST_FILE = 64 * 2**20  # bytes of it
 END = 1  # id of the end token, counted in every length
 # Entries of an encoder's vocabulary that are no pieces: 100 placeholders, and what fills up to a
 # multiple of 128.
@@ -286,7 +288,9 @@ def _open(path: Path):
     if not path.is_file():
         raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
     try:
-        return module.SentencePieceProcessor(model_file=os.fspath(path))
+        processor = module.SentencePieceProcessor()
+        processor.LoadFromSerializedProto(ordinary.read(path, LARGEST_FILE))
+        return processor
     except (RuntimeError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(

@@ -27,13 +27,14 @@ import orbax.checkpoint as ocp
 from varjax.errors import UserError, some
 from varjax.parallel import processes, shared_folder
 from varjax.parallel.stopping import Ending, Stop
-from varjax.storage import arrays, lock, manifest
+from varjax.storage import arrays, lock, manifest, ordinary
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
 from varjax.training.time_left import StageTimeLeft
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS, WINDOW = "records.json", "window.json"
+LARGEST_HISTORY = 2**30  # bytes
 EARLIER = {"family": "var", "shifts": 0}  # the meaning of settings.json without these settings
 
 
@@ -73,7 +74,8 @@ def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> Non
 def _compare(path: Path, settings: Mapping) -> None:
     """Refuse settings that differ from those of the run that was begun."""
     try:
-        stored = manifest.parse_json(path.read_text(encoding="utf-8"))
+        data = ordinary.read(path, manifest.LARGEST_JSON)
+        stored = manifest.parse_json(data.decode("utf-8"))
         if not isinstance(stored, dict):
             raise ValueError("it must hold a JSON object")
     except ValueError as error:
@@ -155,6 +157,7 @@ class StageFolder:
         if problem := processes.say_texts(problem)[0]:  # all go on from the same one
             raise UserError(problem)
         with arrays.failed_reading(folder, self._advice()):
+            ordinary.check_folder(folder)
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
     def _records(self) -> dict:
@@ -188,8 +191,8 @@ class StageFolder:
     def keep_history(self, up_to: int) -> None:
         """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
         path, kept = self.path / HISTORY, []
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        for line in text.splitlines():
+        data = ordinary.read(path, LARGEST_HISTORY) if path.exists() else b""
+        for line in data.decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
         self._write(HISTORY, "".join(f"{line}\n" for line in kept))
@@ -198,8 +201,8 @@ class StageFolder:
         """Add one line to the history."""
         if not processes.is_first():
             return
-        with open(self.path / HISTORY, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        with ordinary.opened(self.path / HISTORY, "ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
 
     def keep_window(self, step: int, window: list[Mapping]) -> None:
         """Keep metrics of steps that no line of the history has, of a run that ends at `step`."""
