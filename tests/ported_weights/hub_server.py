@@ -12,10 +12,12 @@ COMMIT = "c" * 40
 
 class Hub:
     """files: {"owner/name/file": bytes}. token: None: everybody may read. cut: bytes of a file
-    after which the connection ends; None: never. lies: {name: SHA-256 that the hub claims}."""
+    after which the connection ends; None: never. lies: {name: SHA-256 that the hub claims}.
+    revision: of the listing. commit: of the files."""
 
     def __init__(self, files: dict[str, bytes]):
         self.files, self.token, self.cut, self.lies = files, None, None, {}
+        self.revision = self.commit = COMMIT
         self.asked: list[str] = []
 
     def listing(self, repository: str) -> dict | None:
@@ -27,7 +29,7 @@ class Hub:
             data, short = self.files[name], name.removeprefix(repository + "/")
             lfs = {"sha256": self.digest(name), "size": len(data), "pointerSize": 134}
             siblings.append({"rfilename": short, "size": len(data), "lfs": lfs})
-        return {"id": repository, "sha": COMMIT, "siblings": siblings}
+        return {"id": repository, "sha": self.revision, "siblings": siblings}
 
     def digest(self, name: str) -> str:
         return self.lies.get(name) or hashlib.sha256(self.files[name]).hexdigest()
@@ -71,7 +73,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             data, wanted = hub.files[key], self.headers.get("Range")
             start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
             self.send_response(206 if wanted else 200)
-            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("X-Repo-Commit", hub.commit)
             self.send_header("ETag", f'"{hub.digest(key)}"')
             self.send_header("Content-Length", str(len(data) - start))
             self.send_header("Accept-Ranges", "bytes")

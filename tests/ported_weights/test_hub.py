@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import types
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,56 @@ def test_other_files_than_expected(served, convert, entry, tmp_path):
 def test_what_the_hub_says_is_checked(served, convert):
     served.lies[f"{REPO}/var.safetensors"] = "1" * 64
     refused(convert(), "var.safetensors of FoundationVision/var has the SHA-256")
+
+
+@pytest.mark.parametrize("name", ["etag", "commit", "revision", "file"])
+def test_names_that_lead_out_of_the_cache(served, convert, name, tmp_path):
+    """What the library would make paths of, and what we would then compare and remove."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    if name == "etag":
+        served.lies[f"{REPO}/var.safetensors"] = "../../../precious"
+    elif name == "file":
+        served.files[f"{REPO}/../../precious.json"] = b"{}"
+        served.data["models"]["var-custom"]["source"] = [REPO, "/"]
+    else:
+        setattr(served, name, "../../../precious")
+    refused(convert(), "precious", "refused: " if name != "file" else "cannot be the name of a file")
+    assert precious.read_text() == "mine"
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made <= {"precious", "hub", "cache"}
+    assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_symlink()]
+
+
+def test_plain_headers_of_any_hub():
+    def answer(**headers):
+        request = types.SimpleNamespace(method="HEAD")
+        return types.SimpleNamespace(request=request, headers=headers)
+
+    for etag in ("", "ab12", '"ab12"', 'W/"ab12-gzip"', '"0x8D+="'):
+        hub._check_headers(answer(etag=etag))
+    for etag in ("..", '".."', "W/..", "WW..", '"/abs"', "W//abs", '"a/../.."', '"a\\b"', '"."'):
+        with pytest.raises(UserError, match="refused"):
+            hub._check_headers(answer(etag=etag))
+
+
+def test_a_link_out_of_the_cache(served, convert, tmp_path):
+    """It is neither read nor removed. The cache itself, and a repository in it, may be links."""
+    assert convert()[0] == 0
+    shutil.rmtree(places.converted("var-custom"))
+    [found] = (tmp_path / "hub").rglob("var.safetensors")
+    blob, precious = found.resolve(), tmp_path / "precious"
+    blob.rename(precious)
+    blob.symlink_to(precious)
+    served.data["repositories"][REPO]["files"]["var.safetensors"] = {"size": 5}
+    refused(convert(), "var.safetensors of FoundationVision/var", str(precious), "neither read nor")
+    assert precious.read_bytes() == WEIGHTS.read_bytes() and found.is_symlink()
+    precious.replace(blob)
+    served.data["repositories"][REPO]["files"].clear()
+    [repository] = (tmp_path / "hub").glob("models--*")
+    repository.rename(tmp_path / "elsewhere")
+    repository.symlink_to(tmp_path / "elsewhere")
+    assert convert()[0] == 0
 
 
 def test_wrong_token(served, convert, monkeypatch):
