@@ -132,7 +132,9 @@ def test_names_that_lead_out_of_the_cache(served, convert, name, tmp_path):
         served.data["models"]["var-custom"]["source"] = [REPO, "/"]
     else:
         setattr(served, name, "../../../precious")
-    refused(convert(), "precious", "refused: " if name != "file" else "cannot be the name of a file")
+    refused(
+        convert(), "precious", "refused: " if name != "file" else "cannot be the name of a file"
+    )
     assert precious.read_text() == "mine"
     made = {path.name for path in tmp_path.iterdir()}
     assert made <= {"precious", "hub", "cache"}

@@ -1,0 +1,184 @@
+"""Named pipes, sockets, devices, folders and links where files are expected: refused at once, with
+their names, and nothing that a link leads to is changed."""
+
+import os
+import re
+import signal
+import socket
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import batch_files, parts, step_files
+from experiments.aot import efficiencies
+from experiments.prompts import layouts, sets
+from experiments.report import sweep_files
+from experiments.work_folder import WorkFolder
+from ported_weights.readers import legacy, sources
+from ported_weights.readers.archive import Archive
+from tests.conftest import ROOT
+from varjax.engine import kept_programs
+from varjax.errors import UserError
+from varjax.evaluation import pictures as evaluated
+from varjax.io import pictures
+from varjax.parallel import shared_folder
+from varjax.storage import arrays, lock, manifest, npz, ordinary
+from varjax.storage.atomic import new_file
+from varjax.text import t5
+from varjax.text.prompt_tokenizer import PromptTokenizer
+from varjax.training import loop
+
+# {what reads: (name of the file, how it is read from its path)}
+READERS = {
+    "ordinary": ("a", lambda path: ordinary.read(path, 9)),
+    "json": ("a.json", manifest.read_json),
+    "npz": ("a.npz", lambda path: npz.load(path, ["a"])),
+    "digest": ("a.bin", manifest.record),
+    "digest of a picture": ("a.png", evaluated.file_digest),
+    "digest of a source": ("a.pth", sources.fingerprint),
+    "checkpoint": ("_METADATA", lambda path: arrays.read(path.parent, {}, {}, "model.json")),
+    "training": (loop.SETTINGS, lambda path: loop._compare(path, {})),
+    "history": (loop.HISTORY, lambda path: _stage(path).keep_history(1)),
+    "line of the history": (loop.HISTORY, lambda path: _stage(path).append_history({})),
+    "part": (parts.SETTINGS, lambda path: parts.read(path.parent.parent)),
+    "unfinished run": (parts.SETTINGS, lambda path: WorkFolder(path.parent, {}).differs()),
+    "batch": ("a.npz", batch_files.read),
+    "settings of a batch": ("a.npz", batch_files.settings_of),
+    "step": ("step-a.json", step_files.settings_of),
+    "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),
+    "prompts": ("a.txt", sets._read),
+    "manifest": (layouts.MANIFEST, lambda path: layouts.image_files(path.parent)),
+    "efficiencies": ("a.json", efficiencies.read),
+    "program": ("a.program", kept_programs._read),
+    "weights": ("a.pth", sources.open_source),
+    "zip": ("a.pth", Archive),
+    "old weights": ("a.pth", legacy.LegacyTorchFile),
+    "picture": ("a.png", lambda path: pictures.size(path, "picture")),
+    "tokenizer": ("tokenizer.json", PromptTokenizer),
+    "pieces": ("spiece.model", t5._open),
+    "lock": (lock.NAME, lambda path: lock.held(path.parent, "busy").__enter__()),
+}
+GIVES_NOTHING = {"manifest": set(), "program": None}  # as without a file
+
+
+def _stage(path: Path) -> loop.StageFolder:
+    stage = object.__new__(loop.StageFolder)
+    stage.path = path.parent
+    return stage
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link_to_pipe(path: Path) -> None:
+    os.mkfifo("../../pipe")
+    path.symlink_to("../../pipe")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.fixture(autouse=True)
+def at_once():
+    """A reader that waits for ever is ended by an error."""
+
+    def late(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 20)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("make", [_pipe, _link_to_pipe, _socket, _device, Path.mkdir])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_by_name(tmp_path, monkeypatch, reader, make):
+    (folder := tmp_path / "out" / "part-0-of-1").mkdir(parents=True)
+    monkeypatch.chdir(folder)  # paths of sockets are short
+    name, read = READERS[reader]
+    make(Path(name))
+    if (reader, make) == ("checkpoint", Path.mkdir):  # it may hold folders, and this one no arrays
+        return
+    if reader in GIVES_NOTHING:
+        assert read(Path(name).absolute()) == GIVES_NOTHING[reader]
+        return
+    with pytest.raises((OSError, UserError, batch_files.Damaged)) as caught:
+        read(Path(name).absolute())
+    assert name in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("most", [4, 5])
+def test_large_files_are_named(tmp_path, most):
+    (tmp_path / "a").write_bytes(b"12345")
+    if most == 5:
+        assert ordinary.read(tmp_path / "a", most) == b"12345"
+        return
+    with pytest.raises(OSError, match="more than 4 bytes") as caught:
+        ordinary.read(tmp_path / "a", most)
+    assert caught.value.filename == str(tmp_path / "a")
+
+
+def test_temporary_files_follow_no_link(tmp_path, monkeypatch):
+    """Neither one at a name that could be guessed, nor one at the very name."""
+    victim, made = tmp_path / "victim", tmp_path / "made"
+    victim.write_text("precious")
+    (tmp_path / f".made.{os.getpid()}").symlink_to(victim)
+    with new_file(made) as file:
+        file.write(b"new")
+    assert made.read_text() == "new" and victim.read_text() == "precious"
+    (there := tmp_path / ".made.7").symlink_to(victim)
+    monkeypatch.setattr("varjax.storage.atomic._hidden", lambda target: there)
+    with pytest.raises(FileExistsError) as caught, new_file(made):
+        pass
+    assert caught.value.filename == str(made) and there.is_symlink()
+    assert victim.read_text() == "precious" and made.read_text() == "new"
+
+
+def test_files_that_are_made_for_a_while_follow_no_link(tmp_path, monkeypatch):
+    victim, absent = tmp_path / "victim", tmp_path / "absent"
+    victim.write_text("precious")
+    for name, target in ((lock.NAME, absent), (loop.HISTORY, victim)):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(OSError, match=f"no ordinary file.*{name}"):
+            ordinary.opened(tmp_path / name, "ab")
+    monkeypatch.setattr(shared_folder, "_look_for", lambda *_: None)
+    monkeypatch.setattr(Path, "glob", lambda *_: [])  # one that comes after the look
+    number = types.SimpleNamespace(integers=lambda *_: 7)
+    monkeypatch.setattr(np.random, "default_rng", lambda: number)
+    (tmp_path / "token7").symlink_to(absent)
+    with pytest.raises(FileExistsError):
+        shared_folder.check(tmp_path, "token", "")
+    assert victim.read_text() == "precious" and not absent.exists()
+
+
+# Files of varjax itself, of the system, of a folder that the program has made: opened as they are.
+OWN = {
+    *("experiments/__main__.py", "experiments/recipes/recipe.py", "experiments/serve/page.py"),
+    *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
+    *("experiments/run/files.py", "experiments/report/sweep_files.py", "ported_weights/hub.py"),
+    *("varjax/engine/fingerprint.py", "varjax/engine/memory.py"),
+    *("varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
+}
+OPENS = re.compile(
+    r"(?<!def )(?<![\w.])open\(|\.open\([\"']r|\.read_(text|bytes)\(|np\.(load|fromfile|memmap)\("
+)
+
+
+def test_one_function_opens_what_others_made():
+    found = set()
+    for folder in ("varjax", "experiments", "ported_weights"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if OPENS.search(path.read_text(encoding="utf-8")):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == OWN, "open it with varjax.storage.ordinary"
