@@ -281,7 +281,9 @@ def write_tuned(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(f".{os.getpid()}")  # whoever reads sees the old file or the new one
-    work.write_text(json.dumps(contents, indent=1) + "\n")
+    work.unlink(missing_ok=True)
+    with open(work, "x") as file:  # follows no link
+        file.write(json.dumps(contents, indent=1) + "\n")
     os.replace(work, path)
     tuned.cache_clear()  # programs traced from now on in this process find them
     return path
