@@ -251,10 +251,10 @@ def _text_lines(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    with ordinary.opened(path) as file:
-        data = file.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise UserError(f"{path} is larger than {LARGEST_FILE >> 20} MiB: divide it")
+    try:
+        data = ordinary.read(path, LARGEST_FILE)
+    except OSError as error:
+        raise UserError(f"cannot read the prompts in {path}: {error.strerror}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -210,9 +210,13 @@ def test_what_is_no_path(path):
 
 
 def test_files_that_are_too_large(tmp_path, monkeypatch):
-    """Nothing is read beyond the limits, also of what has no end."""
-    with pytest.raises(UserError, match="larger than 128 MiB"):
+    """Nothing is read beyond the limits, and nothing of what has no end."""
+    with pytest.raises(UserError, match="/dev/zero: it is no ordinary file"):
         read_prompts("/dev/zero")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="f.txt: it has more than"):
+        patch.setattr(sets, "LARGEST_FILE", 3)
+        (tmp_path / "f.txt").write_text("four")
+        read_prompts(tmp_path / "f.txt")
     monkeypatch.setattr(sets, "MOST_PROMPTS", 3)
     (tmp_path / "f.txt").write_text("\n" * 4)
     (tmp_path / "f.json").write_text('["a", "a", "a", "a"]')

@@ -33,7 +33,7 @@ from varjax.storage import ordinary
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
-LARGEST_FILE = 64 * 2**20  # bytes of it
+LARGEST_FILE = 2**27  # bytes of it
 END = 1  # id of the end token, counted in every length
 # Entries of an encoder's vocabulary that are no pieces: 100 placeholders, and what fills up to a
 # multiple of 128.
