@@ -96,11 +96,15 @@ def _count_of(out: pathlib.Path, found: list[tuple[int, pathlib.Path]]) -> int:
 
 def _settings(folder: pathlib.Path) -> dict:
     """Return the settings of a part, as its own file says them."""
-    with contextlib.suppress(UserError):
-        content = read_json(folder / SETTINGS)
-        if isinstance(content, dict):
+    reason = "it holds no object"
+    try:
+        if isinstance(content := read_json(folder / SETTINGS), dict):
             return content
-    raise UserError(f"{folder}: {SETTINGS} is missing or damaged: put it back, or {again(folder)}")
+    except UserError as error:
+        reason = f"{error!s:.300}"
+    raise UserError(
+        f"{folder}: {SETTINGS} is missing or damaged ({reason}): put it back, or {again(folder)}"
+    )
 
 
 def again(folder: pathlib.Path) -> str:
