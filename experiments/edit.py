@@ -291,7 +291,7 @@ def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -
     report = {
         **edit.describe(),
         **environment(),
-        "kv": cache_report(generator, edit.program.dense_dtype),
+        "kv": cache_report(generator),
         "kept_tokens": None if kept is None else float(kept[0].mean()),
         "tokens_of_the_picture": float((edited.tokens == edited.source_tokens).mean()),
         "schedule_text": str(order),

@@ -168,18 +168,18 @@ def policy_arguments(policy: Policy) -> dict:
     return {name: getattr(policy, name) for name in names if name != "budget"}
 
 
-def cache_report(generator: Generator, dense_dtype: str, sharers: int = 1) -> dict:
+def cache_report(generator: Generator, sharers: int = 1) -> dict:
     """Return the size of a generator's cache. Byte counts are for one batch. `allocated_bytes` is
-    read from the compiled program. dense_dtype: type of a full cache. sharers: how many such
-    generators draw a batch."""
-    plan, batch = generator.plan, generator.batch_size * sharers
-    dense, allocated = plan.dense_bytes(batch, dense_dtype), generator.allocated_bytes * sharers
+    read from the compiled program; the full cache is counted in the same type. sharers: how many
+    such generators draw a batch."""
+    plan, batch, dtype = generator.plan, generator.batch_size * sharers, generator.kv_dtype
+    dense, allocated = plan.dense_bytes(batch, dtype), generator.allocated_bytes * sharers
     read, geometry = plan.read_tokens, plan.geometry
     full = geometry.dense_tokens / (geometry.num_layers * geometry.num_heads)
     return {
         "dtype": str(generator.kv_dtype),
         "dense_bytes": dense,
-        "planned_bytes": plan.num_bytes(batch, generator.kv_dtype),
+        "planned_bytes": plan.allocated_bytes(batch, dtype, generator.mesh.model),
         "allocated_bytes": allocated,
         "fraction": allocated / max(1, dense),
         "peak_live_fraction": plan.peak_live_fraction,

@@ -67,7 +67,7 @@ GEOMETRY = FLAGS.string(
 )
 POLICY = PolicyFlags(FLAGS)
 BATCH_SIZE = define.batch_size(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
-DTYPE = define.dtype(FLAGS, "bfloat16", "keys and values in a full cache")
+DTYPE = define.dtype(FLAGS, "bfloat16", "keys and values, unless --kv_dtype says otherwise")
 KV_DTYPE = define.kv_dtype(FLAGS)
 TARGET = FLAGS.string(
     "target", None, f"With --budget=fit: a chip, {', '.join(chips.CHIPS)}; default: this device."
@@ -75,26 +75,26 @@ TARGET = FLAGS.string(
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
-def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
+def arrays(plan: CachePlan, batch_size: int, kv_dtype: str) -> dict[str, np.ndarray]:
     """Return the arrays that --save writes."""
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
         "pool_tokens": np.int64(plan.pool_tokens),
         "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
-        "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
+        "dense_bytes": np.int64(plan.dense_bytes(batch_size, kv_dtype)),
         "block_size": np.int64(plan.block_size),
     }
     return found | plan.arrays()
 
 
 def summary(
-    name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
+    name: str, plan: CachePlan, batch_size: int, kv_dtype: str, remarks: Sequence[str]
 ) -> str:
     """Return the printed plan. remarks: lines that only some policies have."""
     g = plan.geometry
     excess = plan.fraction - plan.budget
-    held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
+    held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, kv_dtype)
     lines = [
         f"{name}: {g.num_layers} layers, {g.heads}, "
         f"{g.schedule.counted()}{g.schedule.total_tokens} tokens "
@@ -103,8 +103,7 @@ def summary(
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
         f"tokens, {plan.fraction:.2%} of full",
         f"bytes     {held} ({show_bytes(held)}) of {full} ({show_bytes(full)}), batch "
-        f"{batch_size}, {dtype}"
-        + (f", the pool {kv_dtype}: {held / max(1, full):.2%}" if kv_dtype != dtype else ""),
+        f"{batch_size}, {kv_dtype}",
         f"peak      {plan.peak_live_fraction:.2%} of full is live at most",
     ]
     if excess > 1e-9:
@@ -169,10 +168,10 @@ def main(argv: list[str]) -> None:
     steady = plan.rule.steady_tokens(geometry, calibration)
     remarks = of_budget + plan_remarks(plan, calibration)
     remarks += memory_lines(plan, batch_size, kv_dtype, steady)
-    print(summary(name, plan, batch_size, dtype, kv_dtype, remarks))
+    print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
         with new_file(target) as file:
-            np.savez(file, **arrays(plan, batch_size, dtype, kv_dtype))
+            np.savez(file, **arrays(plan, batch_size, kv_dtype))
 
 
 if __name__ == "__main__":

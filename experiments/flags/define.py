@@ -75,8 +75,8 @@ def kv_dtype(flags: CommandFlags) -> FlagHolder[str]:
         "kv_dtype",
         None,
         list(KV_DTYPES),
-        "Type of stored keys and values; default: --dtype, which the full cache always has. int8 "
-        "has a scale per token.",
+        "Type of stored keys and values; default: --dtype. A budget is a fraction of a full cache "
+        "of this type. int8 has a scale per token. What --compare compares with has --dtype.",
     )
 
 

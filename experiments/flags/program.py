@@ -12,7 +12,7 @@ from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
 from varjax import arguments
 from varjax.api import USUAL_BATCH
-from varjax.cache.plan import CachePlan, storage_dtype
+from varjax.cache.plan import CachePlan
 from varjax.cli.flags import CommandFlags, about
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
@@ -33,8 +33,8 @@ class ProgramOptions:
     """What decides how a program is compiled, apart from model, plan and batch.
 
     dtype: type of the computation. weights_dtype: type of stored weights.
-    kv_dtype: type of a compressed pool.
-    dense_dtype: type of a full cache.
+    kv_dtype: type of the cache, of which budgets are fractions; a full cache that others are
+      compared with has `dtype`.
     attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
     decoding: how pixels are decoded.
     """
@@ -42,7 +42,6 @@ class ProgramOptions:
     dtype: str
     weights_dtype: str
     kv_dtype: str
-    dense_dtype: str
     matmul_precision: str
     segments: str
     layers: str
@@ -140,12 +139,10 @@ class ProgramFlags:
         are compiled for; None: this machine."""
         check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
         dtype = self._computed_in() or self._dtype.value or default_dtype()
-        dense = dtype if self._elsewhere else str(storage_dtype(dtype))
         return ProgramOptions(
             dtype=dtype,
             weights_dtype=self._weights.value or dtype,
-            kv_dtype=self._kv_dtype.value or dense,
-            dense_dtype=dense,
+            kv_dtype=self._kv_dtype.value or dtype,
             matmul_precision=self._precision.value,
             segments=self._segments.value,
             layers=self._layers.value,

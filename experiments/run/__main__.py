@@ -208,7 +208,7 @@ def generate_series(
         plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
     else:
         plan = api.plan(run.plan.geometry, mesh=run.program.mesh)
-        kv_dtype, keep_logits = run.program.dense_dtype, False
+        kv_dtype, keep_logits = run.program.dtype, False
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
     name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)

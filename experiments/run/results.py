@@ -113,8 +113,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "recipe": run.recipe,
         **environment(),
         "kv": {
-            **cache_report(generator, run.program.dense_dtype, run.sharers),
-            "dense_dtype": run.program.dense_dtype,
+            **cache_report(generator, run.sharers),
             "bookkeeping_bytes": generator.bookkeeping_bytes * run.sharers,
         },
         "remarks": list(run.remarks),
@@ -209,7 +208,7 @@ def plan_line(run: Run) -> str:
     """Return one line about the plan, printed before compiling."""
     plan, batch = run.plan, run.batch_size
     planned = plan.allocated_bytes(batch, run.program.kv_dtype, run.program.mesh.model)
-    dense = plan.dense_bytes(batch, run.program.dense_dtype)
+    dense = plan.dense_bytes(batch, run.program.kv_dtype)
     return (
         f"{run.model.name}: {len(run.condition)} images in batches of {batch}; {run.policy.name} "
         f"keeps {memory.show_bytes(planned)} of "
@@ -221,7 +220,7 @@ def plan_line(run: Run) -> str:
 def dry_run_text(run: Run) -> str:
     """Return the plan and predicted bytes, for --dry_run."""
     plan, batch = run.plan, run.batch_size
-    dense = plan.dense_bytes(batch, run.program.dense_dtype)
+    dense = plan.dense_bytes(batch, run.program.kv_dtype)
     mesh = run.program.mesh
     need = run.program.predict_here(run.model, plan, batch // mesh.data, run.condition)
     pool = plan.allocated_bytes(batch, run.program.kv_dtype, mesh.model)

@@ -263,7 +263,7 @@ def _say(line: str) -> None:
 def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:
     """Return everything about a cell except its fidelity. Byte counts are for one batch.
     `live_tokens` and `used_slots` int [K, layers] count one cache row after each store."""
-    plan, kv = cell.plan, cache_report(generator, sweep.program.dense_dtype)
+    plan, kv = cell.plan, cache_report(generator)
     return {
         "label": cell.label,
         "policy": cell.name,

@@ -89,7 +89,7 @@ class Sweep(Generation):
 
     def cell_generator(self, model: Model, cell: Cell) -> Generator:
         """Return the generator of a cell. The full cache is never compressed."""
-        kv_dtype = self.program.dense_dtype if cell is self.full else self.program.kv_dtype
+        kv_dtype = self.program.dtype if cell is self.full else self.program.kv_dtype
         return self.generator(model, cell.plan, kv_dtype, keep_logits=True)
 
 
@@ -247,7 +247,7 @@ def _plan_cell(
 def show_sizes(sweep: Sweep) -> str:
     """Return the line that is printed before anything is compiled."""
     batch, feasible = sweep.batch_size, sum(cell.plan is not None for cell in sweep.cells)
-    dense = memory.show_bytes(sweep.full.plan.dense_bytes(batch, sweep.program.dense_dtype))
+    dense = memory.show_bytes(sweep.full.plan.dense_bytes(batch, sweep.program.dtype))
     return (
         f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "
         f"{len(sweep.condition)} images in batches of {batch}; the full cache takes {dense}"

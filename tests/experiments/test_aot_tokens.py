@@ -13,7 +13,7 @@ from varjax.engine.pixels import Decoding
 from varjax.model import Model, describe
 from varjax.parallel.split import MeshSpec
 
-TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype", "dense_dtype")}
+TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype")}
 OPTIONS = ProgramOptions(
     **TYPES,
     matmul_precision="default",

@@ -119,7 +119,7 @@ def test_bad_input(call, tmp_path, monkeypatch, flags, message):
 )
 def test_the_place_is_checked_first(call, tmp_path, monkeypatch, place, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a: pytest.fail("planned"))
+    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a, **k: pytest.fail("planned"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     status, out, err = call("plan", GEOMETRY, f"--save={place}", "--overwrite")
@@ -132,7 +132,9 @@ def test_a_failed_write_names_the_file_that_was_asked_for(call, tmp_path, monkey
     folder = tmp_path / "folder"
     folder.mkdir()
     real = policy_flags.plan_cache
-    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a: (folder.rmdir(), real(*a))[1])
+    monkeypatch.setattr(
+        policy_flags, "plan_cache", lambda *a, **k: (folder.rmdir(), real(*a, **k))[1]
+    )
     status, _, err = call("plan", GEOMETRY, f"--save={folder / 'x.npz'}")
     assert status == 2 and err == f"error: No such file or directory: {folder / 'x.npz'}\n"
 
@@ -290,12 +292,12 @@ def test_amskv_sizes_in_tokens(call, tmp_path):
         np.testing.assert_array_equal(plan["keep_count"][5, 2, 0], [1, 2, 0, 0, 17, 0])
 
 
-def test_int8_pool_beside_a_bfloat16_cache(call, tmp_path):
-    """2 x 32 bytes of numbers and 8 of scales per token, instead of 4 x 32."""
+def test_an_int8_pool_is_a_fraction_of_an_int8_cache(call, tmp_path):
+    """2 x 32 bytes of numbers and 8 of scales per token."""
     target = tmp_path / "plan.npz"
     flags = ("--geometry=layers=2,heads=2,head_dim=32,schedule=1x1;2x2;4x4", "--policy=swa")
     status, out, err = call("plan", *flags, "--budget=0.5", "--kv_dtype=int8", f"--save={target}")
-    assert status == 0 and "the pool int8" in out, err
+    assert status == 0 and "batch 1, int8" in out, err
     with np.load(target) as plan:
         assert plan["num_bytes"] == plan["pool_tokens"] * 2 * (2 * 32 + 8)
-        assert plan["dense_bytes"] == 5 * 4 * 2 * 4 * 32
+        assert plan["dense_bytes"] == 5 * 4 * 2 * (2 * 32 + 8)

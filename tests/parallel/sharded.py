@@ -72,10 +72,12 @@ def load(name: str, on_disk: bool = False):
     return model.load_weights("float32", on_disk=on_disk) if own == DEMO else model
 
 
-def plan_for(model, policy: str, arguments: dict, folder: str):
-    """The plan of a case; for `table` of what random heads see, each something else."""
+def plan_for(model, policy: str, arguments: dict, folder: str, meshes: tuple[str, ...]):
+    """The plan of a case, for its meshes; for `table` of what random heads see, each something
+    else."""
     if policy != "table":
-        return varjax.plan(model, policy, **arguments)
+        most = max(map(MeshSpec.parse, meshes), key=lambda mesh: mesh.model)
+        return varjax.plan(model, policy, **arguments, mesh=most)
     geometry, period = model.geometry, 8
     sequence = geometry.schedule
     shape = (geometry.num_layers, geometry.num_heads, sequence.image_tokens)
@@ -171,7 +173,7 @@ def main(cases, images: int) -> None:
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in cases:
         with tempfile.TemporaryDirectory() as folder:
-            plan = plan_for(load(name), policy, arguments, folder)
+            plan = plan_for(load(name), policy, arguments, folder, meshes)
         by_token = load(name).draws_tokens
 
         def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):

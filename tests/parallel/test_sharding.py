@@ -51,6 +51,39 @@ def test_groups_of_heads_hold_what_the_plan_holds(policy):
     assert state.kv_pool.shape[1] == 2 * groups[0].pool_blocks
 
 
+@pytest.mark.parametrize("name", ["full", "swa", "streaming", "heatkv"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_every_device_keeps_the_budget(name, groups):
+    """Also where a policy would rather keep the heads of one: those of all are full then."""
+    model = varjax.describe("demo")
+    policy = policies.registry.get_policy(name, None if name == "full" else 0.1)
+    mesh = MeshSpec(data=2, model=groups)
+    alone, plan = varjax.plan(model, policy), varjax.plan(model, policy, mesh=mesh)
+    share = plan.allocated_bytes(2, "float32", groups) / plan.dense_bytes(2, "float32")
+    assert 0.85 * policy.budget <= share <= policy.budget
+    plans.check_plan(plan, mesh)
+    uneven = len({part.capacity.sum() for part in alone.divide(groups)}) > 1
+    assert uneven == (name == "heatkv")
+    if uneven:
+        with pytest.raises(UserError, match=r"would take (1\d|2\d)\.\d+%: plan for the mesh"):
+            plans.check_plan(alone, mesh)
+    else:
+        np.testing.assert_array_equal(plan.allocation.last_use, alone.allocation.last_use)
+    loose = dataclasses.replace(policy, accounting="tokens")
+    plans.check_plan(varjax.plan(model, loose, mesh=mesh), mesh)  # which promises no bytes
+
+
+def test_given_contents_that_do_not_fit_a_mesh_are_refused(tmp_path):
+    """They cannot be lowered."""
+    model = varjax.describe("demo")
+    alone = varjax.plan(model, "heatkv", 0.1)
+    np.savez(tmp_path / "keep.npz", keep_scale=alone.arrays()["keep_scale"])
+    table = policies.Table(path=str(tmp_path / "keep.npz"), budget=0.1)
+    varjax.plan(model, table)
+    with pytest.raises(UserError, match="heads on 4 devices: .* more than its share"):
+        varjax.plan(model, table, mesh=MeshSpec(model=4))
+
+
 def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
     plan = varjax.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
     plans.check_plan(plan, MeshSpec(data=2))

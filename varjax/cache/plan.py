@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
@@ -228,16 +227,10 @@ class CachePlan(PlanView):
         return isinstance(other, CachePlan) and self.digest == other.digest
 
 
-def storage_dtype(dtype) -> np.dtype:
-    """Return the type of an uncompressed KV pool. It is that of the computation, but float32 on
-    CPU: a scatter into a bfloat16 pool converts the whole pool there."""
-    return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
-
-
 def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
-    """Return the type of a pool: as asked, checked, or the uncompressed one of this computation."""
+    """Return the type of a pool: as asked, checked, or that of the computation."""
     if asked is None:
-        return storage_dtype(dtype)
+        return jnp.dtype(dtype)
     return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
 
 
