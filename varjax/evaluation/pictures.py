@@ -4,12 +4,10 @@ They are checked as a whole before anything else is done, and read a few at a ti
 in memory.
 """
 
-import contextlib
 import hashlib
-import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -18,14 +16,14 @@ import numpy as np
 from jaxtyping import UInt8
 
 from varjax.errors import UserError, require
+from varjax.io import pictures
 from varjax.storage import npz, ordinary
 
 ARRAY = "arr_0"
 PACKED = ("data", "offsets", "labels")
 LABELS, NUMBERS = "arr_1", "numbers"  # class of every picture; its number, if they are shuffled
-ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
-NOT_READ = (".gif", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tga")
-LARGEST_FILE = 2**28  # bytes of a picture
+ENDINGS = (*pictures.ENDINGS, ".tif", ".tiff", ".ppm")
+HEADS = pictures.STORED | {"TIFF": rb"II[*+]\0|MM\0[*+]", "PPM": rb"P[1-6]\s"}
 END_OF_JPEG = b"\xff\xd9"
 MODES = ("RGB", "L", "1", "CMYK")  # the others than RGB become it, as in the protocols' programs
 Fit = Callable[[np.ndarray], np.ndarray]
@@ -157,7 +155,8 @@ class _Encoded:
         return np.stack(list(self._map(self._decoded, range(first, end))))
 
     def _decoded(self, number: int) -> np.ndarray:
-        with _picture_errors(self._name(number)), _opened(self._bytes(number)) as picture:
+        # not `read_picture`: the protocols' programs turn no picture by its EXIF
+        with pictures.opened(self._bytes(number), self._name(number), HEADS) as picture:
             found = np.asarray(picture.convert("RGB"))
         if found.shape[:2] != self._sizes[number]:
             raise UserError(f"{self._name(number)} has changed since it was checked: start again")
@@ -171,7 +170,9 @@ class PictureFolder(_Encoded):
     labels = None
 
     def __init__(self, folder: Path, report=lambda done, total: None, fit: Fit | None = None):
-        self.where, self._folder, self.files = str(folder), folder, sorted(_files(folder))
+        found = pictures.picture_files([folder], ENDINGS)
+        self.files = sorted(path.relative_to(folder).as_posix() for path in found)
+        self.where, self._folder = str(folder), folder
         if not self.files:
             raise UserError(
                 f"{folder} holds no pictures: files that end in {', '.join(ENDINGS)} are needed"
@@ -183,11 +184,7 @@ class PictureFolder(_Encoded):
         return str(self._folder / self.files[number])
 
     def _bytes(self, number: int) -> bytes:
-        path = self._folder / self.files[number]
-        try:
-            return ordinary.read(path, LARGEST_FILE)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        return pictures.content(self._folder / self.files[number], self._name(number))
 
     @property
     def keys(self) -> Sequence[int] | Sequence[str]:
@@ -236,34 +233,15 @@ class PackedPictures(_Encoded):
         return range(self.count)
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """Paths of pictures below a folder, '/' between their parts; hidden ones are left out."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if name.startswith("."):
-                continue
-            if name.lower().endswith(NOT_READ):
-                raise UserError(
-                    f"{Path(place, name)} is of a kind that is not read: convert it to PNG, or move"
-                    " it away"
-                )
-            if name.lower().endswith(ENDINGS):
-                yield Path(place, name).relative_to(folder).as_posix()
-
-
 def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
     """((height, width), mode) of a picture; `UserError` unless it is whole, and of `MODES`. PNG and
     JPEG are not decoded for this."""
-    with _picture_errors(path):
-        with _opened(data) as picture:
-            mode, kind, (width, height) = picture.mode, picture.format, picture.size
-            if kind == "PNG":
-                picture.verify()  # checksums of all its parts
-        is_whole_jpeg = kind == "JPEG" and data.rstrip(b"\0").endswith(END_OF_JPEG)
-        if kind != "PNG" and not is_whole_jpeg:
-            with _opened(data) as picture:
-                picture.load()
+    with pictures.opened(data, path, HEADS, decode=False) as picture:
+        mode, kind, (width, height) = picture.mode, picture.format, picture.size
+        if kind == "PNG":
+            picture.verify()  # checksums of all its parts
+        elif kind != "JPEG" or not data.rstrip(b"\0").endswith(END_OF_JPEG):
+            picture.load()
     if mode not in MODES:
         names = {"P": "a palette", "RGBA": "transparency", "I;16": "16 bits of grey"}
         names |= {"LA": "grey with transparency"}
@@ -271,23 +249,6 @@ def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
             f"{path} is no RGB picture: it has {names.get(mode, mode)} (mode {mode}); convert it"
         )
     return (height, width), mode
-
-
-def _opened(data: bytes):
-    return require("PIL.Image", extra="eval", purpose="reading pictures").open(io.BytesIO(data))
-
-
-@contextlib.contextmanager
-def _picture_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # Pillow raises many kinds over damaged files
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
-            reason = "no kind of picture begins like that"
-        raise UserError(f"{path} is no picture, damaged or cut short: {reason:.120}") from None
 
 
 def file_digest(path: Path) -> str:

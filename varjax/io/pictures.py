@@ -1,4 +1,4 @@
-"""Pictures and masks that people hand in: PNG, JPEG or WebP, read without trusting them.
+"""Pictures and masks that people hand in, and folders of pictures, read without trusting them.
 
 A picture's size is read from its head and checked before a pixel is decoded, so that a small file
 cannot ask for gigabytes. What a file names or says beside its pixels is not looked at.
@@ -10,8 +10,11 @@ import contextlib
 import io
 import os
 import re
+import threading
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, UInt8
@@ -21,22 +24,54 @@ from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 
 HEADS = {"PNG": rb"\x89PNG\r\n\x1a\n", "JPEG": rb"\xff\xd8\xff", "WEBP": rb"RIFF(?s:....)WEBP"}
+STORED = HEADS | {"BMP": rb"BM"}  # in sets of pictures, by class or packed
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+OTHERS = ".tif .tiff .ppm .gif .avif .heic .heif .jfif .jp2 .jxl .tga".split()
 MOST_PIXELS = 2**26  # 8192 x 8192
 MOST_BYTES = 2**28  # of a file
 BLACK, WHITE = 0, 255
+_QUIET = threading.Lock()  # filters of warnings belong to all threads
+
+
+def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> Iterator[Path]:
+    """Give the pictures below folders whose names end like that; what is hidden is left out.
+
+    Raises:
+      UserError: there are pictures of other kinds. None is left out in silence.
+    """
+    others, first = Counter(), None
+    for path in (path for folder in folders for path in _below(folder)):
+        ending = path.suffix.lower()
+        if ending in endings:
+            yield path
+        elif ending in OTHERS:
+            others[ending] += 1
+            first = first or path
+    if others:
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(others.items()))
+        raise UserError(
+            f"{first} is of a kind that is not read: convert it to PNG, or move it away"
+            f" ({counts} in all)"
+        )
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not ordinary.is_hidden(name)]
+        yield from (Path(place, name) for name in names if not ordinary.is_hidden(name))
 
 
 def read_picture(
-    source: str | os.PathLike | bytes, name: str, *, most_pixels: int = MOST_PIXELS
+    source: str | os.PathLike | bytes, name: str, heads: Mapping[str, bytes] = HEADS
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Read a picture as it is looked at: turned upright, transparency on white.
 
-    source: a file, or its content. name: what messages call it. most_pixels: that it may have.
+    source: a file, or its content. name: what messages call it. heads: of formats that are read.
 
     Raises:
       UserError: no such file, no picture, or one that is too large.
     """
-    with _opened(source, name, most_pixels) as picture:
+    with opened(source, name, heads) as picture:
         picture = _of_bytes(_upright(picture))
         if picture.has_transparency_data:
             picture = picture.convert("RGBA")
@@ -45,16 +80,14 @@ def read_picture(
         return np.asarray(picture.convert("RGB"))
 
 
-def read_mask(
-    source: str | os.PathLike | bytes, name: str, *, most_pixels: int = MOST_PIXELS
-) -> Bool[np.ndarray, "H W"]:
+def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, "H W"]:
     """Read a mask: True where it is white, or where it is transparent if anything of it is. It is
     turned upright by what its own file says, as pictures are.
 
     Raises:
       UserError: as `read_picture`; or something is neither black nor white.
     """
-    with _opened(source, name, most_pixels) as picture:
+    with opened(source, name) as picture:
         picture = _upright(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
@@ -69,7 +102,7 @@ def read_mask(
 def size(source: str | os.PathLike | bytes, name: str) -> tuple[int, int]:
     """Height and width of a picture as it is stored, from its head: no pixel is decoded. Raises as
     `read_picture`."""
-    with _opened(source, name, MOST_PIXELS, decode=False) as picture:
+    with opened(source, name, decode=False) as picture:
         return picture.size[::-1]
 
 
@@ -133,42 +166,50 @@ def save_png(path: str | os.PathLike, picture: UInt8[np.ndarray, "H W ..."]) -> 
         file.write(png(picture))
 
 
-def _format(data: bytes, name: str) -> str:
-    """The format of a picture, from its head: pillow is asked to read that one alone."""
-    for found, head in HEADS.items():
-        if re.match(head, data):
-            return found
-    raise UserError(f"{name} is no picture: it begins like none of {', '.join(HEADS)}")
+def content(path: str | os.PathLike, name: str) -> bytes:
+    """The bytes of a file. `UserError` if they cannot be read, or are too many."""
+    try:
+        return ordinary.read(path, MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def _opened(
-    source: str | os.PathLike | bytes, name: str, most_pixels: int, decode: bool = True
+def opened(
+    source: str | os.PathLike | bytes,
+    name: str,
+    heads: Mapping[str, bytes] = HEADS,
+    decode: bool = True,
 ) -> Iterator:
-    """Give a pillow picture; errors inside become `UserError`s that name it."""
-    data = source if isinstance(source, bytes) else ordinary.read(source, MOST_BYTES)
-    kind = _format(data, name)
+    """Give a pillow picture; errors inside become `UserError`s that name it. Arguments are those of
+    `read_picture`."""
+    data = source if isinstance(source, bytes) else content(source, name)
+    kind = next((kind for kind, head in heads.items() if re.match(head, data)), None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
-            with _pillow().open(io.BytesIO(data), formats=(kind,)) as picture:
-                width, height = picture.size
-                if width * height > most_pixels:
-                    raise UserError(
-                        f"{name} has {width} x {height} pixels: at most {most_pixels} work"
-                    )
-                if decode:
-                    picture.load()
-                yield picture
+        if kind is None:
+            raise ValueError(f"it begins like none of {', '.join(heads)}")
+        with _open(data, kind) as picture:
+            width, height = picture.size
+            if width * height > MOST_PIXELS:
+                raise UserError(f"{name} has {width} x {height} pixels: at most {MOST_PIXELS} work")
+            if decode:
+                picture.load()
+            yield picture
     except UserError:
         raise
     except Exception as error:  # pillow raises many kinds over damaged files
         if type(error).__name__ == "DecompressionBombError":  # of pillow, while opening
-            raise UserError(f"{name} has too many pixels: at most {most_pixels} work") from None
+            raise UserError(f"{name} has too many pixels: at most {MOST_PIXELS} work") from None
         reason = " ".join(str(error).split()) or type(error).__name__
         if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
             reason = f"it begins like {kind}, and goes on like none"
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
+
+
+def _open(data: bytes, kind: str):
+    with _QUIET, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
+        return _pillow().open(io.BytesIO(data), formats=(kind,))
 
 
 def _pillow():

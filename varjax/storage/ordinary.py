@@ -50,3 +50,9 @@ def check_folder(folder: str | os.PathLike) -> None:
     for path in Path(folder).rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise _other(path)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder belongs to a system, not to a user's data: `.DS_Store`, `._0.png`,
+    `.ipynb_checkpoints`, ..."""
+    return name.startswith(".") or name in ("__MACOSX", "Thumbs.db")

@@ -14,7 +14,9 @@ Arrays:
 
 One folder of pictures per class:
 
-    DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp
+    DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp; other kinds of pictures are refused
+
+Pictures are read as everywhere (`varjax.io.pictures`), and what is hidden is left out.
 
 The pictures of class folders can stay in their files (`decoding.InFiles`), which are then decoded
 when they are trained on.
@@ -24,7 +26,6 @@ another size are cropped to the square in the middle and resized.
 """
 
 import hashlib
-import io
 import os
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,12 +34,12 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError, choose, some
-from varjax.storage import npz
+from varjax.io.pictures import ENDINGS, fit_picture, picture_files
+from varjax.storage import npz, ordinary
 from varjax.storage.manifest import is_text, read_json
 from varjax.training import ahead
-from varjax.training.decoding import InFiles, draw_moves, moved, pillow, squares, with_edges
+from varjax.training.decoding import InFiles, draw_moves, moved, read, together, with_edges
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 LARGEST_LABEL = 10**6
@@ -230,8 +231,8 @@ def _unpack(
         )
     raw = data.tobytes()
     files = [(a, b) for a, b in pairwise(offsets)][: limit or None]
-    names = [f"{path}, picture {i}" for i in range(len(files))]
-    return squares((io.BytesIO(raw[a:b]) for a, b in files), pillow().open, names, image_size)
+    found = (read(raw[a:b], f"{path}, picture {i}", image_size) for i, (a, b) in enumerate(files))
+    return together(found, len(files), image_size)
 
 
 def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
@@ -243,7 +244,8 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
     images = images[: limit or None]
     if images.shape[1:3] == (image_size, image_size):
         return images
-    return squares(images, pillow().fromarray, range(len(images)), image_size)
+    size = (image_size, image_size)
+    return together((fit_picture(x, size) for x in images), len(images), image_size)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
@@ -266,23 +268,21 @@ def _class_names(path: Path) -> tuple[str, ...]:
 def _list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Return names of pictures below `path` in random order, labels, and class names in
     alphabetical order."""
-    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    files = [(f, i) for i, c in enumerate(classes) for f in sorted(c.rglob("*"))]
-    files = [(f, i) for f, i in files if f.suffix.lower() in SUFFIXES]
+    classes = sorted(p for p in path.iterdir() if p.is_dir() and not ordinary.is_hidden(p.name))
+    files = [f.relative_to(path) for f in sorted(picture_files(classes))]
     if not files:
         raise UserError(
-            f"{path} holds neither train.npz nor class folders with pictures"
-            f" ({', '.join(SUFFIXES)})"
+            f"{path} holds neither train.npz nor class folders with pictures ({', '.join(ENDINGS)})"
         )
-    empty = sorted({c.name for c in classes} - {classes[i].name for _, i in files})
-    if empty:
+    numbers = {c.name: number for number, c in enumerate(classes)}
+    if empty := sorted(numbers.keys() - {f.parts[0] for f in files}):
         raise UserError(f"{path}: no pictures in class folder {some(empty)}")
     if odd := [c for c in classes if not is_text(c.name)]:
         raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
-    chosen = np.array([str(files[i][0].relative_to(path)) for i in order], object)
-    labels = np.array([files[i][1] for i in order], np.int32)
-    return chosen, labels, tuple(c.name for c in classes)
+    chosen = np.array([str(files[i]) for i in order], object)
+    labels = np.array([numbers[files[i].parts[0]] for i in order], np.int32)
+    return chosen, labels, tuple(numbers)
 
 
 def _read_files(
@@ -291,8 +291,8 @@ def _read_files(
     """Return pictures of these names, which may stay in their files."""
     if stay:
         return InFiles(path, tuple(names), image_size, np.empty((len(names), 0), np.int8))
-    files = [path / name for name in names]
-    return squares(files, pillow().open, files, image_size)
+    found = (read(path / name, str(path / name), image_size) for name in names)
+    return together(found, len(names), image_size)
 
 
 def _fill(pictures: int, image_size: int, copies: int) -> bool:

@@ -1,14 +1,14 @@
 """Picture files as uint8 arrays of one size, decoded at once, or when they are asked for."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from varjax.errors import UserError, require
+from varjax.io.pictures import STORED, fit_picture, read_picture
 
 REACH = 2  # the largest move of a copied picture, in pixels
 MOVES = tuple(  # (rows, columns)
@@ -16,30 +16,18 @@ MOVES = tuple(  # (rows, columns)
 )
 
 
-def pillow():
-    return require("PIL.Image", extra="eval", purpose="reading picture files")
+def read(source: Path | bytes, name: str, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
+    """Return the square in the middle of a picture. Arguments and errors are those of
+    `read_picture`."""
+    return fit_picture(read_picture(source, name, STORED), (image_size, image_size))
 
 
-def squares(sources: Iterable, read: Callable, names: Sequence, image_size: int) -> np.ndarray:
-    """Return the pictures `read(source)` as uint8 [N, S, S, 3]. names: for messages."""
-    images = np.empty((len(names), image_size, image_size, 3), np.uint8)
-    for i, source in enumerate(sources):
-        try:
-            images[i] = np.asarray(_square(read(source).convert("RGB"), image_size))
-        except Exception as error:  # pillow raises many kinds over damaged files
-            raise UserError(f"cannot read {names[i]} as a picture: {error}") from error
+def together(found: Iterable[np.ndarray], count: int, image_size: int) -> np.ndarray:
+    """Return pictures as one array uint8 [N, S, S, 3]."""
+    images = np.empty((count, image_size, image_size, 3), np.uint8)
+    for i, image in enumerate(found):
+        images[i] = image
     return images
-
-
-def _square(picture, image_size: int):
-    """Cut the square in the middle out of a pillow picture, and resize it if needed."""
-    if picture.size == (image_size, image_size):
-        return picture
-    side = min(picture.size)
-    left, top = ((length - side) // 2 for length in picture.size)
-    # resize(box=...) would look at pixels outside the square
-    square = picture.crop((left, top, left + side, top + side))
-    return square.resize((image_size, image_size), pillow().Resampling.BICUBIC)
 
 
 def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copies"]:
@@ -91,16 +79,13 @@ class InFiles:
         """Decode one. `UserError` if its file is damaged or gone."""
         copy, number = divmod(int(row), len(self.names))
         path = self.root / self.names[number]
-        (found,) = squares([path], pillow().open, [path], self.image_size)
+        found = read(path, str(path), self.image_size)
         if not copy:
             return found
         return moved(with_edges(found), self.moves[number, copy - 1], self.image_size)
 
     def __getitem__(self, rows: np.ndarray) -> UInt8[np.ndarray, "n S S 3"]:
-        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
-        for i, row in enumerate(rows):
-            found[i] = self.picture(row)
-        return found
+        return together(map(self.picture, rows), len(rows), self.image_size)
 
     def digest(self) -> bytes:
         """A checksum of names and sizes of the files: reading all of them would take long."""
