@@ -110,7 +110,7 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
 
 def _recognise(path: Path) -> Kind:
     if path.is_dir():
-        kinds = [Kind.DPG] * any(path.glob("*.txt")) + [Kind.HPSV2] * bool(_styles(path))
+        kinds = [Kind.DPG] * bool(_dpg_files(path)) + [Kind.HPSV2] * bool(_styles(path))
         if len(kinds) == 1:
             return kinds[0]
         both, joint = ("both", "and") if kinds else ("neither", "nor")
@@ -163,9 +163,12 @@ def _check_strict(entry: dict, where: str) -> None:
         raise UserError(f"{where} holds NaN or an infinite number, which JSON lacks") from None
 
 
+def _dpg_files(folder: Path) -> list[Path]:
+    return [f for f in folder.glob("*.txt") if f.is_file() and not ordinary.is_hidden(f.name)]
+
+
 def _dpg(path: Path) -> Iterator[Prompt]:
-    files = (file for file in path.glob("*.txt") if file.is_file())
-    for file in sorted(files, key=lambda f: _natural(f.stem)):
+    for file in sorted(_dpg_files(path), key=lambda f: _natural(f.stem)):
         yield Prompt(_filled(" ".join(_text_lines(file)), str(file)), file.stem, str(file))
 
 

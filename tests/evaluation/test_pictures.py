@@ -82,7 +82,7 @@ def test_other_content_is_refused_in_words(tmp_path, content):
     """The message is of the file; Pillow's own names an object in memory."""
     folder_of(tmp_path, some_pictures(2))
     (tmp_path / "00001.png").write_bytes(content)
-    with pytest.raises(UserError, match=r"00001\.png is no picture.*: no kind of picture begins"):
+    with pytest.raises(UserError, match=r"00001\.png is no picture.*: it begins like none of"):
         PictureFolder(tmp_path)
 
 

@@ -46,6 +46,7 @@ def write_sample(kind: Kind, folder):
     if kind is Kind.DPG:
         for name, text in (("partiprompts10", "ten\nlines"), ("2", "two"), ("partiprompts9", "9")):
             (folder / f"{name}.txt").write_text(text)
+        (folder / "._2.txt").write_bytes(b"\x00\x05\xff")  # a resource fork of macOS
         return folder
     if kind is Kind.HPSV2:
         for style, prompts in (("photo", ["p0", "p1"]), ("anime", ["a0"]), ("drawbench", ["d"])):

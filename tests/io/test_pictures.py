@@ -73,10 +73,9 @@ def test_files(tmp_path):
     path = tmp_path / "a.png"
     pictures.save_png(path, some_picture())
     np.testing.assert_array_equal(pictures.read_picture(path, "it"), some_picture())
-    with pytest.raises(OSError):
-        pictures.read_picture(tmp_path / "none.png", "it")
-    with pytest.raises(OSError):
-        pictures.read_picture("/dev/zero", "it")
+    for path, reason in ((tmp_path / "none.png", "No such file"), ("/dev/zero", "no ordinary")):
+        with pytest.raises(UserError, match=f"cannot read it: .*{reason}"):
+            pictures.read_picture(path, "it")
 
 
 def bomb():

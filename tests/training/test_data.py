@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
+from varjax.evaluation.pictures import PictureFolder
 from varjax.training import data
 from varjax.training import stage as data_order
 
@@ -64,6 +65,75 @@ def test_class_folders(tmp_path):
     assert (np.ptp(splits.train, axis=(1, 2, 3)) == 0).all()
 
 
+def _kinds() -> dict[str, bytes]:
+    """Files that all show 57 above white: {name: content}."""
+    grey = np.repeat(np.array([57, 255], np.uint8), 32).reshape(8, 8)
+    picture, turned = Image.fromarray(grey), Image.Exif()
+    turned[0x0112] = 6
+    clear = Image.fromarray(np.where(grey == 57, grey, 0))
+    clear.putalpha(Image.fromarray(np.where(grey == 57, np.uint8(255), np.uint8(0))))
+    white, palette = Image.new("L", (8, 8), 255), Image.fromarray((grey == 255).astype(np.uint8))
+    palette.putpalette([57, 57, 57, 0, 0, 0])
+    files = {
+        "grey.bmp": (picture, {}),
+        "grey16.png": (Image.fromarray(grey * np.uint16(256) + np.uint16(99)), {}),
+        "turned.png": (picture.convert("RGB").rotate(90), {"exif": turned}),
+        "clear.png": (clear, {}),
+        "palette.png": (palette, {"transparency": 1}),
+        "inks.jpg": (picture.convert("CMYK"), {"quality": 100}),
+        "animated.webp": (picture, {"lossless": True, "save_all": 1, "append_images": [white]}),
+    }
+    found = {}
+    for name, (image, options) in files.items():
+        kind = Image.registered_extensions()[name[name.index(".") :]]
+        image.save(file := io.BytesIO(), kind, **options)
+        found[name] = file.getvalue()
+    return found
+
+
+def test_pictures_are_read_as_by_edit(tmp_path, monkeypatch):
+    """Upper bits of 16, upright, transparency on white: in class folders and packed."""
+    files, folder = _kinds(), tmp_path / "folder" / "a"
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    offsets = np.cumsum([0, *map(len, files.values())])
+    packed = np.frombuffer(b"".join(files.values()), np.uint8)
+    np.savez(tmp_path / "x.npz", data=packed, offsets=offsets, labels=np.zeros(len(files), int))
+    for path in (folder.parent, tmp_path / "x.npz"):
+        found = data.load(path, 8)
+        images = np.concatenate([found.train, found.val]).astype(int)
+        assert len(images) == len(files)
+        assert abs(images[:, :4] - 57).max() <= 3 and images[:, 4:].min() >= 252
+        with monkeypatch.context() as patch:
+            patch.setattr("varjax.io.pictures.MOST_PIXELS", 63)
+            with pytest.raises(UserError, match="8 x 8 pixels: at most 63 work"):
+                data.load(path, 8)
+
+
+def test_what_is_hidden_is_no_picture(tmp_path):
+    """Neither of training nor of evaluation: forks of macOS, checkpoints of notebooks."""
+    names = [f"{name}/{i}.png" for name in "ab" for i in range(4)]
+    hidden = ["a/._0.png", "a/.ipynb_checkpoints/0.png", ".ipynb_checkpoints/x.png", "a/.DS_Store"]
+    hidden += ["__MACOSX/a/0.png", "b/__MACOSX/._0.png", "b/__MACOSX/0.png", "b/Thumbs.db"]
+    for name in names + hidden:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"nonsense")
+        if name in names:
+            Image.fromarray(IMAGES[0]).save(tmp_path / name)
+    found = data.load(tmp_path, 8)
+    assert len(found.train) + len(found.val) == 8 and found.class_names == ("a", "b")
+    assert PictureFolder(tmp_path).files == names
+
+
+def test_no_picture_is_left_out_in_silence(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in ("0.png", "1.png", "x.gif", "y.GIF", "z.tif", "notes.txt"):
+        (tmp_path / "a" / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"is of a kind .* \(2 \.gif, 1 \.tif in all\)"):
+        data.load(tmp_path, 8)
+
+
 def test_arrays_are_resized(tmp_path, discs):
     images, labels = discs(6, side=16)
     np.savez(tmp_path / "x.npz", images=images, labels=labels)
@@ -103,7 +173,7 @@ BAD = {
     "structure": ({"images": np.zeros(4, [("a", "u1")]), "labels": LABELS}, "images are"),
     "files": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
-        "picture 0 as a picture",
+        "picture 0 is no picture",
     ),
     "pickle": ({"images": np.array([{}]), "labels": LABELS}, "cannot read .* plain arrays"),
 }
@@ -130,7 +200,7 @@ def test_bad_files(tmp_path):
     with pytest.raises(UserError, match="no pictures in class folder apple"):
         data.load(tmp_path / "folder", 8)
     (tmp_path / "folder" / "apple" / "b.png").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=r"cannot read .*\.png as a picture"):
+    with pytest.raises(UserError, match=r"b\.png is no picture, damaged or cut"):
         data.load(tmp_path / "folder", 8)
 
 

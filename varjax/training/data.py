@@ -34,18 +34,16 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError, choose, some
-from varjax.io.pictures import ENDINGS, fit_picture, picture_files
-from varjax.storage import npz, ordinary
+from varjax.io.pictures import fit_picture
+from varjax.storage import npz
 from varjax.storage.manifest import is_text, read_json
-from varjax.training import ahead
-from varjax.training.decoding import InFiles, draw_moves, moved, read, together, with_edges
+from varjax.training import ahead, decoding
 
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 LARGEST_LABEL = 10**6
 LOADERS = ("auto", "memory", "grain")
 MEMORY = 0.5  # part of this machine's that `auto` fills with pictures
-SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Dataset:
       class_names: empty where classes have only numbers.
     """
 
-    train: np.ndarray | InFiles
+    train: np.ndarray | decoding.InFiles
     train_labels: np.ndarray
     val: np.ndarray
     val_labels: np.ndarray
@@ -139,7 +137,7 @@ def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[
         found = [_read_npz(file, image_size, limit) for file in files if file.is_file()]
         return found, _class_names(path / "classes.json")
     if path.is_dir():
-        files, labels, names = _list_folders(path, limit)
+        files, labels, names = decoding.list_folders(path, limit)
         return [(files, labels)], names
     raise UserError(f"there is no file or folder {path}")
 
@@ -152,15 +150,15 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     if not count:
         return pictures
     labels = np.tile(pictures.train_labels, 1 + count)
-    moves = draw_moves(len(pictures.train), count, seed)
-    if isinstance(pictures.train, InFiles):
+    moves = decoding.draw_moves(len(pictures.train), count, seed)
+    if isinstance(pictures.train, decoding.InFiles):
         return replace(pictures, train=replace(pictures.train, moves=moves), train_labels=labels)
     train = np.empty((1 + count, *pictures.train.shape), np.uint8)
     for i, picture in enumerate(pictures.train):
-        edged = with_edges(picture)
+        edged = decoding.with_edges(picture)
         train[0, i] = picture
         for copy, move in enumerate(moves[i], start=1):
-            train[copy, i] = moved(edged, move, len(picture))
+            train[copy, i] = decoding.moved(edged, move, len(picture))
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
@@ -229,10 +227,10 @@ def _unpack(
             f"{path}: offsets do not cut data into pictures: they must increase from 0 to"
             f" {data.size}"
         )
-    raw = data.tobytes()
-    files = [(a, b) for a, b in pairwise(offsets)][: limit or None]
-    found = (read(raw[a:b], f"{path}, picture {i}", image_size) for i, (a, b) in enumerate(files))
-    return together(found, len(files), image_size)
+    raw, files = data.tobytes(), list(pairwise(offsets))[: limit or None]
+    named = ((raw[a:b], f"{path}, picture {i}") for i, (a, b) in enumerate(files))
+    found = (decoding.read(*one, image_size) for one in named)
+    return decoding.together(found, len(files), image_size)
 
 
 def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
@@ -245,7 +243,7 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
     if images.shape[1:3] == (image_size, image_size):
         return images
     size = (image_size, image_size)
-    return together((fit_picture(x, size) for x in images), len(images), image_size)
+    return decoding.together((fit_picture(x, size) for x in images), len(images), image_size)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
@@ -265,34 +263,14 @@ def _class_names(path: Path) -> tuple[str, ...]:
 # --- folders ---
 
 
-def _list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return names of pictures below `path` in random order, labels, and class names in
-    alphabetical order."""
-    classes = sorted(p for p in path.iterdir() if p.is_dir() and not ordinary.is_hidden(p.name))
-    files = [f.relative_to(path) for f in sorted(picture_files(classes))]
-    if not files:
-        raise UserError(
-            f"{path} holds neither train.npz nor class folders with pictures ({', '.join(ENDINGS)})"
-        )
-    numbers = {c.name: number for number, c in enumerate(classes)}
-    if empty := sorted(numbers.keys() - {f.parts[0] for f in files}):
-        raise UserError(f"{path}: no pictures in class folder {some(empty)}")
-    if odd := [c for c in classes if not is_text(c.name)]:
-        raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
-    order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
-    chosen = np.array([str(files[i]) for i in order], object)
-    labels = np.array([numbers[files[i].parts[0]] for i in order], np.int32)
-    return chosen, labels, tuple(numbers)
-
-
 def _read_files(
     path: Path, names: np.ndarray, image_size: int, stay: bool = False
-) -> np.ndarray | InFiles:
+) -> np.ndarray | decoding.InFiles:
     """Return pictures of these names, which may stay in their files."""
     if stay:
-        return InFiles(path, tuple(names), image_size, np.empty((len(names), 0), np.int8))
-    found = (read(path / name, str(path / name), image_size) for name in names)
-    return together(found, len(names), image_size)
+        return decoding.InFiles(path, tuple(names), image_size, np.empty((len(names), 0), np.int8))
+    found = (decoding.read(path / name, str(path / name), image_size) for name in names)
+    return decoding.together(found, len(names), image_size)
 
 
 def _fill(pictures: int, image_size: int, copies: int) -> bool:
@@ -309,7 +287,7 @@ def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Pat
     count = max(1, round(len(images) * fraction))
     if count >= len(images):
         raise UserError(f"{path} holds {len(images)} pictures, too few to hold out {count}")
-    order = np.random.default_rng(SHUFFLE_SEED).permutation(len(images))
+    order = np.random.default_rng(decoding.SHUFFLE_SEED).permutation(len(images))
     return [(images[part], labels[part]) for part in (order[:-count], order[-count:])]
 
 

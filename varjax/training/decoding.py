@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from varjax.io.pictures import STORED, fit_picture, read_picture
+from varjax.errors import UserError, some
+from varjax.io.pictures import ENDINGS, STORED, fit_picture, picture_files, read_picture
+from varjax.storage import ordinary
+from varjax.storage.manifest import is_text
 
+SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 REACH = 2  # the largest move of a copied picture, in pixels
 MOVES = tuple(  # (rows, columns)
     (y, x) for y in range(2 * REACH + 1) for x in range(2 * REACH + 1) if (y, x) != (REACH, REACH)
@@ -28,6 +32,26 @@ def together(found: Iterable[np.ndarray], count: int, image_size: int) -> np.nda
     for i, image in enumerate(found):
         images[i] = image
     return images
+
+
+def list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Return names of pictures below `path` in random order, labels, and class names in
+    alphabetical order."""
+    classes = sorted(p for p in path.iterdir() if p.is_dir() and not ordinary.is_hidden(p.name))
+    files = [f.relative_to(path) for f in sorted(picture_files(classes))]
+    if not files:
+        raise UserError(
+            f"{path} holds neither train.npz nor class folders with pictures ({', '.join(ENDINGS)})"
+        )
+    numbers = {c.name: number for number, c in enumerate(classes)}
+    if empty := sorted(numbers.keys() - {f.parts[0] for f in files}):
+        raise UserError(f"{path}: no pictures in class folder {some(empty)}")
+    if odd := [c for c in classes if not is_text(c.name)]:
+        raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
+    order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
+    chosen = np.array([str(files[i]) for i in order], object)
+    labels = np.array([numbers[files[i].parts[0]] for i in order], np.int32)
+    return chosen, labels, tuple(numbers)
 
 
 def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copies"]:
