@@ -171,7 +171,8 @@ def content(path: str | os.PathLike, name: str) -> bytes:
     try:
         return ordinary.read(path, MOST_BYTES)
     except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror or error}") from error
+        where = "" if str(path) in name else f" {path}"
+        raise UserError(f"cannot read {name}{where}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
