@@ -59,9 +59,9 @@ def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     preset = registry.preset("infinity-2b")
     transformer = dataclasses.replace(preset.configs["transformer"], text_maxlen=9)
     configs = {**preset.configs, "transformer": transformer}
-    content = manifest.compose(registry.family(preset.family), configs, {})
+    content = manifest.compose(registry.family(preset.family), configs, {"x": np.zeros(1, "f4")})
     shutil.copytree(checkpoint, tmp_path / "whole")
-    manifest.write(tmp_path / "whole", content)
+    manifest.write(tmp_path / "whole", content | {"files": {}})
     status, _, err = encode(f"{LONG}\n", f"--checkpoint={tmp_path / 'whole'}")
     assert status == 0 and "line 1 has" in err and "cut to 9" in err, err
     assert features.load(tmp_path / "f.npz").lens.tolist() == [9]

@@ -29,7 +29,7 @@ from varjax.models.var.transformer import VARConfig
 from varjax.nn import parameters
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, checksums
 
 # Of properties that read whole checkpoints there are fewer examples by default, to take seconds.
 FEWER = settings() if settings().max_examples > EXAMPLES else settings(max_examples=6)
@@ -289,13 +289,14 @@ def test_descriptions_of_checkpoints(tmp_path, saved, draw):
 @FEWER
 @given(draw=st.data())
 def test_what_orbax_notices(tmp_path, saved, draw):
-    """Without our checksums values may differ; nothing else may go wrong."""
+    """With checksums of damaged files values may differ; nothing else may go wrong."""
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved[0], folder)
-    content = json.loads((folder / "model.json").read_text())
-    (folder / "model.json").write_text(json.dumps({**content, "files": {}}))
     draw.draw(mutations.damaged_folder(folder / "params"))
+    content = json.loads((folder / "model.json").read_text())
+    content["files"] = checksums.file_records(folder / "params")
+    (folder / "model.json").write_text(json.dumps(content))
     try:
         found, _ = checkpoint.load(folder, registry.CATALOGUE, on_host=True)
     except UserError:

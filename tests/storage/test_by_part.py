@@ -28,7 +28,7 @@ def stored(folder, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_are_those_of_the_whole(folder, dtype):
-    named = {"blocks/qkv/kernel": DRAWN, "count": np.zeros(4)}
+    named = {"blocks/qkv/kernel": DRAWN, "count": np.zeros(4, np.int32)}
     wanted = {"blocks/qkv/kernel": dtype}
     (whole,) = arrays.read(folder, named, wanted, "model.json", on_host=True).values()
     array = stored(folder, dtype)

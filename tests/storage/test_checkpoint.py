@@ -19,7 +19,7 @@ from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var.transformer import VARConfig
 from varjax.nn import parameters
 from varjax.schedule import Schedule
-from varjax.storage import arrays, checkpoint, manifest
+from varjax.storage import arrays, checkpoint, checksums, manifest
 from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import T5Config
 
@@ -225,6 +225,9 @@ DESCRIPTIONS = {
     "no_schedule": ({"schedule": None}, "entry 'schedule' is missing"),
     "schedule": ({"schedule": [[1, 1], [2, 2]]}, "inconsistent: schedule"),
     "codec": ({"codec": {"ch": "wide"}}, "entry 'codec'.*ch is 'wide'"),
+    "no_files": ({"files": None}, "no entry 'files' with the checksums .*: copy .* or convert it"),
+    "no_classes": ({"num_classes": None}, "num_classes 0 but"),
+    "no_count": ({"parameters": None}, "'parameters' is None"),
 }
 
 
@@ -249,6 +252,13 @@ ENTRIES = {
     "record_outside": ({"files": {"../x": _RECORD}}, "a path inside params"),
     "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
     "version": ({"format_version": True}, "format version True"),
+    "no_checksums": ({"files": {}}, "damaged or incomplete: there is no checksum of"),
+    "other_classes": ({"num_classes": 10**12}, "inconsistent: num_classes 1000000000000 but .* 3"),
+    "dtype": ({"dtype": "x"}, "'dtype' is 'x': it must name types of bfloat16"),
+    "other_dtype": ({"dtype": "bfloat16"}, "dtype: bfloat16 in the description, float32 in the"),
+    "count": ({"parameters": -1}, "'parameters' is -1: it must be a number of at least 1"),
+    "true_count": ({"parameters": True}, "'parameters' is True"),
+    "other_count": ({"parameters": 7}, "(?s)parameters: 7 in the description, [0-9]+ in the files"),
 }
 
 
@@ -317,7 +327,8 @@ def test_wrong_descriptions(copy, case):
 def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatch):
     content = json.loads((copy / "model.json").read_text())
     changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
-    _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
+    _edit(copy, transformer={**content["transformer"], **changes}, num_classes=4)
+    _edit(copy, class_names=list("abcd"))
     monkeypatch.setattr(arrays, "_restore", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(copy, CATALOGUE)
@@ -373,8 +384,8 @@ def test_altered_bytes_are_found(saved, tmp_path):
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
 def test_what_orbax_finds_is_a_user_error_too(copy, name):
-    _edit(copy, files=None)  # no records of ours
     (copy / "params" / name).write_bytes(b"nonsense")
+    _edit(copy, files=checksums.file_records(copy / "params"))
     with pytest.raises(UserError, match="params: the files are damaged"):
         checkpoint.load(copy, CATALOGUE)
 

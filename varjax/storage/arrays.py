@@ -1,6 +1,7 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -53,6 +54,13 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
         kind = _type_of(leaf, wanted)
         arrays[name] = np.asarray(leaf if leaf.dtype == kind else leaf.astype(kind))
     return arrays
+
+
+def totals(arrays: Mapping) -> dict:
+    """The entries of a description that follow from {name: anything with a shape and a type}."""
+    floating = {str(a.dtype) for a in arrays.values() if parameters.is_floating(a.dtype)}
+    count = sum(math.prod(a.shape) for a in arrays.values())
+    return {"dtype": ", ".join(sorted(floating)), "parameters": count}
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -149,12 +157,14 @@ def read(
     on_host: bool = False,
     in_8_bits: Mapping[str, Scheme] | None = None,
     on_disk: bool = False,
+    said: Mapping | None = None,
 ) -> dict[str, Leaf | Quantized]:
     """{name: array} of some or all arrays of a tree.
 
     Args:
       folder: what `write` wrote.
-      expected: {name: leaf with a shape}: the names and shapes that have to be there.
+      expected: {name: leaf with a shape and a type}: what has to be there; floating types may
+        differ.
       dtypes: {name: type, or None for the stored one} of the arrays to read. Orbax casts floating
         ones while it reads.
       described_in: name of the file that says what is expected, for messages.
@@ -163,9 +173,10 @@ def read(
       in_8_bits: {name of a matrix that becomes `Quantized`: how}; it stands for one in its type of
         `dtypes`. That is done one after the other and on the host, from the stored numbers.
       on_disk: read nothing yet, and give `Stored` arrays.
+      said: the description, whose `totals` have to be those of the tree.
 
     Raises:
-      UserError: names or shapes differ (one message lists all), or files are damaged.
+      UserError: names, shapes or totals differ (one message lists all), or files are damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -177,7 +188,7 @@ def read(
         ordinary.check_folder(folder)
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
-        _check(folder, stored, expected, described_in)
+        _check(folder, stored, expected, described_in, said)
         types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
         in_8_bits = in_8_bits or {}
         if on_disk:
@@ -203,13 +214,21 @@ def _on_disk(
     return found
 
 
-def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) -> None:
+def _check(
+    folder: Path, stored: Mapping, expected: Mapping, described_in: str, said: Mapping | None
+) -> None:
     problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(stored.keys() & expected.keys()):
         found, wanted = tuple(stored[name].shape), tuple(expected[name].shape)
         if found != wanted:
             problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
+        found, wanted = stored[name].dtype, expected[name].dtype
+        if found != wanted and not all(map(parameters.is_floating, (found, wanted))):
+            problems.append(f"wrong type: {name} is {found}, not {wanted}")
+    for name, total in totals(stored).items() if said is not None else ():
+        if said[name] != total:
+            problems.append(f"{name}: {said[name]} in the description, {total} in the files")
     if problems:
         listed = some(problems, 100, between="\n  ")
         raise UserError(

@@ -27,7 +27,7 @@ from varjax.errors import UserError, choose
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.schemes import Scheme
-from varjax.storage import arrays, manifest
+from varjax.storage import arrays, checksums, manifest
 from varjax.storage.atomic import new_folder
 
 PARAMS = "params"
@@ -124,13 +124,13 @@ def _copy_beside(folder: Path, files: Mapping[str, str | os.PathLike]) -> dict:
     for name, source in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    return {"beside": {name: manifest.record(folder / name) for name in files}} if files else {}
+    return {"beside": {name: checksums.record(folder / name) for name in files}} if files else {}
 
 
 def _own_parts(folder: Path, names: Iterable[str]) -> dict:
     """The entry of `model.json` for parts with a folder of their own: size and checksum of their
     descriptions, which list their files. A part that was put there later is not in it."""
-    found = {name: manifest.record(folder / name / f"{name}.json") for name in names}
+    found = {name: checksums.record(folder / name / f"{name}.json") for name in names}
     return {"own_folders": found} if found else {}
 
 
@@ -151,7 +151,7 @@ def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[s
     """The files that the description of a part lists; none if it is not the recorded one."""
     file = folder / f"{name}.json"
     content = _said(file, "kind")
-    if content is None or record not in (None, manifest.record(file)):
+    if content is None or record not in (None, checksums.record(file)):
         return set()
     return {file.name, *_listed(content)}
 
@@ -178,7 +178,7 @@ def _write_part(
     arrays.write(folder / PARAMS, params)
     free = {"sources": [{k: v for k, v in s.items() if k != "part"} for s in sources]}
     content = {**free, **manifest.compose_part(part, module.config, params)}
-    content["files"] = manifest.file_records(folder)
+    content["files"] = checksums.file_records(folder)
     manifest.write(folder, content, f"{name}.json")
 
 
@@ -193,7 +193,7 @@ def _write_tree(
     params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in parts.items()})
     arrays.write(folder / PARAMS, params)
     content = {**free, **manifest.compose(family, configs, params)}
-    return content | {"files": manifest.file_records(folder / PARAMS)}
+    return content | {"files": checksums.file_records(folder / PARAMS)}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -261,13 +261,11 @@ def load(
     dtypes = dict.fromkeys(described) if dtypes is None else dtypes
     tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
     modules = _abstract_tree(path, metadata, known) if tree else {}
-    how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk}
+    how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk, "said": metadata}
     loaded = _load_tree(path, metadata, modules, tree, how) if tree else {}
     for name in described.keys() - tree.keys():
-        own = part_folder(path, name)
-        content = manifest.read_part(own, name, known.parts[name])
-        manifest.check_files(own, content)
-        loaded[name] = _load_part(own, name, described[name], dtypes[name], on_host)
+        given = described[name], dtypes[name], on_host
+        loaded[name] = _load_part(part_folder(path, name), name, known.parts[name], *given)
     return {name: loaded[name] for name in described}, metadata
 
 
@@ -286,7 +284,7 @@ def _load_tree(
 ) -> dict[str, nnx.Module]:
     """Read parts of the tree. Names and shapes are checked for all its parts, including those that
     are not asked for. how: arguments of `arrays.read`."""
-    manifest.check_files(path / PARAMS, content)
+    checksums.check_files(path / PARAMS, content["files"], within=".")
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
     found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
@@ -299,7 +297,12 @@ def _prefixed(by_part: Mapping[str, Mapping]) -> dict:
     return {f"{part}/{name}": x for part, of in by_part.items() for name, x in of.items()}
 
 
-def _load_part(folder: Path, name: str, module: nnx.Module, dtype, on_host: bool) -> nnx.Module:
+def _load_part(
+    folder: Path, name: str, part: Part, module: nnx.Module, dtype, on_host: bool
+) -> nnx.Module:
+    content = manifest.read_part(folder, name, part)
+    checksums.check_files(folder, content["files"], within=PARAMS)
     expected = parameters.named(module)
     wanted, file = dict.fromkeys(expected, dtype), f"{name}.json"
-    return parameters.fill(module, arrays.read(folder / PARAMS, expected, wanted, file, on_host))
+    found = arrays.read(folder / PARAMS, expected, wanted, file, on_host, said=content)
+    return parameters.fill(module, found)

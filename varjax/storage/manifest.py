@@ -6,23 +6,22 @@ described there by NAME.json, such as `text_encoder.json`.
 
 import json
 import os
-import re
-import zlib
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, about, some
-from varjax.nn import parameters
+from varjax.errors import UserError, about, show
 from varjax.nn.families import Family, Part
 from varjax.nn.published import Configuration, TransformerConfig
 from varjax.sampling import Sampling
-from varjax.storage import ordinary
+from varjax.storage import arrays as stored
+from varjax.storage import checksums, ordinary
 from varjax.storage.atomic import write_text
 
 NAME = "model.json"
 FORMAT_VERSION = 1
+DTYPES = frozenset(("float32", "bfloat16", "float16"))  # of stored parameters
 DEEPEST_JSON = 64
 LARGEST_JSON = 16 * 2**20  # bytes
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
@@ -38,7 +37,7 @@ def compose(
         "family": family.name,
         **{name: configs[name].to_published() for name in family.tree},
         "schedule": _maps(transformer),
-        **_totals(arrays),
+        **stored.totals(arrays),
     }
     if transformer.num_classes:
         content["num_classes"] = transformer.num_classes
@@ -52,19 +51,13 @@ def compose_part(part: Part, config: Configuration, arrays: Mapping[str, np.ndar
         "format_version": FORMAT_VERSION,
         "kind": _kind(part),
         "config": config.to_published(),
-        **_totals(arrays),
+        **stored.totals(arrays),
     }
 
 
 def _maps(transformer: TransformerConfig) -> list[list[int]]:
     """The entry "schedule": it repeats the configuration, for readers."""
     return [list(pair) for pair in transformer.token_maps]
-
-
-def _totals(arrays: Mapping[str, np.ndarray]) -> dict:
-    floating = {str(a.dtype) for a in arrays.values() if parameters.is_floating(a.dtype)}
-    count = sum(int(a.size) for a in arrays.values())
-    return {"dtype": ", ".join(sorted(floating)), "parameters": count}
 
 
 def _kind(part: Part) -> str:
@@ -103,12 +96,17 @@ def read(folder: Path, families: Mapping[str, Family]) -> dict:
     family = families[content["family"]]
     _require(file, content, {**dict.fromkeys(family.tree, dict), "schedule": list})
     configs = configurations(file, content, family)
-    if content["schedule"] != (maps := _maps(configs["transformer"])):
-        raise UserError(
-            f"{file} is inconsistent: schedule {str(content['schedule'])[:200]} but the"
-            f" transformer's configuration says {str(maps)[:200]}"
-        )
+    transformer = configs["transformer"]
+    wanted = {"schedule": _maps(transformer), "num_classes": transformer.num_classes}
+    for name, value in wanted.items():
+        given = content.get(name, 0)  # no classes, no entry
+        if repr(given) != repr(value):  # true is not 1
+            raise UserError(
+                f"{file} is inconsistent: {name} {str(given)[:200]} but the transformer's"
+                f" configuration says {str(value)[:200]}"
+            )
     check_entries(file, family, content, configs)
+    _check_computed(file, content)
     return content
 
 
@@ -130,8 +128,27 @@ def read_part(folder: Path, name: str, part: Part) -> dict:
         )
     _require(file, content, {"config": dict, "files": dict})
     configuration(file, content, "config", part)
-    check_records(file, content["files"])
+    _check_computed(file, content)
     return content
+
+
+def _check_computed(file: Path, content: Mapping) -> None:
+    """Raise `UserError` unless the entries about arrays and files are there and can be true."""
+    if "files" not in content:
+        raise UserError(
+            f"{file} has no entry 'files' with the checksums of the weights, which cannot be"
+            " checked without: copy the whole checkpoint again, or convert it again with"
+            " `python -m ported_weights`"
+        )
+    checksums.check_records(file, content["files"])
+    types, count = content.get("dtype"), content.get("parameters")
+    if not isinstance(types, str) or not DTYPES.issuperset(types.split(", ")):
+        problem = f"'dtype' is {show(types)}: it must name types of {', '.join(sorted(DTYPES))}"
+    elif type(count) is not int or count < 1:
+        problem = f"'parameters' is {show(count)}: it must be a number of at least 1"
+    else:
+        return
+    raise UserError(f"{file}, entry {problem}; copy or convert the checkpoint again")
 
 
 def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
@@ -206,7 +223,7 @@ def check_entries(
     where: str | Path, family: Family, content: Mapping, configs: Mapping[str, Configuration]
 ) -> None:
     """Raise `UserError` unless the parts of a `model.json` fit each other, and the entries
-    class_names, sampling and files, where they are there, fit the parts. where: the file or folder,
+    class_names and sampling, where they are there, fit the parts. where: the file or folder,
     for messages. configs: {part: configuration}.
     """
     with about(f"{where} is inconsistent"):
@@ -217,8 +234,6 @@ def check_entries(
     if "sampling" in content:
         with about(f"{where}, entry 'sampling'"):
             transformer.check_sampling(Sampling.recommended(content["sampling"]))
-    if "files" in content:
-        check_records(where, content["files"])
 
 
 def _check_class_names(where, names, count: int) -> None:
@@ -235,66 +250,3 @@ def is_text(value) -> bool:
     """Whether this is a text that can be shown and written. A text with half of a surrogate pair
     cannot."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
-
-
-def check_records(where, records) -> None:
-    """Raise `UserError` unless these are file names with size and crc32."""
-    if not isinstance(records, dict):
-        raise UserError(
-            f"{where}, entry 'files' is {records!r:.60}: it must hold file names with size and"
-            " crc32; copy or convert the checkpoint again"
-        )
-    for name, record in records.items():
-        size, crc = (record.get(k) if isinstance(record, dict) else None for k in ("size", "crc32"))
-        path = PurePosixPath(name)
-        inside = path.parts and not path.is_absolute() and ".." not in path.parts
-        is_crc = isinstance(crc, str) and re.fullmatch(r"[0-9a-f]{8}", crc)
-        if not (inside and type(size) is int and size >= 0 and is_crc):
-            raise UserError(
-                f"{where}, entry 'files': {name!r:.60} has the record {record!r:.60}; needed are a"
-                " path inside params, its size and crc32 (8 hexadecimal digits)"
-            )
-
-
-# --- the files beside it --------------------------------------------------------------------------
-
-
-def file_records(folder: Path) -> dict[str, dict]:
-    """{relative path: size and CRC-32} of all files below `folder`."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
-    return {f.relative_to(folder).as_posix(): record(f) for f in files}
-
-
-def record(file: Path) -> dict:
-    """Size and CRC-32 of a file."""
-    return {"size": file.stat().st_size, "crc32": _crc32(file)}
-
-
-def _crc32(file: Path) -> str:
-    """CRC-32 of a file, in hexadecimal. Orbax itself would not notice all flipped bits: its chunks
-    of values carry no checksum."""
-    value = 0
-    with ordinary.opened(file) as stream:
-        while data := stream.read(2**24):
-            value = zlib.crc32(data, value)
-    return f"{value:08x}"
-
-
-def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
-    """Raise `UserError`, naming every parameter file that is missing or was altered."""
-    problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
-    if any(problems) or not folder.is_dir():
-        listed = some(filter(None, problems), between="; ") or "the folder is missing"
-        raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")
-
-
-def _problem(file: Path, name: str, record: Mapping) -> str | None:
-    try:
-        if not file.is_file():
-            return f"{name} is missing"
-        size = file.stat().st_size
-        if size != record["size"]:
-            return f"{name} has {size} bytes instead of {record['size']}"
-        return None if _crc32(file) == record["crc32"] else f"{name} has been altered"
-    except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
-        return f"{name!r:.60} cannot be read ({error!s:.80})"

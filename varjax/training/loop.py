@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from varjax.errors import UserError, some
 from varjax.parallel import processes, shared_folder
 from varjax.parallel.stopping import Ending, Stop
-from varjax.storage import arrays, lock, manifest, ordinary
+from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
 from varjax.training.time_left import StageTimeLeft
@@ -151,7 +151,7 @@ class StageFolder:
         problem = ""
         if processes.is_first() and (records := self._records().get(str(step))):
             try:
-                manifest.check_files(folder, {"files": records}, self._advice())
+                checksums.check_files(folder, records, self._advice())
             except UserError as error:
                 problem = str(error)
         if problem := processes.say_texts(problem)[0]:  # all go on from the same one
@@ -165,7 +165,7 @@ class StageFolder:
         try:
             found = manifest.read_json(self.path / RECORDS)
             for step, records in found.items():
-                manifest.check_records(step, records)
+                checksums.check_records(step, records)
         except (UserError, AttributeError):  # the file is missing, or damaged itself
             return {}
         return found
@@ -184,7 +184,7 @@ class StageFolder:
             self._record(step)
 
     def _record(self, step: int) -> None:
-        known = self._records() | {str(step): manifest.file_records(self._checkpoints / str(step))}
+        known = self._records() | {str(step): checksums.file_records(self._checkpoints / str(step))}
         steps = map(str, self._manager.all_steps())
         self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
 
