@@ -195,12 +195,14 @@ def layer(
 class Ignore:
     """A tensor whose name matches `pattern` is not needed.
 
-    reason: why. check: function of its values that returns an objection, or None.
+    reason: why. check: function of its values that returns an objection, or None. same_as: the
+    tensor that it has to equal bit for bit, as `reason` says.
     """
 
     pattern: str
     reason: str
     check: Callable[[np.ndarray], str | None] | None = None
+    same_as: Tensor | None = None
 
     def place(self, match: re.Match, tensor: Tensor, placement: "Placement") -> None:
         """Note the tensor as ignored; its values are read only for `check`."""
@@ -211,6 +213,17 @@ class Ignore:
             placement.problems.append(problem)
         elif self.check is not None and (objection := self.check(tensor.read())):
             placement.problems.append(f"wrong value: {name} {objection}")
+        if self.same_as is not None and not _are_equal(tensor, self.same_as):
+            problem = f"{name} is not {self.reason}, they differ: keep the one that is used"
+            placement.problems.append(f"wrong value: {problem}")
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; it compares them row by row."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    rows = zip(*(np.atleast_1d(tensor.read()) for tensor in (one, other)), strict=True)
+    return all(a.tobytes() == b.tobytes() for a, b in rows)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class TokenIds:
 
     def of(self, prompt: str | None, label: int | None) -> dict[str, np.ndarray]:
         prompt = _only_prompt(prompt, label)
-        found = prompt_ids.encode([prompt], self._config, self._tokenizer)
+        quiet = {"warn": lambda line: None}
+        found = prompt_ids.encode([prompt], self._config, self._tokenizer, **quiet)
         return found.fitted(self._config).take([0])
 
 

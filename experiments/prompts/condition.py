@@ -143,7 +143,12 @@ def tokenized(prompts: PromptSet, model: Model) -> PromptIds:
     """Return the token ids of prompts. `UserError` without a tokenizer in the model's checkpoint,
     or if it is another model's."""
     tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
-    return prompt_ids.encode(prompts.texts, model.config, tokenizer)
+    given = prompts.texts, model.config, tokenizer, prompts.names
+    return prompt_ids.encode(*given, warn=_warn)
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 # --- encoding -------------------------------------------------------------------------------------
@@ -183,6 +188,7 @@ def encode(
         names=prompts.names,
         negative_names=None if negative is None else negative.names,
         progress=progress,
+        warn=_warn,
     )
 
 

@@ -169,12 +169,15 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
 
     Only the encoder is taken; full checkpoints also hold a decoder. The embedding has two names,
     and files hold one or both. The published code takes `shared`.
+
+    names: {name: tensor}, so that both can be compared; names alone: they are not.
     """
     taken, other = EMBEDDINGS if EMBEDDINGS[0] in names else reversed(EMBEDDINGS)
+    tensor = names.get(taken) if isinstance(names, Mapping) else None
     bias = r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
     return [
         Rule(re.escape(taken), "embedding"),
-        Ignore(re.escape(other), f"the same table as {taken}"),
+        Ignore(re.escape(other), f"the same table as {taken}", same_as=tensor),
         Rule(bias, "position_bias"),
         Rule(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
         _projection(r"layer\.0\.SelfAttention\.([qkvo])", r"\2"),

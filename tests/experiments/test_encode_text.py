@@ -54,6 +54,13 @@ def test_prompts_to_a_file(encode, tmp_path):
     assert (tmp_path / "f.npz").read_bytes() == before
 
 
+def test_prompts_of_unknown_words_are_named(encode, tmp_path):
+    status, _, err = encode("一只猫\na cat\n两只狗\n")
+    assert status == 0 and err.count("warning: ") == err.count("has no word") == 2, err
+    for line, text in ((1, "一只猫"), (3, "两只狗")):
+        assert f"{tmp_path / 'prompts.txt'}, line {line} ('{text}') has no word that" in err
+
+
 def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     """Without --max_length the checkpoint says so."""
     preset = registry.preset("infinity-2b")

@@ -225,7 +225,7 @@ def test_every_published_name_once(name):
     config = t5.PRESETS[name]
     shapes = _published_shapes(config)
     module = parameters.abstract(T5Encoder, config)
-    plan = rules.check(port_t5.t5_rules(shapes), shapes, parameters.named(module))
+    plan = rules.check(port_t5.t5_rules(list(shapes)), shapes, parameters.named(module))
     assert len(plan.moves) + len(plan.ignored) == len(shapes)
     assert len(plan.moves) == 9 * config.num_layers + 3
     places = {"decoder", "lm_head", "encoder.embed_tokens"}
@@ -267,6 +267,10 @@ REFUSED = {
     "surplus tensor": (
         _tensor("encoder.extra", lambda w, n: w.update({n: np.ones(3, np.float32)})),
         "surplus: encoder.extra",
+    ),
+    "two tables": (
+        _tensor("shared.weight", lambda w, n: np.bitwise_xor.at(w[n].view("u4"), (127, 63), 1)),
+        "wrong value: encoder.embed_tokens.weight is not the same table as shared.weight",
     ),
     "not finite": (_tensor(_Q, lambda w, n: w[n].fill(np.nan)), "not finite: .*4096 values"),
 }

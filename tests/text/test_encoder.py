@@ -77,6 +77,15 @@ def test_long_prompts_are_cut_and_named(text_encoder):
     assert found.lens[1] == 12 and found.text_maxlen == 12
 
 
+def test_prompts_of_unknown_words_are_named(text_encoder):
+    prompts = ["一只猫", "a cat", "一 二!", "", "a 猫"]
+    with pytest.warns(UserWarning) as caught:
+        found = text_encoder.encode(prompts, ["два"])
+    said = [str(warning.message).partition(" has no word")[0] for warning in caught]
+    assert said == ["prompt 0 ('一只猫')", "prompt 2 ('一 二!')", "negative prompt 0 ('два')"]
+    assert len(found.lens) == 5
+
+
 def test_only_empty_prompts(text_encoder):
     found = text_encoder.encode(["", "   "])
     assert found.unconditional.all() and found.take([0])["length"] == 1

@@ -135,6 +135,30 @@ def test_texts_and_their_ids_give_the_same_images(family, tmp_path):
     np.testing.assert_array_equal(varjax.generate(model, prompt_ids=ids, seed=3), expected)
 
 
+def test_prompts_of_unknown_words_are_named(family, tmp_path):
+    model = varjax.load(small.with_tokenizer(family, tmp_path / "checkpoint"), "float32")
+    prompts = ["一只猫", "a red apple", "", "一只 猫"]
+    with pytest.warns(UserWarning) as caught:
+        conditions.resolve(conditions.fitted(model, prompts=prompts), prompts=prompts)
+    said = [str(warning.message).partition(" has no word")[0] for warning in caught]
+    assert said == ["prompt 0 ('一只猫')", "prompt 3 ('一只 猫')"]
+
+
+def test_tokenizers_with_and_without_an_unknown_token(tmp_path):
+    """A Unigram names it by its id; one that reads bytes has none, and knows every word."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    pieces = [("<pad>", 0.0), ("<unk>", 0.0), ("a", -1.0)]
+    words = {"<unk>": 0, "a": 1}
+    for model, known in (
+        (tokenizers.models.Unigram(pieces, 1), False),
+        (tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"), False),
+        (tokenizers.models.BPE(vocab=words, merges=[]), True),
+    ):
+        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        found = PromptTokenizer(tmp_path / "tokenizer.json")
+        assert (found.knows("猫"), found.knows("a猫"), found.knows("")) == (known, True, True)
+
+
 def test_places_for_the_longest_prompt(family, model):
     """`generate` makes them, a `Generator` has the model's; the images are the same."""
     ids, longer = small.IDS[family], len(small.IDS[family]) + 1

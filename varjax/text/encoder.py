@@ -6,7 +6,6 @@ last batch of a size is filled up. Padding is dropped from the results.
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from varjax.errors import UserError
 from varjax.nn.compiled import peak_bytes
 from varjax.nn.families import Catalogue, Part
 from varjax.storage import arrays, checkpoint
+from varjax.text import unknown
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder, Tokenizer, Tokens
 
@@ -27,10 +27,6 @@ TEXT_ENCODER = Part("T5", T5Config, T5Encoder, own_folder=True)
 CATALOGUE = Catalogue(parts={PART: TEXT_ENCODER})
 DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
 SMALLEST = 16  # tokens of the smallest program; further sizes are powers of two
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def encode_texts(
@@ -83,7 +79,7 @@ class TextEncoder:
         batch_size: int = 8,
         names: Sequence[str] | None = None,
         negative_names: Sequence[str] | None = None,
-        warn: Callable[[str], None] = _warn,
+        warn: unknown.Tell = unknown.warn,
         progress: Callable[[int, int], None] | None = None,
     ) -> TextFeatures:
         """Features of prompts. An empty one stands for the model's own unconditional text.
@@ -91,7 +87,8 @@ class TextEncoder:
         Args:
           prompts: the texts.
           negative_prompts: one for each prompt or one for all; if all are empty, there are none.
-          max_length: tokens, the end token included; longer texts are cut, and `warn` is told.
+          max_length: tokens, the end token included; longer texts are cut.
+          warn: is told of texts that are cut, and of texts without a word that is known.
           batch_size: texts per call of a program.
           names, negative_names: how messages call each text, such as "line 3 of prompts.txt".
           progress: called with the number of encoded texts and the total.
@@ -123,9 +120,11 @@ class TextEncoder:
     def _tokens(self, texts, names, max_length: int, warn) -> list[Tokens | None]:
         """Tokens of every text, None for an empty one."""
         found = [self.tokenizer.encode(text, max_length) if text else None for text in texts]
-        for tokens, name in zip(found, names, strict=True):
+        for tokens, name, text in zip(found, names, texts, strict=True):
             if tokens is not None and tokens.is_cut:
                 warn(f"{name} has {tokens.full_length} tokens: cut to {max_length}")
+            if tokens is not None and not self.tokenizer.knows(tokens):
+                warn(unknown.message(name, text))
         return found
 
     def peak_bytes(self, features: TextFeatures, batch_size: int) -> int | None:

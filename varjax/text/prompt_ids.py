@@ -24,6 +24,7 @@ from varjax.conditions import MOST_IMAGES, TakesCondition
 from varjax.errors import UserError, about
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
+from varjax.text import unknown
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
@@ -220,8 +221,18 @@ def load(path: str | os.PathLike) -> PromptIds:
         return PromptIds(**arrays)
 
 
-def encode(prompts: Sequence[str], config: TakesPrompts, tokenizer: PromptTokenizer) -> PromptIds:
-    """The ids of texts, in the format in which models of this configuration were trained."""
+def encode(
+    prompts: Sequence[str],
+    config: TakesPrompts,
+    tokenizer: PromptTokenizer,
+    names: Sequence[str] | None = None,
+    warn: unknown.Tell = unknown.warn,
+) -> PromptIds:
+    """The ids of texts, in the format in which models of this configuration were trained. names:
+    how messages call each text. warn: is told of texts without a word that is known."""
+    for number, text in enumerate(prompts):
+        if not tokenizer.knows(text):
+            warn(unknown.message(names[number] if names else f"prompt {number}", text))
     return PromptIds.of([config.encode_prompt(text, tokenizer) for text in prompts], prompts)
 
 
@@ -248,14 +259,15 @@ class PromptIdKind:
 
     def fitted(self, model: TakesCondition, **given) -> TakesCondition:
         """The model with as many places as the longest prompt takes."""
-        return model.with_prompt_tokens(self._ids(model, **given).checked(model.config).longest)
+        found = self._ids(model, lambda line: None, **given)  # `resolve` will warn
+        return model.with_prompt_tokens(found.checked(model.config).longest)
 
-    def _ids(self, model: TakesCondition, *, prompts=None, prompt_ids=None) -> PromptIds:
+    def _ids(self, model, warn=unknown.warn, *, prompts=None, prompt_ids=None) -> PromptIds:
         if prompts is None:
             return _given(prompt_ids)
         texts = arguments.texts("prompts", prompts, PROMPTS_WANTED)
         tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
-        return encode(texts, model.config, tokenizer)
+        return encode(texts, model.config, tokenizer, warn=warn)
 
 
 PROMPT_IDS = PromptIdKind()

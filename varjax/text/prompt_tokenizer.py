@@ -6,11 +6,13 @@ said by the families (`TransformerConfig.encode_prompt`). As in the published pr
 like a special token in a text is that token.
 """
 
+import json
 import os
 from pathlib import Path
 
 from varjax.errors import UserError, require
 from varjax.storage import ordinary
+from varjax.text.unknown import is_known
 
 FOLDER, FILE = "prompt_tokenizer", "tokenizer.json"  # in a checkpoint
 LARGEST_FILE = 2**27  # bytes; released ones have up to 10 MiB
@@ -39,6 +41,10 @@ class PromptTokenizer:
         try:
             text = ordinary.read(self.path, LARGEST_FILE).decode("utf-8")
             self._tokenizer = module.Tokenizer.from_str(text)
+            model = json.loads(text)["model"]  # a Unigram names its unknown token by the id
+            token = model.get("unk_token")
+            named = None if token is None else self._tokenizer.token_to_id(token)
+            self._unknown = model.get("unk_id", named)
         except Exception as error:  # the package raises `Exception` itself
             reason = " ".join(str(error).split())[:200]
             raise UserError(
@@ -62,6 +68,10 @@ class PromptTokenizer:
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without any that a file says to add in front or behind."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def knows(self, text: str) -> bool:
+        """Whether it knows a word of a text (`varjax.text.unknown.is_known`)."""
+        return is_known(self.ids(text), self._unknown, self._tokenizer.decode)
 
     def id_of(self, token: str) -> int:
         """The id of a special token; `UserError` if the tokenizer does not have it."""

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
+from varjax.text.unknown import is_known
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -281,6 +282,11 @@ class Tokenizer:
         """At most `max_length` ids (at least 1); the last one is always the end token."""
         pieces = self._processor.encode(text)
         return Tokens([*pieces[: max_length - 1], END], len(pieces) + 1)
+
+    def knows(self, tokens: Tokens) -> bool:
+        """Whether it knows a word of a text (`varjax.text.unknown.is_known`)."""
+        own = self._processor
+        return is_known(tokens.ids[:-1], own.unk_id(), own.decode)
 
 
 def _open(path: Path):
