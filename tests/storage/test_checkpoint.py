@@ -258,7 +258,11 @@ ENTRIES = {
     "other_dtype": ({"dtype": "bfloat16"}, "dtype: bfloat16 in the description, float32 in the"),
     "count": ({"parameters": -1}, "'parameters' is -1: it must be a number of at least 1"),
     "true_count": ({"parameters": True}, "'parameters' is True"),
-    "other_count": ({"parameters": 7}, "(?s)parameters: 7 in the description, [0-9]+ in the files"),
+    "sources": ({"sources": 3}, "entry 'sources' is missing or malformed"),
+    "other_count": (
+        {"parameters": 7},
+        "describes: parameters: 7 in the description, [0-9]+ in the files",
+    ),
 }
 
 

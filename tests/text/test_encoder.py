@@ -155,6 +155,10 @@ BROKEN = {
     "no configuration": (_edited(config=None), "entry 'config' is missing"),
     "configuration": (_edited(config={"feed_forward_proj": "relu"}), "entry 'config': .*'relu'"),
     "files": (_edited(files=["params"]), "entry 'files' is missing or malformed"),
+    "no checksums": (_edited(files={}), "damaged or incomplete: there is no checksum of"),
+    "count": (_edited(parameters=-1), "'parameters' is -1"),
+    "other count": (_edited(parameters=7), "describes: parameters: 7 in the description, "),
+    "type": (_edited(dtype="x"), "'dtype' is 'x'"),
     "not JSON": (lambda f: (f / NAME).write_text("{"), "cannot read"),
 }
 

@@ -231,8 +231,9 @@ def _check(
             problems.append(f"{name}: {said[name]} in the description, {total} in the files")
     if problems:
         listed = some(problems, 100, between="\n  ")
+        first = "\n  " if len(problems) > 1 else " "
         raise UserError(
-            f"{folder} does not hold the parameters that {described_in} describes:\n  {listed}"
+            f"{folder} does not hold the parameters that {described_in} describes:{first}{listed}"
         )
 
 

@@ -22,6 +22,8 @@ from varjax.storage.atomic import write_text
 NAME = "model.json"
 FORMAT_VERSION = 1
 DTYPES = frozenset(("float32", "bfloat16", "float16"))  # of stored parameters
+# entries that a description may lack
+_OPTIONAL = {"sources": list, "beside": dict, "own_folders": dict}
 DEEPEST_JSON = 64
 LARGEST_JSON = 16 * 2**20  # bytes
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
@@ -141,6 +143,7 @@ def _check_computed(file: Path, content: Mapping) -> None:
             " `python -m ported_weights`"
         )
     checksums.check_records(file, content["files"])
+    _require(file, content, {name: kind for name, kind in _OPTIONAL.items() if name in content})
     types, count = content.get("dtype"), content.get("parameters")
     if not isinstance(types, str) or not DTYPES.issuperset(types.split(", ")):
         problem = f"'dtype' is {show(types)}: it must name types of {', '.join(sorted(DTYPES))}"
