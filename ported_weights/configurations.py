@@ -174,8 +174,9 @@ class PublishedModel:
     def config_file(self) -> str | None:
         """The configuration of a custom model: the file given, or the config.json beside weights of
         a family whose config.json describes the whole model."""
-        beside = self._folders()[0] / "config.json"
-        if self.config or not (self.defaults.is_whole and beside.is_file()):
+        folders = self._folders()
+        beside = folders and folders[0] / "config.json"
+        if self.config or not (self.defaults.is_whole and beside and beside.is_file()):
             return self.config
         return str(beside)
 

@@ -74,7 +74,7 @@ def test_files(tmp_path):
     pictures.save_png(path, some_picture())
     np.testing.assert_array_equal(pictures.read_picture(path, "it"), some_picture())
     for path, reason in ((tmp_path / "none.png", "No such file"), ("/dev/zero", "no ordinary")):
-        with pytest.raises(UserError, match=f"cannot read it: .*{reason}"):
+        with pytest.raises(UserError, match=f"cannot read it {path}: .*{reason}"):
             pictures.read_picture(path, "it")
 
 

@@ -24,7 +24,7 @@ from varjax.errors import UserError
 from varjax.evaluation import pictures as evaluated
 from varjax.io import pictures
 from varjax.parallel import shared_folder
-from varjax.storage import arrays, lock, manifest, npz, ordinary
+from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary
 from varjax.storage.atomic import new_file
 from varjax.text import t5
 from varjax.text.prompt_tokenizer import PromptTokenizer
@@ -35,7 +35,7 @@ READERS = {
     "ordinary": ("a", lambda path: ordinary.read(path, 9)),
     "json": ("a.json", manifest.read_json),
     "npz": ("a.npz", lambda path: npz.load(path, ["a"])),
-    "digest": ("a.bin", manifest.record),
+    "digest": ("a.bin", checksums.record),
     "digest of a picture": ("a.png", evaluated.file_digest),
     "digest of a source": ("a.pth", sources.fingerprint),
     "checkpoint": ("_METADATA", lambda path: arrays.read(path.parent, {}, {}, "model.json")),
