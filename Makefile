@@ -3,7 +3,8 @@
 # make test    the default test suite (no GPU, no TPU, no network)
 # make lint    ruff
 # make chip    on the machine with a GPU or TPU: check every kernel, tune, time, results/machine.json
-# make clean   remove .venv and caches; results/ stays
+# make aot-venv   .venv-aot, where experiments.aot compiles for GPUs and TPUs that are not here
+# make clean   remove .venv, .venv-aot and caches; results/ stays
 #
 # Each makes .venv first and installs what it needs; a second call finds it there.
 #   PYTHON=...   interpreter to make .venv with, at least 3.11; another one than before makes .venv anew.
@@ -23,9 +24,11 @@ tag := $(subst $(comma),-,$(more))
 for_demo := .venv/.installed-demo$(tag)
 for_page := .venv/.installed-page$(tag)
 for_test := .venv/.installed-test$(tag)
+for_aot := .venv-aot/.installed
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
+pip_aot := .venv-aot/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo page test lint chip clean interpreter
+.PHONY: demo page test lint chip aot-venv clean interpreter
 
 demo: $(for_demo)
 	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
@@ -44,8 +47,11 @@ lint: $(for_test)
 chip: $(for_demo)
 	$(bin)/python -m experiments.bench --machine $(ARGS)
 
+aot-venv: $(for_aot)
+	@echo "compile for absent chips with .venv-aot/bin/python -m experiments.aot"
+
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-aot build .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(for_demo): .venv/.interpreter pyproject.toml
@@ -61,6 +67,15 @@ $(for_page): .venv/.interpreter pyproject.toml
 $(for_test): .venv/.interpreter pyproject.toml
 	@echo "installing varjax[eval,port,dev$(more)] into .venv"
 	$(pip) --editable '.[eval,port,dev$(more)]'
+	@touch $@
+
+# An environment of its own: with JAX's CUDA plugin in .venv every command would look for a GPU.
+$(for_aot): .venv/.interpreter pyproject.toml
+	@echo "installing varjax and the compilers of GPUs and TPUs into .venv-aot"
+	rm -rf .venv-aot && $(bin)/python -m venv .venv-aot
+	$(pip_aot) --editable .
+	$(pip_aot) --no-deps \
+	  $$(.venv-aot/bin/python -c 'from pallas_kernels import chips; print(*chips.missing_packages("v5e", "h200"))')
 	@touch $@
 
 # Holds path and version of the interpreter; rewritten, with all of .venv, only when that changes.

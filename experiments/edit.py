@@ -192,6 +192,8 @@ def read_by_text(model: Model) -> ByText | None:
         raise UserError(
             "give either --mask=FILE, or --source_prompt=TEXT to edit by text (Infinity)"
         )
+    if PASTE.present and not MASK.value:
+        raise UserError("--paste belongs to --mask: leave it out")
     if MASK.value:
         for holder in (KEEP, MIX, PROBABILITY):
             if holder.present:
@@ -214,7 +216,7 @@ def check_feather() -> None:
     """Raise `UserError` for a --feather that cannot be, or that has no mask or nothing pasted."""
     arguments.number("--feather", FEATHER.value, 0, masks.LARGEST_FEATHER)
     for holder in (MASK, PASTE):
-        if FEATHER.value and not holder.value:
+        if FEATHER.present and not holder.value:
             raise UserError(f"--feather belongs to --{holder.name}: leave it out")
 
 

@@ -153,6 +153,8 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
 def main(argv: list[str]) -> None:
     target = SAVE.check()
     MODEL.check_alone(GEOMETRY)
+    if TARGET.present and not POLICY.is_fitted:
+        raise UserError("--target belongs to --budget=fit: leave it out")
     if GEOMETRY.value:
         name, model = "geometry", Geometry.parse(GEOMETRY.value)
         geometry = model

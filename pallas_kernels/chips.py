@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,12 +269,31 @@ CUDA_COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvid
 
 
 def why_unavailable(*names: str) -> str | None:
-    """The packages that are missing here to compile for these chips, with one pip command; None if
-    none is.
+    """The packages that are missing here to compile for these chips, with one command that makes
+    an environment of them; None if none is. With JAX's CUDA plugin beside it, every other command
+    would look for a GPU.
 
     Raises:
       ValueError: unknown chip.
     """
+    found, packages = _lacking(names)
+    if not found:
+        return None
+    each = "; ".join(f"{', '.join(chips)}: {why}" for why, chips in found.items())
+    return (
+        f"{each}: run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python in place "
+        "of python; or, in another environment that only compiles, run "
+        f"`pip install --no-deps {shlex.join(packages)}`"
+    )
+
+
+def missing_packages(*names: str) -> list[str]:
+    """The packages that are missing here to compile for these chips, as pip takes them."""
+    return _lacking(names)[1]
+
+
+def _lacking(names: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """({what is missing, in words: chips}, packages)."""
     found: dict[str, list[str]] = {}
     packages: dict[str, None] = {}  # a set in order
     for chip in map(get_chip, names):
@@ -282,10 +301,7 @@ def why_unavailable(*names: str) -> str | None:
         if reasons:
             found.setdefault(", ".join(reasons), []).append(chip.name)
             packages |= dict.fromkeys(needed)
-    if not found:
-        return None
-    each = "; ".join(f"{', '.join(chips)}: {why}" for why, chips in found.items())
-    return f"{each}: run `pip install --no-deps {shlex.join(packages)}`"
+    return found, list(packages)
 
 
 def _lacking_for_tpu() -> tuple[list[str], list[str]]:

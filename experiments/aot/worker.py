@@ -7,7 +7,6 @@ for a batch, or for the largest that fits, and writes the result into a file.
 import contextlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import jax
 
+from experiments import own_process
 from experiments.aot import report, training
 from experiments.aot.batch_search import BatchSearch, Trial
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
@@ -38,7 +38,7 @@ def start(target: str, flags: Sequence[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         own = (f"--target={target}", f"--worker={path}")
-        command = [sys.executable, "-m", "experiments.aot", *flags, *own]
+        command = [*own_process.command("experiments.aot"), *flags, *own]
         process = subprocess.Popen(
             command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -54,12 +54,10 @@ def start(target: str, flags: Sequence[str]) -> dict:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that compiles. It finds this package wherever it is started, and
-    has no cache of programs, which would keep the compiler from writing the dump that we read."""
-    place = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
-    own = {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    return {**os.environ, **chips.quiet_environment(), **own}
+    """The environment of a process that compiles. It has no cache of programs, which would keep the
+    compiler from writing the dump that we read."""
+    own = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return {**own_process.environment(), **chips.quiet_environment(), **own}
 
 
 def _forward(lines: Iterable[str], target: str) -> list[str]:

@@ -272,6 +272,13 @@ TAKEN = {
     "step": ("machine", "quick"),
     "machine": ("quick", "minutes", "json", "overwrite"),
 }
+# what the others of them do not use
+USED_BY = {
+    "filling": ("--check",),
+    "budget": ("timing",),
+    "repeats": ("timing", "--tune"),
+    "json": ("timing", "--check"),
+}
 
 
 def check_flags() -> None:
@@ -287,6 +294,14 @@ def check_flags() -> None:
         if name not in (mode, *TAKEN[mode]):
             others = ", ".join(f"--{other}" for other in TAKEN[mode])
             raise UserError(f"--{mode} does not take --{name}: leave it out; it takes {others}")
+
+
+def check_used() -> None:
+    """Raise `UserError` for flags that checking, tuning or timing does not use."""
+    mode = "--check" if CHECK.value else "--tune" if TUNE.value else "timing"
+    for holder, modes in USED_BY.items():
+        if FLAGS.values[holder].present and mode not in modes:
+            raise UserError(f"--{holder} belongs to {' and '.join(modes)}: leave it out")
 
 
 def show_machine() -> int:
@@ -310,6 +325,7 @@ def main(argv) -> int:
     JSON.check()
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")
+    check_used()
     name = kernel()
     calls(), budgets()  # wrong flags are reported before anything runs
     if CHECK.value:

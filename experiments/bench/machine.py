@@ -8,15 +8,13 @@ puts the results together.
 """
 
 import datetime
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import step_files
-from experiments.aot.worker import environment
+from experiments import own_process, step_files
 from experiments.bench import device, machine_report
 from experiments.bench.watch import Refused, Watch
 from experiments.output import RESULTS, partial_folder
@@ -101,7 +99,8 @@ def _follow(watch: Watch, folder: Path, quick: bool, overwrite: bool, until: flo
     """Run the steps in one process after another: the next goes on where a step ended the last."""
     again = True
     while again and time.monotonic() < until:
-        again = watch.follow(command(folder, quick, overwrite, watch.failed), environ(), until)
+        started = command(folder, quick, overwrite, watch.failed)
+        again = watch.follow(started, own_process.environment(), until)
 
 
 def command(folder: Path, quick: bool, overwrite: bool, skip: Sequence[str]) -> list[str]:
@@ -109,12 +108,7 @@ def command(folder: Path, quick: bool, overwrite: bool, skip: Sequence[str]) -> 
     flags = ["--machine", f"--worker={folder}"]
     flags += ["--quick"] * quick + ["--overwrite"] * overwrite
     flags += [f"--skip={','.join(skip)}"] if skip else []
-    return [sys.executable, "-m", "experiments.bench", *flags]
-
-
-def environ() -> dict[str, str]:
-    """Its environment: it finds this package wherever it is started."""
-    return {**os.environ, "PYTHONPATH": environment()["PYTHONPATH"]}
+    return [*own_process.command("experiments.bench"), *flags]
 
 
 def _kept(watch: Watch, folder: Path) -> str:

@@ -1,11 +1,10 @@
 """The kernels of token attention under NVIDIA's compute-sanitizer, which sees accesses out of
 bounds that give right numbers by chance."""
 
-import os
 import shutil
 import subprocess
-import sys
 
+from experiments import own_process
 from experiments.bench.kernel_steps import WrongResult
 from experiments.bench.rows import Call, Found, Row
 
@@ -36,9 +35,9 @@ def check(notify: object = None) -> Found:
     notify: not called."""
     bench = ("python", "-m", "experiments.bench", *FLAGS)
     call = Call("sanitizer", "llamagen-xl-t1", "mosaic", "bfloat16")
-    command = [TOOL, f"--error-exitcode={FOUND}", sys.executable, *bench[1:]]
+    command = [TOOL, f"--error-exitcode={FOUND}", *own_process.command(bench[2]), *FLAGS]
     # this process has taken its share of the device's memory already
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**own_process.environment(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
         done = subprocess.run(command, env=environment, timeout=SECONDS, **pipes)

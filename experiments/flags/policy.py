@@ -112,7 +112,12 @@ class PolicyFlags:
     @property
     def is_sized(self) -> bool:
         """Whether the budget is asked for in bytes, or as what fits."""
-        return bool(self._wanted) or self._budget.value == budgets.FIT
+        return bool(self._wanted) or self.is_fitted
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the budget is what fits."""
+        return self._budget.value == budgets.FIT
 
     @property
     def _wanted(self) -> str | None:

@@ -29,6 +29,7 @@ from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file
 
+PAGES = (".html", ".htm")
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
 FLAGS = CommandFlags(
@@ -76,8 +77,13 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 def main(argv: list[str]) -> None:
     if bool(SWEEP.value) == bool(LEADERBOARD.value):
         raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
+    if not OUT.path.suffix.lower() in PAGES:
+        raise UserError(f"--out={OUT.path} is to be a page: call it {OUT.path.stem}.html")
     target = OUT.check()
     if LEADERBOARD.value:
+        for holder in (CALIBRATION, IMAGES):
+            if holder.present:
+                raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
         require("jinja2", extra="eval", purpose="the leaderboard")
         from experiments.report import leaderboard  # which imports it
 

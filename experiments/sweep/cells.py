@@ -91,7 +91,7 @@ class Runner:
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = shard.of(distinct) if shard else distinct
         # what a stopped run counts: a part's own cells, but those of all processes
-        self.all = [sweep.full, *(self.cells if processes.count() == 1 else distinct)]
+        self.counted = self.cells if processes.count() == 1 else distinct
         self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
@@ -166,9 +166,8 @@ class Runner:
     def _check_done(self, done: bool) -> None:
         """Wait for all processes; `Stopped` in all of them if one has not `done` its work."""
         if not processes.say_all(np.array(done)).all():
-            raise Stopped(
-                sum(self.path(cell).exists() for cell in self.all), len(self.all), "cells"
-            )
+            stored = sum(self.path(cell).exists() for cell in self.counted)
+            raise Stopped(stored, len(self.counted), "cells")
 
     def _run_cells(self, missing: list[Cell]) -> bool:
         """Run cells. Return whether all are done; not so if the system asked to end."""

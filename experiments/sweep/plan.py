@@ -246,9 +246,10 @@ def _plan_cell(
 
 def show_sizes(sweep: Sweep) -> str:
     """Return the line that is printed before anything is compiled."""
-    batch, feasible = sweep.batch_size, sum(cell.plan is not None for cell in sweep.cells)
+    batch, feasible = sweep.batch_size, len({cell.key for cell in sweep.cells if cell.plan})
+    refused = sum(cell.plan is None for cell in sweep.cells)
     dense = memory.show_bytes(sweep.full.plan.dense_bytes(batch, sweep.program.dtype))
     return (
-        f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "
+        f"{sweep.model.name}: {feasible} of {feasible + refused} cells can run, "
         f"{len(sweep.condition)} images in batches of {batch}; the full cache takes {dense}"
     )

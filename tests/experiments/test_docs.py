@@ -5,14 +5,23 @@ import re
 
 import pytest
 
-from experiments.__main__ import commands
+from experiments.__main__ import commands, short_names
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PACKAGES = ("varjax", "experiments", "ported_weights", "pallas_kernels")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"python -m (experiments\.\w+|ported_weights)((?:[^\n]*\\\n)*[^\n]*)")
+SHORT = short_names()
+NAMES_OF_COMMANDS = (
+    rf"python -m (?:experiments\.\w+|ported_weights)|\bvarjax (?:{'|'.join(SHORT)})\b"
+)
+COMMAND = re.compile(rf"({NAMES_OF_COMMANDS})((?:[^\n]*\\\n)*[^\n]*)")
+PLACE = re.compile(
+    r"`((?:varjax|experiments|ported_weights|pallas_kernels|tests|docs)/[\w./-]*\w)`"
+)
+FLAG = re.compile(r"(?<![\w-])--(\w+)")
 GENERAL = {"help", "version"}
 
 
@@ -34,32 +43,55 @@ def test_links_lead_somewhere(page):
 
 
 def test_pages_that_the_code_names_exist():
-    for place in ("varjax", "experiments", "ported_weights", "pallas_kernels"):
+    for place in PACKAGES:
         for path in (ROOT / place).rglob("*"):
             if path.suffix in (".py", ".json", ".md"):
                 for name in re.findall(r"docs/[\w/]+\.md", path.read_text("utf-8")):
                     assert (ROOT / name).exists(), (path, name)
 
 
-def flags_of(command: str) -> set[str]:
+def test_files_that_the_pages_name_exist():
+    for page in PAGES:
+        for name in PLACE.findall(page.read_text("utf-8")):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_pages_that_help_names_for_a_flag_have_it(command):
+    module = module_of(command)
+    texts = re.split(r"\.\s", module.__doc__)
+    texts += [f"--{name} {module.FLAGS.values[name].help}" for name in module.FLAGS.values]
+    for text in texts:
+        for page in re.findall(r"docs/[\w/]+\.md", text):
+            missing = set(FLAG.findall(text)) - set(FLAG.findall((ROOT / page).read_text("utf-8")))
+            assert not missing, (text, page)
+
+
+def module_of(command: str):
     package = importlib.import_module(command)
-    module = f"{command}.__main__" if hasattr(package, "__path__") else command
-    return set(importlib.import_module(module).FLAGS.values)
+    name = f"{command}.__main__" if hasattr(package, "__path__") else command
+    return importlib.import_module(name)
+
+
+def flags_of(command: str) -> set[str]:
+    return set(module_of(command).FLAGS.values)
 
 
 @pytest.mark.parametrize("command", commands())
 def test_the_reference_names_every_flag(command):
     page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
     text = page.split(f"\n## {command}\n")[1].split("\n## ")[0]
-    named = set(re.findall(r"(?<![\w-])--(\w+)", text))
+    named = set(FLAG.findall(text))
     assert named - GENERAL == flags_of(command) - GENERAL
 
 
 def test_commands_as_written_have_these_flags():
     known = {command: flags_of(command) | GENERAL for command in commands()}
-    for page in PAGES:
+    code = [path for place in PACKAGES for path in (ROOT / place).rglob("*.py")]
+    for page in (*PAGES, *code):
         for command, rest in COMMAND.findall(page.read_text("utf-8")):
             words = re.split(r"`|\s#|\)", rest)[0]
-            for flag in re.findall(r"(?<![\w-])--(\w+)", words):
+            name = command.split()[-1]
+            for flag in FLAG.findall(words):
                 plain = flag.removeprefix("no")
-                assert {flag, plain} & known[command], (page.name, command, flag)
+                assert {flag, plain} & known[SHORT.get(name, name)], (page.name, command, flag)

@@ -152,7 +152,7 @@ def test_the_worker_ends_when_the_other_process_is_killed(tmp_path):
     """It hangs, and is in a session of its own, with a process that it has started."""
     path = tmp_path / "pids"
     command = [sys.executable, "-c", PARENT, WORKER.format(path=str(path))]
-    parent = subprocess.Popen(command, env={**os.environ, **machine.environ()})
+    parent = subprocess.Popen(command, env=own_process.environment())
     try:
         assert until(path.exists, 60), "it did not start"
         pids = [int(text) for text in path.read_text().split()]
