@@ -77,7 +77,7 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 def main(argv: list[str]) -> None:
     if bool(SWEEP.value) == bool(LEADERBOARD.value):
         raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
-    if not OUT.path.suffix.lower() in PAGES:
+    if OUT.path.suffix.lower() not in PAGES:
         raise UserError(f"--out={OUT.path} is to be a page: call it {OUT.path.stem}.html")
     target = OUT.check()
     if LEADERBOARD.value:

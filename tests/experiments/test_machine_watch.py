@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import step_files
+from experiments import own_process, step_files
 from experiments.bench import device, machine, watch, worker
 from experiments.bench.rows import Call, Found, Row
 from experiments.bench.watch import Refused, Watch
