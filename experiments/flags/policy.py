@@ -173,7 +173,10 @@ class PolicyFlags:
         """
         given, is_model = self._calibration.value, isinstance(model, Model)
         if given and not policy.uses_calibration:
-            raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
+            so = " with these arguments" if self._arguments.value else ""
+            raise UserError(
+                f"policy {policy.name!r}{so} uses no calibration: leave out --calibration"
+            )
         geometry, guidance = model.geometry if is_model else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance

@@ -77,9 +77,9 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 def main(argv: list[str]) -> None:
     if bool(SWEEP.value) == bool(LEADERBOARD.value):
         raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
-    if OUT.path.suffix.lower() not in PAGES:
-        raise UserError(f"--out={OUT.path} is to be a page: call it {OUT.path.stem}.html")
     target = OUT.check()
+    if target.suffix.lower() not in PAGES:
+        raise UserError(f"--out={target}: the page is HTML, call it {target.stem}.html")
     if LEADERBOARD.value:
         for holder in (CALIBRATION, IMAGES):
             if holder.present:

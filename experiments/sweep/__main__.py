@@ -114,7 +114,7 @@ def resolve() -> Sweep:
             KV_BYTES.value, full.dense_bytes(batch_size, program.kv_dtype)
         )
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
-    used = any(cell.plan.policy.uses_calibration for cell in cells if cell.plan)
+    used = any(cell.calibrated for cell in cells)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
     return Sweep(

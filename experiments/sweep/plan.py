@@ -49,6 +49,7 @@ class Cell:
 
     arguments: of the policy, defaults included, without what a calibration decides.
     budget: None if the policy cannot run at any budget.
+    calibrated: whether a calibration decides anything, if there is one.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Cell:
     plan: CachePlan | None = None
     reason: str | None = None
     arguments: dict = field(default_factory=dict)
+    calibrated: bool = False
 
     @property
     def key(self) -> str:
@@ -241,7 +243,8 @@ def _plan_cell(
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
     arguments = policy_arguments(plan.policy)  # defaults included
-    return Cell(entry.label, entry.name, plan.policy.budget, plan=plan, arguments=arguments)
+    decided = {"arguments": arguments, "calibrated": policy.uses_calibration}
+    return Cell(entry.label, entry.name, plan.policy.budget, plan, **decided)
 
 
 def show_sizes(sweep: Sweep) -> str:

@@ -158,6 +158,10 @@ def test_timings_may_lack_another_way(call, monkeypatch):
         (["--implementation=mosaic", "--check"], "mosaic needs a GPU, this machine offers cpu"),
         (["--implementation=triton-interpret"], "only --check takes it"),
         (["--tune", "--check"], "exclude each other"),
+        (["--filling=random"], "--filling belongs to --check: leave it out"),
+        (["--check", "--budget=1"], "--budget belongs to timing: leave it out"),
+        (["--check", "--repeats=1"], "--repeats belongs to timing and --tune: leave it out"),
+        (["--tune", "--json=x.json"], "--json belongs to timing and --check: leave it out"),
         (["--model=var-d31"], "unknown model 'var-d31'"),
         (["--shape=var"], "unknown shape 'var'"),
         (["--op=read"], "unknown operation 'read'"),
@@ -182,7 +186,7 @@ def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
 
     monkeypatch.setattr(bench, "errors", refuse)
     flags = ("--check", "--implementation=triton-interpret", "--op=write")
-    status, out, err = call("bench", *SMALL, *flags)
+    status, out, err = call("bench", *SMALL[:2], *flags)
     assert status == 1 and not err
     assert "REFUSED  write  var-d30-t1" in out and "it takes heads of 64, 128" in out
     assert "0 of 2 right" in out

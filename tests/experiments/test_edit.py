@@ -87,6 +87,8 @@ def test_nothing_is_drawn(call, files, tmp_path):
         (("--image=large.png", "--mask=large_mask.png"), "add --fit"),
         (("--image=image.png", "--mask=mask.png", "--labels=9999"), "outside the model's"),
         (("--image=image.png", "--mask=mask.png", "--keep_scales=2"), "leave it out"),
+        (("--image=image.png", "--source_prompt=a", "--nopaste"), "--paste belongs to --mask"),
+        (("--image=image.png", "--source_prompt=a", "--feather=0"), "--feather belongs to --mask"),
         (("--image=image.png", "--source_prompt=a"), "--source_probability=P is needed"),
         (("--image=image.png", "--source_prompt=a", "--source_probability=2"), "draws no bits"),
         (("--image=image.png", "--mask=mask.png", "--prompts=a"), "--prompts"),

@@ -1,13 +1,18 @@
 """`python -m experiments`: what there is, and what is wrong with a space for the dot."""
 
 import importlib
+import os
 import shlex
+import subprocess
 import sys
+import tomllib
 
 import pytest
 from absl.testing import flagsaver
 
 from experiments import __main__ as overview
+from experiments import own_process
+from tests.conftest import ROOT
 from varjax.cli import command_line
 from varjax.cli.flags import WIDTH, CommandFlags, bare, parse_flags
 
@@ -94,3 +99,32 @@ def test_the_console_script(monkeypatch, capsys):
     assert status == 2 and "did you mean `varjax run`?" in err and err.count("\n") == 1
     status, _, err = console(monkeypatch, capsys, "plan", "--modle=x")
     assert status == 2 and "run `varjax plan --help`" in err
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A project with an `experiments` of its own, whose modules end with status 3."""
+    (tmp_path / "experiments").mkdir()
+    for name in ("__init__", "__main__", "plan"):
+        (tmp_path / "experiments" / f"{name}.py").write_text("raise SystemExit(3)")
+    return tmp_path
+
+
+def test_the_installed_script_works_beside_other_experiments(elsewhere):
+    """The file is what pip writes for the entry point."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["varjax"].partition(":")
+    script = elsewhere / "bin" / "varjax"
+    script.parent.mkdir()
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())")
+    command = [sys.executable, str(script), "plan", "--model=var-d16"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("var-d16: 16 layers"), done.stderr
+
+
+def test_processes_that_commands_start_are_ours(elsewhere):
+    command = [*own_process.command("experiments.plan"), "--model=var-d16"]
+    options = {"env": own_process.environment(), "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=elsewhere, **options)
+    assert done.returncode == 0 and done.stdout.startswith("var-d16: 16 layers"), done.stderr

@@ -89,6 +89,12 @@ def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
         (("--model=infinity-2b", "--size=9M"), "choose one of 0.06M"),
         ((GEOMETRY, "--policy=streaming", "--budget=0.01"), "smallest feasible"),
         ((GEOMETRY, "--calibration=file.json"), "no calibration"),
+        (
+            (GEOMETRY, "--policy=amskv", "--policy_args=layers=0", "--calibration=file.json"),
+            "'amskv' with these arguments uses no calibration: leave out",
+        ),
+        (("--model=var-d16", "--target=a100"), "--target belongs to --budget=fit: leave it out"),
+        ((GEOMETRY, "--kv_bytes=1MiB", "--target=a100"), "--target belongs to --budget=fit"),
         ((GEOMETRY, "--policy=linear"), "does not serve models that draw scale by scale"),
         ((BY_TOKEN, "--policy=heatkv"), "which heads give up which scales"),
         ((BY_TOKEN, "--policy=headkv", "--policy_args=window=0"), "window=0 must be 1 to 254"),

@@ -157,3 +157,16 @@ def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
     monkeypatch.setattr(page, "build", lambda *a: pytest.fail("drawn"))
     status, _, err = call("report", f"--sweep={sweep}", f"--out={out}", "--overwrite")
     assert status == 2 and message in err and ".x.html" not in err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--sweep=none", "--out=x.tex"], "--out=x.tex: the page is HTML, call it x.html"),
+        (["--leaderboard=none", "--out=x"], "--out=x: the page is HTML, call it x.html"),
+        (["--leaderboard=none", "--images=3"], "--images belongs to --sweep: leave it out"),
+        (["--leaderboard=none", "--calibration=x"], "--calibration belongs to --sweep"),
+    ],
+)
+def test_flags_without_effect_are_refused_before_anything_is_read(refused, flags, message):
+    refused("report", message, *flags)

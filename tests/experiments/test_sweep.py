@@ -11,6 +11,7 @@ import pytest
 
 from experiments.report import sweep_files
 from experiments.sweep import plan, progress, tables
+from experiments.sweep.cells import Runner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.api import Generator
@@ -23,6 +24,16 @@ FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
 def report_of(folder):
     return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+
+
+def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch):
+    """Without the full cache, and those that compute the same once."""
+    monkeypatch.setattr(Runner, "_run_full", lambda self: False)  # the system asks to end
+    policies = "--policies=swa,streaming:sinks=5,swa:block_size=16"
+    flags = (checkpoint, "--labels=3", policies, "--budgets=0.05,1", f"--out={tmp_path / 'out'}")
+    status, _, err = call("sweep", *flags)
+    assert status == 0 and "3 of 4 cells can run" in err, err
+    assert "0 of 3 cells done" in err and "0 of 3 cells are stored" in err
 
 
 def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):

@@ -74,11 +74,13 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch):
     versions(monkeypatch, jaxlib="0.10.2")
     why = chips.why_unavailable("v5e", "h200", "tpu-v6e", "a100")
     assert why.startswith("tpu-v5e, tpu-v6e: libtpu is not installed; h200, a100: JAX's CUDA")
+    assert "run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python" in why
     assert "ptxas is not here" in why and why.count("pip install") == 1
     packages = shlex.split(re.search("`pip install --no-deps (.*)`", why)[1])
     cuda = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt"]
     plugin = ["jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"]
     assert packages[0].partition("==")[0] == "libtpu" and packages[1:] == plugin + cuda
+    assert packages == chips.missing_packages("v5e", "h200")
     versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42")
     assert chips.why_unavailable("v5e", "v6e") is None
     assert "tpu" not in chips.why_unavailable("v5e", "h200")

@@ -95,7 +95,6 @@ class AMSKV(Policy):
     selection_arguments = ("condensed", "condensed_tokens")
     unsuited = "it keeps the condensed and the newest scales"
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
-    uses_calibration = True
     smallest_reason = "every layer needs room for its condensed scales and one more token"
     contents = "known beforehand, or per image"
     examples = ({}, {"mode": "online"})
@@ -110,6 +109,11 @@ class AMSKV(Policy):
         return not (self.cmax or self.preset)
 
     shrinks = budgeted
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether measurements say which layers are demanding; if not, an argument does."""
+        return not (self.theta if self._online else self.layers)
 
     @property
     def _online(self) -> bool:
