@@ -24,7 +24,7 @@ tag := $(subst $(comma),-,$(more))
 for_demo := .venv/.installed-demo$(tag)
 for_page := .venv/.installed-page$(tag)
 for_test := .venv/.installed-test$(tag)
-for_aot := .venv-aot/.installed
+for_aot := .venv-aot/.installed$(tag)
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 pip_aot := .venv-aot/bin/python -m pip install --quiet --disable-pip-version-check
 
@@ -69,11 +69,12 @@ $(for_test): .venv/.interpreter pyproject.toml
 	$(pip) --editable '.[eval,port,dev$(more)]'
 	@touch $@
 
-# An environment of its own: with JAX's CUDA plugin in .venv every command would look for a GPU.
+# Of its own: with JAX's CUDA plugin in .venv every command would look for a GPU. EXTRAS=eval,port,dev
+# is for pytest --aot.
 $(for_aot): .venv/.interpreter pyproject.toml
 	@echo "installing varjax and the compilers of GPUs and TPUs into .venv-aot"
 	rm -rf .venv-aot && $(bin)/python -m venv .venv-aot
-	$(pip_aot) --editable .
+	$(pip_aot) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	$(pip_aot) --no-deps \
 	  $$(.venv-aot/bin/python -c 'from pallas_kernels import chips; print(*chips.missing_packages("v5e", "h200"))')
 	@touch $@

@@ -101,15 +101,12 @@ def test_intervals_are_shown(sweep):
     assert "No intervals are known" in page.build(report, samples, geometry, None, 1)
     numbers = {f"c{i}": {"psnr": np.array([19.0, 21.0]) + i} for i in (1, 2, 3)}
     intervals.add(report["cells"], numbers)
-    for cell in report["cells"]:
-        cell["fidelity"]["lpips"] = 0.1
+    report["cells"][0]["fidelity"]["lpips"] = 0.1
     text = page.build(report, samples, geometry, None, 1)
     found = check_self_contained(text)
     assert "[20.00, 22.00]" in found.texts and "best" in found.texts
-    assert (
-        "is defined below the table.\nBars are 95 % intervals" in text
-        and found.tags.count("table") == 2
-    )
+    assert "is defined below the table.\nBars are 95 % intervals" in text
+    assert found.tags.count("table") == 2
     (psnr, *others) = charts.fidelity(report)
     assert len(psnr.to_dict()["layer"]) == 3 and len(others[0].to_dict()["layer"]) == 2
 
