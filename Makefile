@@ -76,7 +76,7 @@ $(for_aot): .venv/.interpreter pyproject.toml
 	rm -rf .venv-aot && $(bin)/python -m venv .venv-aot
 	$(pip_aot) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	$(pip_aot) --no-deps \
-	  $$(.venv-aot/bin/python -c 'from pallas_kernels import chips; print(*chips.missing_packages("v5e", "h200"))')
+	  $$(.venv-aot/bin/python -c 'from pallas_kernels import compilers; print(*compilers.missing_packages("tpu", "gpu"))')
 	@touch $@
 
 # Holds path and version of the interpreter; rewritten, with all of .venv, only when that changes.

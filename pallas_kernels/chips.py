@@ -11,17 +11,13 @@ it is what the driver offers. JAX takes three quarters of that unless
 `XLA_PYTHON_CLIENT_MEM_FRACTION` says more, and no compiler checks it: compare it yourself.
 """
 
-import importlib.metadata
-import importlib.util
 import math
-import os
 import re
-import shlex
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+
+from pallas_kernels import compilers
 
 GIB = 2**30
 TERA = 10**12
@@ -264,84 +260,15 @@ def quiet_environment() -> dict[str, str]:
 # --- compilers ---
 
 
-CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-CUDA_COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt")
-
-
 def why_unavailable(*names: str) -> str | None:
-    """The packages that are missing here to compile for these chips, with one command that makes
-    an environment of them; None if none is. With JAX's CUDA plugin beside it, every other command
-    would look for a GPU.
+    """What is missing here to compile for these chips (`compilers`), with a command that makes an
+    environment for it; None if nothing is.
 
     Raises:
       ValueError: unknown chip.
     """
-    found, packages = _lacking(names)
-    if not found:
-        return None
-    each = "; ".join(f"{', '.join(chips)}: {why}" for why, chips in found.items())
-    return (
-        f"{each}: run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python in place "
-        "of python; or, in another environment that only compiles, run "
-        f"`pip install --no-deps {shlex.join(packages)}`"
-    )
-
-
-def missing_packages(*names: str) -> list[str]:
-    """The packages that are missing here to compile for these chips, as pip takes them."""
-    return _lacking(names)[1]
-
-
-def _lacking(names: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """({what is missing, in words: chips}, packages)."""
-    found: dict[str, list[str]] = {}
-    packages: dict[str, None] = {}  # a set in order
-    for chip in map(get_chip, names):
-        reasons, needed = _lacking_for_tpu() if chip.platform == "tpu" else _lacking_for_gpu()
-        if reasons:
-            found.setdefault(", ".join(reasons), []).append(chip.name)
-            packages |= dict.fromkeys(needed)
-    return found, list(packages)
-
-
-def _lacking_for_tpu() -> tuple[list[str], list[str]]:
-    """(what is missing, in words; the packages, as pip takes them) to compile for TPUs."""
-    if _version("libtpu"):
-        return [], []
-    wanted = importlib.metadata.requires("jax") or ()  # says which libtpu belongs to it
-    pinned = (re.match(r"libtpu[^;\s]*", line) for line in wanted)
-    return ["libtpu is not installed"], [next((m[0] for m in pinned if m), "libtpu")]
-
-
-def _lacking_for_gpu() -> tuple[list[str], list[str]]:
-    """(what is missing, in words; the packages, as pip takes them) to compile for GPUs."""
-    reasons, packages = [], []
-    wanted, found = _version("jaxlib"), [_version(name) for name in CUDA_PLUGIN]
-    if found != [wanted, wanted]:
-        here = " and ".join(sorted(set(filter(None, found))))
-        mismatch = f"JAX's CUDA plugin is {here}, jaxlib {wanted}"
-        reasons.append("JAX's CUDA plugin is not installed" if None in found else mismatch)
-        packages += [f"{name}=={wanted}" for name in CUDA_PLUGIN]
-    if not _has_ptxas():
-        reasons.append("ptxas is not here (nor a CUDA toolkit)")
-        packages += CUDA_COMPILER
-    return reasons, packages
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _has_ptxas() -> bool:
-    """Whether XLA finds ptxas: on the path, in a CUDA toolkit, or in NVIDIA's Python package."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    found = [file for root in roots for file in root.glob("*/bin/ptxas")]
-    found.append(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "ptxas")
-    return shutil.which("ptxas") is not None or any(file.exists() for file in found)
+    wanted = {chip.name: chip.platform for chip in map(get_chip, names)}
+    return compilers.why_unavailable(wanted)
 
 
 def compile_only_devices(name: str, count: int = 1) -> list:

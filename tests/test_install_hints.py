@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from pallas_kernels import chips
+from pallas_kernels import compilers
 from tests.conftest import ROOT
 from varjax.errors import MissingExtra, require
 
@@ -61,10 +61,10 @@ def test_compilers_of_absent_chips_have_an_environment_of_their_own(monkeypatch,
     installs = re.findall(r"^.*pip install.*$", recipe, re.MULTILINE)
     assert len(installs) == 2 and all(i.startswith(".venv-aot/bin/python ") for i in installs)
     assert ".venv-aot/" in (ROOT / ".gitignore").read_text().split()
-    monkeypatch.setattr(chips, "_version", {"jaxlib": "0.10.2"}.get)
-    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
+    monkeypatch.setattr(compilers, "_version", {"jaxlib": "0.10.2"}.get)
+    monkeypatch.setattr(compilers, "_has_ptxas", lambda: False)
     exec(re.search(r"bin/python -c '(.*)'\)$", recipe, re.MULTILINE)[1], {})
-    assert capsys.readouterr().out.split() == chips.missing_packages("tpu-v5e", "h200")
+    assert capsys.readouterr().out.split() == compilers.missing_packages("tpu", "gpu")
     for path, text in _texts():  # nobody is told to install the plugin without that
         if re.search(r"pip install[^`]*jax-cuda13-plugin", text):
             assert "make aot-venv" in text, path

@@ -116,8 +116,8 @@ def test_bad_input(call, compilers, tmp_path, monkeypatch, flags, message):
 
 def test_missing_compilers_are_named_together(call, monkeypatch):
     """All packages that the targets need, in one message with one command."""
-    monkeypatch.setattr(chips, "_version", {"jaxlib": "0.10.2"}.get)
-    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
+    monkeypatch.setattr("pallas_kernels.compilers._version", {"jaxlib": "0.10.2"}.get)
+    monkeypatch.setattr("pallas_kernels.compilers._has_ptxas", lambda: False)
     status, out, err = call("aot", "--target=v5e,v6e,h200")
     assert status == 2 and not out and err.count("\n") == 1
     assert "cannot compile for tpu-v5e, tpu-v6e: libtpu is not installed; h200: JAX's CUDA" in err

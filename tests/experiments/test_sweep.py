@@ -29,7 +29,7 @@ def report_of(folder):
 def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch):
     """Without the full cache, and those that compute the same once."""
     monkeypatch.setattr(Runner, "_run_full", lambda self: False)  # the system asks to end
-    policies = "--policies=swa,streaming:sinks=5,swa:block_size=16"
+    policies = "--policies=swa,streaming:sinks=5,swa:accounting=bytes"
     flags = (checkpoint, "--labels=3", policies, "--budgets=0.05,1", f"--out={tmp_path / 'out'}")
     status, _, err = call("sweep", *flags)
     assert status == 0 and "3 of 4 cells can run" in err, err

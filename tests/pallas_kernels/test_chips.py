@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from pallas_kernels import chips
+from pallas_kernels import chips, compilers
 
 
 def test_names():
@@ -52,8 +52,8 @@ def test_too_many_devices():
 
 def versions(monkeypatch, **installed):
     found = {name.replace("_", "-"): version for name, version in installed.items()}
-    monkeypatch.setattr(chips, "_version", found.get)
-    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
+    monkeypatch.setattr(compilers, "_version", found.get)
+    monkeypatch.setattr(compilers, "_has_ptxas", lambda: False)
 
 
 def test_what_is_missing(monkeypatch):
@@ -80,7 +80,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch):
     cuda = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt"]
     plugin = ["jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"]
     assert packages[0].partition("==")[0] == "libtpu" and packages[1:] == plugin + cuda
-    assert packages == chips.missing_packages("v5e", "h200")
+    assert packages == compilers.missing_packages("tpu", "gpu")
     versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42")
     assert chips.why_unavailable("v5e", "v6e") is None
     assert "tpu" not in chips.why_unavailable("v5e", "h200")
