@@ -12,17 +12,28 @@ def attend_text(q, text, layer):
     stored = text.kv_pool.reshape(rows, text.layers, heads, -1, 2 * size)
     both = jax.lax.dynamic_index_in_dim(stored, jnp.asarray(layer), 1, keepdims=False)
     visible = jnp.arange(both.shape[2]) < text.length[:, None]
-    arguments = (q.transpose(0, 2, 1, 3), both[..., :size], both[..., size:], visible)
     # scores and weights, float32 both
-    at_once = SCORE_BYTES // (2 * 4 * heads * tokens * both.shape[2])
+    at_once = max(1, SCORE_BYTES // (2 * 4 * heads * tokens * both.shape[2]))
     if at_once >= rows:
-        return attend_visible(*arguments).transpose(0, 2, 1, 3)
+        return _attend_rows(q, both, visible)
 
-    def one(row):
-        return attend_visible(*(a[None] for a in row))[0]
+    # Results take the place of their queries. `lax.map` would begin with an empty result, which
+    # depends on nothing: XLA's GPU compiler makes those of all layers in one kernel, ahead of the
+    # first of them, and each is as large as the queries.
+    def replaced(i, out, number=at_once):
+        some = (jax.lax.dynamic_slice_in_dim(a, i, number) for a in (out, both, visible))
+        found = _attend_rows(*some).astype(out.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(out, found, i, 0)
 
-    found = jax.lax.map(one, arguments, batch_size=max(1, at_once))
-    return found.transpose(0, 2, 1, 3)
+    whole, rest = divmod(rows, at_once)
+    out = jax.lax.fori_loop(0, whole, lambda i, out: replaced(i * at_once, out), q)
+    return replaced(rows - rest, out, rest) if rest else out
+
+
+def _attend_rows(q, both, visible):
+    """Attention of queries [R, T, N, H] over keys and values [R, N, M, 2 H] side by side."""
+    k, v = jnp.split(both, 2, axis=-1)
+    return attend_visible(q.transpose(0, 2, 1, 3), k, v, visible).transpose(0, 2, 1, 3)
 
 
 def attend_visible(q, k, v, visible):
