@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cache_write.reference import order_after
+
 SCORE_BYTES = 2**28  # scores that may exist at once, of all rows that are computed together
 
 
@@ -10,19 +12,21 @@ def attend_text(q, text, layer):
     """See `api.attend_text`. Rows take turns where the scores of all rows are large."""
     rows, tokens, heads, size = q.shape
     stored = text.kv_pool.reshape(rows, text.layers, heads, -1, 2 * size)
-    both = jax.lax.dynamic_index_in_dim(stored, jnp.asarray(layer), 1, keepdims=False)
-    visible = jnp.arange(both.shape[2]) < text.length[:, None]
+    # Layers are not cut out of the text before their turn: XLA would cut out all of them at once,
+    # ahead of the first one, and so have the whole text twice.
+    layer = order_after(jnp.asarray(layer), q)
     # scores and weights, float32 both
-    at_once = max(1, SCORE_BYTES // (2 * 4 * heads * tokens * both.shape[2]))
+    at_once = max(1, SCORE_BYTES // (2 * 4 * heads * tokens * stored.shape[3]))
     if at_once >= rows:
-        return _attend_rows(q, both, visible)
+        return _attend_rows(q, stored, text.length, layer)
 
     # Results take the place of their queries. `lax.map` would begin with an empty result, which
     # depends on nothing: XLA's GPU compiler makes those of all layers in one kernel, ahead of the
     # first of them, and each is as large as the queries.
     def replaced(i, out, number=at_once):
-        some = (jax.lax.dynamic_slice_in_dim(a, i, number) for a in (out, both, visible))
-        found = _attend_rows(*some).astype(out.dtype)
+        arrays = (out, stored, text.length)
+        some = (jax.lax.dynamic_slice_in_dim(a, i, number) for a in arrays)
+        found = _attend_rows(*some, layer).astype(out.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, found, i, 0)
 
     whole, rest = divmod(rows, at_once)
@@ -30,9 +34,12 @@ def attend_text(q, text, layer):
     return replaced(rows - rest, out, rest) if rest else out
 
 
-def _attend_rows(q, both, visible):
-    """Attention of queries [R, T, N, H] over keys and values [R, N, M, 2 H] side by side."""
+def _attend_rows(q, stored, length, layer):
+    """Queries [R, T, N, H] attend to the text of their rows, in a layer of `stored`
+    [R, L, N, M, 2 H]."""
+    both = jax.lax.dynamic_index_in_dim(stored, layer, 1, keepdims=False)
     k, v = jnp.split(both, 2, axis=-1)
+    visible = jnp.arange(both.shape[2]) < length[:, None]
     return attend_visible(q.transpose(0, 2, 1, 3), k, v, visible).transpose(0, 2, 1, 3)
 
 
