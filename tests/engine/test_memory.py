@@ -48,3 +48,20 @@ def test_a_window_of_queries_takes_memory_even_with_kernels():
         for plan in (full, window, looks)
     )
     assert few <= some < many
+
+
+@pytest.mark.parametrize("name", ["var-d16", "llamagen-b-256"])
+def test_pixels_are_decoded_where_the_cache_was(name, monkeypatch):
+    """The program that takes more counts, not parts of both."""
+    model = describe(name)
+    plan = api.plan(model, "full")
+    sizes = (8, "bfloat16", "bfloat16")
+
+    def predicted(pixels):
+        monkeypatch.setattr(Decoding, "image_bytes", lambda *_: pixels)
+        return memory.predict(model, plan, *sizes, kernels=True, decoding=ONE)
+
+    drawn = predicted(1)
+    assert predicted(drawn.kv_pool).total == drawn.total
+    large = drawn.total + 1
+    assert predicted(large).total == drawn.weights + large

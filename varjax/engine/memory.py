@@ -35,7 +35,8 @@ class Prediction:
 
     weights: transformer and codec.
     kv_pool: the cache: the KV pool and what else it carries.
-    activations: estimate for the widest step, or for the image decoder if that takes more.
+    activations: estimate for the widest step, or for the image decoder if that takes more than the
+      step, the cache and the condition, which are gone by then.
     condition: what layers hold of the condition (keys and values of a text).
     """
 
@@ -83,12 +84,14 @@ def predict(
     # a divided plan has the heads of one device, which says how many devices share the weights
     parts = model.config.num_heads // plan.geometry.num_heads
     shapes = {"transformer": parameters.shapes(model.transformer, dtype)}
+    held = cost.tree_bytes(cache)
+    condition = model.config.condition_bytes(step.rows, item_size(dtype), text_tokens)
     return Prediction(
         weights=sharded_weights.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
-        kv_pool=cost.tree_bytes(cache),
-        # pixels are decoded after the last step: the two never exist together
-        activations=max(step_bytes(plan, step), pixels),
-        condition=model.config.condition_bytes(step.rows, item_size(dtype), text_tokens),
+        kv_pool=held,
+        # pixels are decoded after the last step, where the cache and the condition were
+        activations=max(step_bytes(plan, step), pixels - held - condition),
+        condition=condition,
     )
 
 
