@@ -13,6 +13,8 @@ from pallas_kernels import implementations
 from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
+# `mosaic` serves no groups of query heads: nobody is warned that the reference does
+OF_GROUPS = {name: module for name, module in MODULES.items() if name != "mosaic"}
 SCORES = implementations.modules_of(__package__, "tpu", tpu="tpu_scores")
 Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
@@ -42,8 +44,8 @@ def attend(
       NotImplementedError: the implementation named cannot run, with the reason.
       ValueError: `slots.reach` without `query.newest`, or query heads that are no multiple of M.
     """
-    _check(query, slots)
-    return implementations.run(implementation, MODULES, "attend", query, slots)
+    modules = _checked(query, slots, implementation)
+    return implementations.run(implementation, modules, "attend", query, slots)
 
 
 def store_and_attend(
@@ -67,8 +69,8 @@ def store_and_attend(
     Raises:
       NotImplementedError, ValueError: as in `attend`.
     """
-    _check(query, slots)
-    return implementations.run(implementation, MODULES, "store_and_attend", query, slots, token)
+    modules = _checked(query, slots, implementation)
+    return implementations.run(implementation, modules, "store_and_attend", query, slots, token)
 
 
 def scores_on_the_way(slots: HeadSlots, implementation: str | None = None) -> bool:
@@ -78,11 +80,13 @@ def scores_on_the_way(slots: HeadSlots, implementation: str | None = None) -> bo
     return MODULES[name.removesuffix(implementations.SUFFIX)]().scores_on_the_way(slots)
 
 
-def _check(query: Query, slots: HeadSlots) -> None:
-    slots.group_size(query.q)
+def _checked(query: Query, slots: HeadSlots, implementation: str | None):
+    """Return the implementations to choose from."""
+    group = slots.group_size(query.q)
     # checked here for all implementations, which would see every slot
     if slots.reach is not None and query.newest is None:
         raise ValueError("reach is counted from newest, which is not given")
+    return OF_GROUPS if group > 1 and implementation is None else MODULES
 
 
 def scores(
