@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     if name == "--version":
         from varjax.cli import version  # importing it imports JAX
 
-        print(version.text())
+        _show(version.text())
         return 0
     known = {command.rpartition(".")[2]: command for command in commands()}
     close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)

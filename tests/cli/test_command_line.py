@@ -336,6 +336,14 @@ def test_platforms_that_are_not_there(platforms, said, tiny, environment, monkey
     assert (status, err) == (2, f"error: JAX_PLATFORMS={platforms}: {said}\n")
 
 
+def test_streams_without_a_buffer_stay_so(environment):
+    """And show what would control a terminal."""
+    program = "from varjax.cli import streams; streams.keep(); import os; "
+    program += "print('a\\x1b[31m\\tb'); os._exit(0)"
+    command = [sys.executable, "-u", "-c", program]
+    assert subprocess.check_output(command, env=environment) == b"a\\x1b[31m\tb\n"
+
+
 def test_messages_obey_no_escapes(tiny_here):
     """As a file or a module of somebody else's may hold them."""
     assert tiny_here("--fail=escapes")[2] == "error: \\x1b[31mred\\u202e\n"

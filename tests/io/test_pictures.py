@@ -141,3 +141,25 @@ def test_fitting():
     mask = pictures.fit_mask(wide[..., 0] > 0, (20, 20))
     assert mask.shape == (20, 20) and mask.all()
     assert pictures.fit_picture(wide, (7, 64)).shape == (7, 64, 3)
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    """Also where links lead in a circle."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own / "a", other):
+        folder.mkdir(parents=True)
+        pictures.save_png(folder / "x.png", some_picture())
+    (own / "linked").symlink_to(other)
+    (other / "back").symlink_to(own)
+    found = sorted(path.relative_to(own).as_posix() for path in pictures.picture_files([own]))
+    assert found == ["a/x.png", "linked/x.png"]
+
+
+def test_16_bits_of_grey_with_transparency():
+    """What is clear lies on white."""
+    drawn = np.full((4, 6), 0x8000, np.uint16)
+    drawn[0] = 0x3900
+    file = io.BytesIO()
+    Image.fromarray(drawn).save(file, "PNG", transparency=0x8000)
+    found = pictures.read_picture(file.getvalue(), "it")
+    assert (found[0] == 0x39).all() and (found[1:] == 255).all()

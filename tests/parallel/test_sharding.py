@@ -196,3 +196,16 @@ def test_weights_arrive_sharded(tmp_path, how):
     held, allocator = sum(found["part"].values()), 40 * 2**20  # TensorStore's threads and buffers
     assert held / 2 > found["largest"] + allocator  # else a whole model on the host would pass, too
     assert found["grown"] <= held + found["largest"] + allocator
+
+
+@pytest.mark.parametrize(
+    ("policy", "mesh", "message"),
+    [
+        (policies.Full(), MeshSpec(model=3), "4 heads cannot be split evenly over model=3"),
+        (policies.Full(block_size=16), MeshSpec(model=4), "choose block_size=8 or smaller"),
+        (policies.SlidingWindow(budget=0.1, block_size=64), MeshSpec(model=2), "block_size=32"),
+    ],
+)
+def test_plans_that_no_mesh_takes(policy, mesh, message):
+    with pytest.raises(UserError, match=message):
+        varjax.plan(varjax.describe("demo"), policy, mesh=mesh)

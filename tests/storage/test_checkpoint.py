@@ -249,7 +249,7 @@ ENTRIES = {
     "record_null": ({"files": {"x": None}}, "'files': 'x' has the record None"),
     "record_size": ({"files": {"x": {**_RECORD, "size": True}}}, "'files': 'x'"),
     "record_crc": ({"files": {"x": {"size": 3}}}, "'files': 'x'"),
-    "record_outside": ({"files": {"../x": _RECORD}}, "a path inside params"),
+    "record_outside": ({"files": {"../x": _RECORD}}, "a path inside the folder"),
     "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
     "version": ({"format_version": True}, "format version True"),
     "no_checksums": ({"files": {}}, "damaged or incomplete: there is no checksum of"),

@@ -57,6 +57,11 @@ def plan_cache(
       UserError: the policy does not serve such a model, or an argument of it cannot work there; the
         budget is infeasible (the message names the smallest feasible one), or the block size is.
     """
+    if geometry.num_heads % groups:
+        raise UserError(
+            f"{geometry.num_heads} heads cannot be split evenly over model={groups} devices: "
+            f"choose a divisor of {geometry.num_heads}"
+        )
     policy, allocation, block_size = choose(geometry, policy, calibration, groups)
     plan = PLANNING[geometry.kind].build(
         geometry,
@@ -238,17 +243,23 @@ class _Groups:
         where that is all."""
         if all(self._fits(part, block_size) for part in self._parts(allocation)):
             return allocation, block_size
-        budget, asked = self.rule.policy.budget, self.rule.policy.block_size
-        most = self._kept(self._filled(asked or 1))  # nothing is rounded up in blocks of one slot
-        for size in (asked,) if asked else (b for b in BLOCK_SIZES if b <= block_size):
+        policy, asked = self.rule.policy, self.rule.policy.block_size
+        least = self._filled(1)  # nothing is rounded up in blocks of one slot
+        most, smaller = self._kept(least), [b for b in BLOCK_SIZES if b <= block_size]
+        for size in (asked,) if asked else smaller:
             found = self._filled(size)
-            if len(found) == self.groups and self._kept(found) >= (1 - LOST_AT_MOST) * most:
+            enough = asked or self._kept(found) >= (1 - LOST_AT_MOST) * most
+            if len(found) == self.groups and enough:
                 return StaticAllocation(np.concatenate([p.last_use for p in found], 1)), size
-        name = self.rule.policy.name
+        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit with heads on"
+        problem += f" {self.groups} devices"
+        for size in smaller if asked and len(least) == self.groups else ():
+            if len(self._filled(size)) == self.groups:
+                problem += f" in blocks of {asked}: choose block_size={size} or smaller"
+                raise UserError(f"{problem}, or accounting=tokens")
         raise UserError(
-            f"policy {name!r} at budget {budget:g} does not fit with heads on {self.groups} "
-            f"devices: the heads of one ask for more than its share; choose accounting=tokens, a "
-            f"larger budget, or fewer devices along model"
+            f"{problem}: the heads of one ask for more than its share; choose accounting=tokens, "
+            f"another budget, or fewer devices along model"
         )
 
     @property

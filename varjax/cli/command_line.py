@@ -107,9 +107,7 @@ def _guarded(
 
 def _complain(message: str, status: int) -> int:
     """Print a message on standard error and return the status."""
-    # a file or module of somebody else's may have written it: a terminal would obey its escapes
-    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message)
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(f"error: {streams.shown(message)}", file=sys.stderr, flush=True)
     return status
 
 

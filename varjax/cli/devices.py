@@ -11,7 +11,9 @@ EXTRAS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # of pyproject.toml, by pl
 def why_none(error: Exception) -> str | None:
     """Return why there is no device of the platforms that JAX was told to use (JAX_PLATFORMS);
     None if this is not what the error says."""
-    told = jax.config.jax_platforms
+    told = jax.config.values.get("jax_platform_name")
+    name = "jax_platform_name" if told else "jax_platforms"
+    told = told or jax.config.jax_platforms
     if not told:
         return None
     try:
@@ -25,7 +27,7 @@ def why_none(error: Exception) -> str | None:
     extras = [f"install varjax[{EXTRAS[n]}]" for n in missing if n in EXTRAS]
     why = f"{missing[0]} is not installed" if missing else "there is no such device"
     ways = " or ".join([f"choose {' or '.join(there)}", "unset it", *extras[:1]])
-    return f"JAX_PLATFORMS={told}: {why}: {ways}"
+    return f"{name.upper()}={told}: {why}: {ways}"
 
 
 def _installed() -> list[str]:

@@ -113,7 +113,7 @@ class CommandFlags:
             with contextlib.suppress(flags.Error):  # a missing value: reading all flags says so
                 alone(list(argv), known_only=True)
                 if holder.value:
-                    use(holder.value)
+                    use(_expanded(holder.value))
 
     def use_compilation_cache(self) -> None:
         """Obey --compilation_cache, if the command has it."""
@@ -180,21 +180,20 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         )
 
 
+def _expanded(text: str) -> str:
+    found = re.match(r"(\w+=)?~(?=/|$)", text)
+    return f"{found[1] or ''}{os.path.expanduser('~')}{text[found.end() :]}" if found else text
+
+
 def _expand_home(values: flags.FlagValues) -> None:
     """Put the home folder for `~` where texts begin with it, and behind the name of an argument, as
     in --policy_args=path=~/order.npz: shells do so at the beginning of a word only. Prompts, which
     may be repeated, stay as they are."""
-    home, place = os.path.expanduser("~"), re.compile(r"(\w+=)?~(?=/|$)")
-
-    def expanded(text: str) -> str:
-        found = place.match(text)
-        return f"{found[1] or ''}{home}{text[found.end() :]}" if found else text
-
     for flag in (values[name] for name in values):
         if flag.present and flag.flag_type() == "string" and isinstance(flag.value, str):
-            flag.value = expanded(flag.value)
+            flag.value = _expanded(flag.value)
         elif flag.present and flag.flag_type() == _LISTED:
-            flag.value = [expanded(text) for text in flag.value]
+            flag.value = [_expanded(text) for text in flag.value]
 
 
 def _reword(entry: str, values: flags.FlagValues) -> str:

@@ -3,7 +3,11 @@
 
 import io
 import os
+import re
 import sys
+
+# of ASCII and Latin-1, but for tabs and ends of lines; those that turn the direction of writing
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def keep() -> None:
@@ -25,25 +29,43 @@ def keep() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def shown(text: str) -> str:
+    """Return a text whose characters that control a terminal are written out. A file, a module or a
+    folder of somebody else's may have put them into its name or message."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+class _Shown(io.TextIOWrapper):
+    """A stream of texts as people shall see them."""
+
+    def write(self, text: str) -> int:
+        super().write(shown(text))
+        return len(text)
+
+
 class _Unread(io.FileIO):
     """A file number whose reader may go away."""
 
     def write(self, data) -> int | None:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            # what is said on standard error ends no work, whatever is wrong with it
+            if self.fileno() != 2 and not isinstance(error, BrokenPipeError):
+                raise
             _to_nothing(self.fileno(), os.O_WRONLY)
             return len(data)
 
 
 def _text(number: int, like: io.TextIOWrapper | None = None) -> io.TextIOWrapper:
     """Return the text stream of a number, in which every name of a file can be printed."""
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Unread(number, "w", closefd=False)),
+    raw, unbuffered = _Unread(number, "w", closefd=False), bool(like and like.write_through)
+    return _Shown(
+        raw if unbuffered else io.BufferedWriter(raw),  # as Python itself does with -u
         like.encoding if like else "utf-8",
         "backslashreplace",
         line_buffering=number == 2 or bool(like and like.line_buffering),
-        write_through=bool(like and like.write_through),
+        write_through=unbuffered,
     )
 
 

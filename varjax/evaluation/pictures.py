@@ -147,8 +147,8 @@ class _Encoded:
         sizes = [f"{h}x{w}" for h, w in (self._sizes[number], self._sizes[0])]
         raise UserError(
             f"{self._name(number)} has {sizes[0]} pixels, {self._name(0)} has {sizes[1]}: pictures"
-            " of a set need one size, unless they are compared as by clean-fid; cut and resize them"
-            " (docs/howto/evaluate.md), or leave out others"
+            " of a set need one size, unless they are compared as by clean-fid alone; cut and resize"
+            " them (docs/howto/evaluate.md), or leave out others"
         )
 
     def read(self, first: int, end: int) -> np.ndarray:
@@ -238,6 +238,8 @@ def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
     JPEG are not decoded for this."""
     with pictures.opened(data, path, HEADS, decode=False) as picture:
         mode, kind, (width, height) = picture.mode, picture.format, picture.size
+        if mode in MODES and picture.has_transparency_data:
+            mode = f"{mode} with transparency"
         if kind == "PNG":
             picture.verify()  # checksums of all its parts
         elif kind != "JPEG" or not data.rstrip(b"\0").endswith(END_OF_JPEG):

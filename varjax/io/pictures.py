@@ -56,8 +56,16 @@ def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> 
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not ordinary.is_hidden(name)]
+    """Give all files, of linked folders too, each folder once. `OSError`: one cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    known = {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        seen = {name: os.path.realpath(Path(place, name)) for name in folders}
+        folders[:] = [n for n in folders if not ordinary.is_hidden(n) and seen[n] not in known]
+        known.update(seen[name] for name in folders)
         yield from (Path(place, name) for name in names if not ordinary.is_hidden(name))
 
 
@@ -72,7 +80,12 @@ def read_picture(
       UserError: no such file, no picture, or one that is too large.
     """
     with opened(source, name, heads) as picture:
-        picture = _of_bytes(_upright(picture))
+        clear = picture.info.get("transparency")  # lost with the lower bits of 16
+        upright = _upright(picture)
+        picture = _of_bytes(upright)
+        if picture is not upright and clear is not None:
+            grey = np.where(np.asarray(upright) == clear, WHITE, np.asarray(picture))
+            picture = _pillow().fromarray(grey.astype(np.uint8))
         if picture.has_transparency_data:
             picture = picture.convert("RGBA")
             white = _pillow().new("RGBA", picture.size, "white")

@@ -15,7 +15,8 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
     if spec.model > 1 and (reason := plan.whole_because):
         raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
-    taken = plan.allocated_bytes(1, "float32", spec.model) / plan.dense_bytes(1, "float32")
+    taken = plan.allocated_bytes(1, "float32", spec.model)
+    taken /= max(1, plan.dense_bytes(1, "float32"))
     if plan.accounting == "bytes" and taken > plan.budget + 1e-9:
         raise UserError(
             f"mesh {spec}: the plan keeps {plan.budget:.2%} of the full cache on one device, but "

@@ -2,18 +2,18 @@
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from varjax.errors import UserError, some
 from varjax.storage import ordinary
 
 
-def check_records(where, records) -> None:
+def check_records(where, records, entry: str = "files") -> None:
     """Raise `UserError` unless these are file names with size and crc32."""
     if not isinstance(records, dict):
         raise UserError(
-            f"{where}, entry 'files' is {records!r:.60}: it must hold file names with size and"
+            f"{where}, entry {entry!r} is {records!r:.60}: it must hold file names with size and"
             " crc32; copy or convert the checkpoint again"
         )
     for name, record in records.items():
@@ -23,15 +23,21 @@ def check_records(where, records) -> None:
         is_crc = isinstance(crc, str) and re.fullmatch(r"[0-9a-f]{8}", crc)
         if not (inside and type(size) is int and size >= 0 and is_crc):
             raise UserError(
-                f"{where}, entry 'files': {name!r:.60} has the record {record!r:.60}; needed are a"
-                " path inside params, its size and crc32 (8 hexadecimal digits)"
+                f"{where}, entry {entry!r}: {name!r:.60} has the record {record!r:.60}; needed are"
+                " a path inside the folder, its size and crc32 (8 hexadecimal digits)"
             )
 
 
 def file_records(folder: Path) -> dict[str, dict]:
     """{relative path: size and CRC-32} of all files below `folder`."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
-    return {f.relative_to(folder).as_posix(): record(f) for f in files}
+    return {f.relative_to(folder).as_posix(): record(f) for f in sorted(_files(folder, folder))}
+
+
+def _files(folder: Path, root: Path) -> Iterator[Path]:
+    """Give the files below a folder without what systems have put there."""
+    for file in folder.rglob("*"):
+        if file.is_file() and not any(map(ordinary.is_hidden, file.relative_to(root).parts)):
+            yield file
 
 
 def record(file: Path) -> dict:
@@ -66,8 +72,8 @@ def check_files(
 
 
 def _without_record(folder: Path, records: Mapping, within: str) -> list[str]:
-    files = (f for f in (folder / within).rglob("[!.]*") if f.is_file())
-    names = sorted({f.relative_to(folder).as_posix() for f in files} - records.keys())
+    files = {f.relative_to(folder).as_posix() for f in _files(folder / within, folder)}
+    names = sorted(files - records.keys())
     return [f"there is no checksum of {some(names, 3)}"] if names else []
 
 

@@ -144,6 +144,9 @@ def _check_computed(file: Path, content: Mapping) -> None:
         )
     checksums.check_records(file, content["files"])
     _require(file, content, {name: kind for name, kind in _OPTIONAL.items() if name in content})
+    if not all(isinstance(source, dict) for source in content.get("sources", ())):
+        raise UserError(f"{file} is damaged: entry 'sources' must list objects")
+    checksums.check_records(file, content.get("beside", {}), "beside")
     types, count = content.get("dtype"), content.get("parameters")
     if not isinstance(types, str) or not DTYPES.issuperset(types.split(", ")):
         problem = f"'dtype' is {show(types)}: it must name types of {', '.join(sorted(DTYPES))}"
