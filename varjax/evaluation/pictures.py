@@ -147,8 +147,8 @@ class _Encoded:
         sizes = [f"{h}x{w}" for h, w in (self._sizes[number], self._sizes[0])]
         raise UserError(
             f"{self._name(number)} has {sizes[0]} pixels, {self._name(0)} has {sizes[1]}: pictures"
-            " of a set need one size, unless they are compared as by clean-fid alone; cut and resize"
-            " them (docs/howto/evaluate.md), or leave out others"
+            " of a set need one size, unless they are compared as by clean-fid alone; cut and"
+            " resize them (docs/howto/evaluate.md), or leave out others"
         )
 
     def read(self, first: int, end: int) -> np.ndarray:
