@@ -171,7 +171,8 @@ def light(monkeypatch):
         (serve.Model, "load_weights"),
     ):
         monkeypatch.setattr(owner, name, heavy)
-    monkeypatch.setattr(worker, "start", lambda *_: {"status": "refused", "error": HEAVY})
+    refused = {"status": "refused", "error": HEAVY, "needed_bytes": 2**30}
+    monkeypatch.setattr(worker, "start", lambda *_: dict(refused))
     monkeypatch.setattr(aot.report, "text", lambda results: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
     monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
