@@ -39,6 +39,18 @@ from varjax.text.prompt_ids import PromptIds
 MATMUL_PRECISIONS = ("default", "highest")
 
 
+def _planned(
+    model: Model,
+    policy: Policy,
+    sampling: Sampling,
+    calibration: str | os.PathLike | Calibration | None,
+    mesh: MeshSpec,
+) -> CachePlan:
+    """Plan the cache of a policy for what will be drawn, and where."""
+    found = calibration_lib.find(policy, model, calibration, sampling.guidance)
+    return plan_cache(model.geometry_for(sampling), policy, found, groups=mesh.model)
+
+
 class Generator:
     """A generation program for one model, policy, sampling and batch size: compiled at its first
     call, then run as often as you like.
@@ -119,9 +131,7 @@ class Generator:
             raise UserError("keep_contents works on one device: leave out mesh")
         if plan is None:
             chosen = resolve_policy(policy, budget)
-            found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
-            geometry = model.geometry_for(sampling)
-            plan = plan_cache(geometry, chosen, found, groups=mesh.model)
+            plan = _planned(model, chosen, sampling, calibration, mesh)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.policy, self.keep_contents = self.plan.policy, keep_contents

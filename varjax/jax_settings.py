@@ -27,13 +27,12 @@ REFUSED = {
     "jax_random_seed_offset": "a seed would stand for other pictures",
     "jax_disable_jit": "programs are compiled before they run",
 }
-COMPILER = (
-    "jax_allow_f16_reductions",
-    "jax_disable_most_optimizations",
-    "jax_exec_time_optimization_effort",
-    "jax_optimization_level",
-)
-DEFAULTS = (True, False, 0.0, "UNKNOWN")  # of `COMPILER`
+COMPILER = {  # options of the compiler, with what JAX has by itself
+    "jax_allow_f16_reductions": True,
+    "jax_disable_most_optimizations": False,
+    "jax_exec_time_optimization_effort": 0.0,
+    "jax_optimization_level": "UNKNOWN",
+}
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 HARMLESS = ("--xla_force_host_platform_device_count", "--xla_dump")
 
@@ -52,12 +51,11 @@ def pinned() -> Iterator[None]:
 
 def of_compiler() -> dict[str, object]:
     """Options of the compiler that are not JAX's own and may change a last digit, by name."""
-    values = {name: jax.config.values.get(name) for name in COMPILER}
-    found = {
-        name: getattr(value, "name", value)
-        for (name, value), usual in zip(values.items(), DEFAULTS, strict=True)
-        if getattr(value, "name", value) not in (usual, None)
-    }
+    found = {}
+    for name, usual in COMPILER.items():
+        value = jax.config.values.get(name)  # None: this JAX has no such option
+        value = getattr(value, "name", value)
+        found |= {} if value in (usual, None) else {name: value}
     for name in FLAGS:
         given = [f for f in os.environ.get(name, "").split() if not f.startswith(HARMLESS)]
         found |= {name: " ".join(given)} if given else {}

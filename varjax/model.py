@@ -362,8 +362,7 @@ def load(
         Lumina-mGPT, tokens for Janus-Pro.
       prompt_tokens: places for the token ids of a prompt, for models that read these; shorter ones
         are padded. `varjax.generate` takes as many as its longest prompt has.
-      on_disk: leave the weights on disk, for a `Generator` over several devices, which reads every
-        device's share and puts it where it belongs.
+      on_disk: leave the weights on disk, for a `Generator` of several devices, which reads shares.
       weights_dtype: "int8" stores the matrices of the transformer's layers in 8 bits, with a scale
         per output channel; they are converted on the host, and products run in `dtype`. "w8a8" and
         "fp8" bring activations into 8 bits as well, on chips that multiply such numbers
@@ -386,8 +385,7 @@ def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
     """The type that activations have; None: the usual one. Weights that are not in 8 bits are
     stored in it.
 
-    Raises:
-      UserError: two types are given that contradict each other, or no such type.
+    `UserError`: two types are given that contradict each other, or no such type.
     """
     if weights_dtype is None:
         return dtype
