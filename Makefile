@@ -2,7 +2,7 @@
 # make page    a page and an API on http://127.0.0.1:7860/ (docs/howto/serve.md)
 # make test    the default test suite (no GPU, no TPU, no network)
 # make lint    ruff
-# make chip    on the machine with a GPU or TPU: check every kernel, tune, time, results/machine.json
+# make chip    draw published models (on a CPU small ones), times by kernel into results/chip-TIME.jsonl
 # make aot-venv   .venv-aot, where experiments.aot compiles for GPUs and TPUs that are not here
 # make clean   remove .venv, .venv-aot and caches; results/ stays
 #
@@ -10,12 +10,14 @@
 #   PYTHON=...   interpreter to make .venv with, at least 3.11; another one than before makes .venv anew.
 #                Default: the one that .venv was made with, else python3
 #   EXTRAS=gpu   further extras of pyproject.toml to install (gpu, tpu, text), comma-separated
+#   MINUTES=40   make chip: after them nothing more begins; ten more, and it is ended
 #   ARGS=...     further arguments of the command: make demo ARGS=--budget=0.1, make test ARGS="-k segments"
 
 comma := ,
 interpreter_given := $(filter-out undefined default,$(origin PYTHON))
 PYTHON ?= python3
 EXTRAS ?=
+MINUTES ?= 40
 ARGS ?=
 
 bin := .venv/bin
@@ -43,9 +45,11 @@ lint: $(for_test)
 	$(bin)/python -m ruff check .
 	$(bin)/python -m ruff format --check .
 
-# At most 40 minutes; the same command goes on where it ended. EXTRAS=gpu or EXTRAS=tpu.
+# EXTRAS=gpu or EXTRAS=tpu
 chip: $(for_demo)
-	$(bin)/python -m experiments.bench --machine $(ARGS)
+	@mkdir -p results
+	timeout --kill-after=1m $$(($(MINUTES) + 10))m $(bin)/python -m experiments.bench --draw=all \
+	  --minutes=$(MINUTES) --json=results/chip-$$(date +%Y%m%d-%H%M%S).jsonl $(ARGS)
 
 aot-venv: $(for_aot)
 	@echo "compile for absent chips with .venv-aot/bin/python -m experiments.aot"

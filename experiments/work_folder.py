@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from experiments import batch_files, step_files
+from experiments import batch_files
 from experiments.batch_files import Damaged
 from varjax.errors import UserError, show, some
 from varjax.storage import lock, ordinary
@@ -24,11 +24,9 @@ PIXELS = "pixels.npy"  # all pictures, while results are written
 PART = "part.npz"  # what a finished part of a run says (`experiments.parts`)
 _FINISHED = (
     # a series of pictures, features or numbers with its first image; or a cell of a sweep; or what
-    # a part of either says; or a step of a machine's measurements
+    # a part of either says
     r"(?:part|(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
-    rf"|{re.escape(step_files.PREFIX)}[\w-]+\.json"
 )
-_FINISHED = rf"(?:{_FINISHED})"
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
@@ -116,10 +114,9 @@ class WorkFolder:
 
     @staticmethod
     def _settings_of(path: pathlib.Path) -> str | None | type[Damaged]:
-        """Return what a file says (`settings_of` of its kind), or `Damaged`."""
-        kind = step_files if path.suffix == ".json" else batch_files
+        """Return what a file says (`batch_files.settings_of`), or `Damaged`."""
         try:
-            return kind.settings_of(path)
+            return batch_files.settings_of(path)
         except Damaged:
             return Damaged
 

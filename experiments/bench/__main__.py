@@ -1,8 +1,9 @@
-"""Time and check the operations that have kernels on the device that is there.
+"""Time and check kernels and whole programs on the device that is there.
 
     python -m experiments.bench --model=var-d30 --op=attend --budget=1,0.1
     python -m experiments.bench --check
     python -m experiments.bench --tune --model=var-d30,infinity-2b
+    python -m experiments.bench --draw=var-d30-b8,llamagen-xl-b64 --json=results/chip.jsonl
 
 Shapes are those of published models (pallas_kernels/arg_specs.py); every operation takes the shapes
 of models that have it. Each call is timed with the kernel of this device, if it has one, and with
@@ -18,21 +19,27 @@ exits with 1 if one differs, or if the kernel refuses all of them. --tune times 
 attention kernels and writes the best into pallas_kernels/ragged_attention/tuned/, where later
 programs for this kind of device find them. Timing exits with 1 if the kernel itself could not be
 timed or is wrong, --tune if no tiles of a call work.
+
+--draw times whole programs: codes and pixels of published models with random weights, in bfloat16,
+on a CPU small models in float32. Each is compiled, run once, timed --repeats times, and run under
+JAX's profiler, which says how long each kernel takes; XLA starts the kernels of a GPU one by one
+then, not as the command buffers of the timed runs. --json gets a line for each task as soon as it
+is done (docs/reference/files.md). What does not fit, or was not begun when --minutes were over, has
+a note instead of times. It exits with 1 if a task failed or pixels are not finite.
 """
 
 import json
 import math
 import sys
+import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
-from experiments.bench import adopt, checks, machine, report, timings, tuning, worker
-from experiments.bench.lifeline import end_with_parent
+from experiments.bench import checks, draw, report, timings, tuning
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
-from pallas_kernels.arg_specs import FILLINGS, ArgSpec
+from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import tune
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -40,7 +47,7 @@ from varjax.errors import UserError, choose
 from varjax.progress import Progress
 from varjax.storage.atomic import new_file
 
-FLAGS = CommandFlags("--model=var-d30 --op=attend --budget=0.1", "machine quick model op budget")
+FLAGS = CommandFlags("--model=var-d30 --op=attend --budget=0.1", "check tune draw model op budget")
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
 MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
@@ -53,9 +60,6 @@ ROWS = FLAGS.integer("rows", None, "Rows, two per image; default: 16; --check: 2
 HEADS = FLAGS.integer(
     "heads", None, "Heads at most; default: the model's; --check: 3.", lower_bound=1
 )
-FILLING = FLAGS.list(
-    "filling", None, f"--check: how tables are filled: {', '.join(FILLINGS)}; default: all."
-)
 BLOCK_SIZE = FLAGS.integer("block_size", 16, "Slots per cache block.", lower_bound=1)
 SIZE = FLAGS.enum(
     "size", "auto", ["auto", "small", "full"], "Shapes cut down or in full; auto: small on a CPU."
@@ -66,24 +70,18 @@ IMPLEMENTATION = FLAGS.enum(
 REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
 CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
 TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
-MACHINE = FLAGS.boolean(
-    "machine", False, "Check, tune and time this machine in 40 minutes; goes on where it ended."
-)
-QUICK = FLAGS.boolean("quick", False, "--machine: what matters most, in 5 minutes.")
-MINUTES = FLAGS.integer(
-    "minutes", None, "--machine: at most so many; default: 40, with --quick 5.", lower_bound=1
-)
-STEP = FLAGS.string("step", None, "--machine: this step alone, of which nothing is kept.")
-ADOPT = FLAGS.string(
-    "adopt", None, "Take what --machine has written into the cost model's data and tuned tiles."
-)
-WORKER = FLAGS.string("worker", None, "Internal: run the steps of --machine, keep them here.")
-SKIP = FLAGS.list(
-    "skip", [], "--adopt: steps that failed, to do without; internal: steps of --machine."
-)
-JSON = FileFlags(
-    FLAGS, "json", "Also write the results to this file; --machine: results/machine.json."
-)
+DRAW = FLAGS.list("draw", [], f"Draw these: {draw.ALL}, {', '.join(draw.TASKS)}.")
+MINUTES = FLAGS.integer("minutes", 40, "--draw: after them nothing more begins.", lower_bound=1)
+JSON = FileFlags(FLAGS, "json", "Also write the results to this file; --draw: JSON lines.")
+CALLS = "model shape op dtype kv_dtype rows heads block_size implementation".split()
+# flags that only these take, of "timing", "--check", "--tune" and "--draw"
+TAKEN_BY = {
+    **dict.fromkeys(CALLS, ("timing", "--check", "--tune")),
+    "budget": ("timing",),
+    "repeats": ("timing", "--tune", "--draw"),
+    "minutes": ("--draw",),
+    "json": ("timing", "--check", "--draw"),
+}
 
 
 def is_small() -> bool:
@@ -184,33 +182,29 @@ def show_timings(name: str) -> int:
 
 
 def save(contents: dict) -> None:
+    write(json.dumps({"jax": jax.__version__, "command": sys.argv} | contents, indent=1))
+
+
+def write(text: str) -> None:
+    """Put a text into the file of --json, if it is given."""
     if JSON.path:
-        contents = {"jax": jax.__version__, "command": sys.argv} | contents
         with new_file(JSON.path) as file:
-            file.write((json.dumps(contents, indent=1) + "\n").encode())
+            file.write(f"{text}\n".encode())
 
 
 # --- checking and tuning ---
 
 
-def compared(name: str) -> list[checks.Case]:
-    """The cases that --check compares."""
-    asked = FILLING.value or FILLINGS
-    for filling in asked:
-        choose("filling", filling, FILLINGS)
-    sizes = {"rows": ROWS.value, "heads": HEADS.value, "small": is_small()}
+def compared(name: str) -> list[tuple[str, ArgSpec]]:
+    """The (operation, call) pairs that --check compares."""
     found = [
-        checks.case(operation, spec, name, filling=filling, **sizes)
+        (operation, case)
         for spec, operation in calls()
         if bench.OPERATIONS[operation].has(name)
-        for filling in bench.OPERATIONS[operation].fillings
-        if filling in asked
+        for case in checks.cases(operation, spec, ROWS.value, HEADS.value)
     ]
     if not found:
-        raise UserError(
-            f"there is no kernel {name} of --op={','.join(operations())} with tables filled "
-            f"{', '.join(asked)}"
-        )
+        raise UserError(f"there is no kernel {name} of --op={','.join(operations())}")
     return found
 
 
@@ -222,10 +216,9 @@ def show_check(name: str) -> int:
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
     verdicts, rows = [], []
-    for case in compared(name):
-        verdict, found, said = case.compare()
+    for operation, spec in compared(name):
+        verdict, found, said = checks.compare(operation, spec, name)
         verdicts.append(verdict)
-        spec, operation = case.spec, case.operation
         types = f"{spec.dtype}, pool {spec.pool_dtype}"
         print(f"{verdict:5}", operation, spec.name, types, spec.filling, said, sep="  ", flush=True)
         rows.append({"shape": spec.name, "table": spec.filling, "operation": operation} | found)
@@ -251,7 +244,7 @@ def show_tuning(name: str) -> int:
         )
     kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
-        best = tuning.of_shapes(operation, shapes(), name, REPEATS.value)
+        best = tuning.fastest(operation, shapes(), name, REPEATS.value)
         calls, wanted = calls + len(best), wanted + len(shapes())
         if not best:  # a file without entries would say that there is something to use
             print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
@@ -262,75 +255,46 @@ def show_tuning(name: str) -> int:
     return 0 if calls == wanted else 1
 
 
-# --- a whole machine ---
+# --- whole programs ---
 
 
-# flags that each of them takes, in the order in which they are looked for
-TAKEN = {
-    "adopt": ("skip",),
-    "worker": ("machine", "quick", "overwrite", "skip"),
-    "step": ("machine", "quick"),
-    "machine": ("quick", "minutes", "json", "overwrite"),
-}
-# what the others of them do not use
-USED_BY = {
-    "filling": ("--check",),
-    "budget": ("timing",),
-    "repeats": ("timing", "--tune"),
-    "json": ("timing", "--check"),
-}
+def show_drawing() -> int:
+    """Draw the tasks, print and write what is measured; return 1 if one failed."""
+    tasks, until = draw.chosen(DRAW.value, is_small()), time.monotonic() + 60 * MINUTES.value
+    rows = [draw.header()]
+    print("{device}, jax {jax}".format(**rows[0]))
+    for row in draw.rows(tasks, small=is_small(), repeats=REPEATS.value, until=until):
+        rows.append(row)
+        write("\n".join(map(json.dumps, rows)))
+        print(draw.text(row), flush=True)
+    failures = [line for row in rows[1:] if (line := draw.failure(row))]
+    for line in failures:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failures else 0
 
 
-def check_flags() -> None:
-    """Raise `UserError` for flags that --machine, --adopt and those beside them do not take."""
-    given = [name for name in FLAGS.values if FLAGS.values[name].present]
-    if MACHINE.value and (CHECK.value or TUNE.value):
-        raise UserError("--machine checks and tunes itself: leave --check and --tune out")
-    for name in ("quick", "minutes", "step", "worker", "skip"):
-        if name in given and not (MACHINE.value or ADOPT.value):
-            raise UserError(f"--{name} belongs to --machine: add it, or leave --{name} out")
-    mode = next(name for name in TAKEN if FLAGS.values[name].value)
-    for name in given:
-        if name not in (mode, *TAKEN[mode]):
-            others = ", ".join(f"--{other}" for other in TAKEN[mode])
-            raise UserError(f"--{mode} does not take --{name}: leave it out; it takes {others}")
-
-
-def check_used() -> None:
-    """Raise `UserError` for flags that checking, tuning or timing does not use."""
-    mode = "--check" if CHECK.value else "--tune" if TUNE.value else "timing"
-    for holder, modes in USED_BY.items():
-        if FLAGS.values[holder].present and mode not in modes:
-            raise UserError(f"--{holder} belongs to {' and '.join(modes)}: leave it out")
-
-
-def show_machine() -> int:
-    """Do what --machine, --adopt and the flags that belong to them ask for."""
-    check_flags()
-    if ADOPT.value:
-        return adopt.show_adopted(ADOPT.value, SKIP.value)
-    if STEP.value:
-        return worker.alone(STEP.value, QUICK.value)
-    if WORKER.value:
-        end_with_parent()
-        options = {"overwrite": JSON.overwrite, "skip": SKIP.value}
-        return worker.work(Path(WORKER.value), quick=QUICK.value, **options)
-    options = {"minutes": MINUTES.value, "overwrite": JSON.overwrite}
-    return machine.measure(JSON.path or machine.DEFAULT, quick=QUICK.value, **options)
+def mode() -> str:
+    """What the flags ask for; `UserError` for two at once, or a flag that it does not take."""
+    asked = {"--check": CHECK.value, "--tune": TUNE.value, "--draw": bool(DRAW.value)}
+    found = [name for name, given in asked.items() if given] or ["timing"]
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(found)} exclude each other: call one after the other")
+    for name, modes in TAKEN_BY.items():
+        if FLAGS.values[name].present and found[0] not in modes:
+            raise UserError(f"--{name} belongs to {' and '.join(modes)}: leave it out")
+    return found[0]
 
 
 def main(argv) -> int:
-    if any(flag.value for flag in (MACHINE, ADOPT, QUICK, MINUTES, STEP, WORKER, SKIP)):
-        return show_machine()
+    asked = mode()
     JSON.check()
-    if CHECK.value and TUNE.value:
-        raise UserError("--check and --tune exclude each other: check first, then tune")
-    check_used()
+    if asked == "--draw":
+        return show_drawing()
     name = kernel()
     calls(), budgets()  # wrong flags are reported before anything runs
-    if CHECK.value:
+    if asked == "--check":
         return show_check(name)
-    return show_tuning(name) if TUNE.value else show_timings(name)
+    return show_tuning(name) if asked == "--tune" else show_timings(name)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -90,11 +89,10 @@ def after(carry: jax.Array, arrays):
     return jax.lax.optimization_barrier((arrays, never(carry)))[0]
 
 
-def measure(candidate: Candidate, repeats: int, options: Mapping | None = None) -> float:
-    """Seconds per run: the median over `repeats` timed loops, after compiling and warming up.
-    options: of the compiler."""
+def measure(candidate: Candidate, repeats: int) -> float:
+    """Seconds per run: the median over `repeats` timed loops, after compiling and warming up."""
 
-    @partial(jax.jit, compiler_options=dict(options or {}) or None)
+    @jax.jit
     def loop(runs, carry, arguments):
         return jax.lax.fori_loop(0, runs, lambda i, c: candidate.step(c, *arguments), carry)
 

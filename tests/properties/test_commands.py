@@ -164,9 +164,7 @@ def light(monkeypatch):
         (loop, "run"),
         (bench.timings, "timed"),
         (bench.bench, "errors"),
-        (bench.machine, "measure"),
-        (bench.worker, "work"),
-        (bench.worker, "alone"),
+        (bench.draw, "rows"),
         (page, "build"),
         (serve.Model, "load_weights"),
     ):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import batch_files, parts, step_files
+from experiments import batch_files, parts
 from experiments.aot import efficiencies
 from experiments.prompts import layouts, sets
 from experiments.report import sweep_files
@@ -46,7 +46,6 @@ READERS = {
     "unfinished run": (parts.SETTINGS, lambda path: WorkFolder(path.parent, {}).differs()),
     "batch": ("a.npz", batch_files.read),
     "settings of a batch": ("a.npz", batch_files.settings_of),
-    "step": ("step-a.json", step_files.settings_of),
     "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),
     "prompts": ("a.txt", sets._read),
     "manifest": (layouts.MANIFEST, lambda path: layouts.image_files(path.parent)),

@@ -1,0 +1,189 @@
+"""`experiments.bench --draw`: codes and pixels of published models with random weights, timed and
+profiled on the device that is there."""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import varjax
+from experiments.bench import kernel_times, random_models
+from experiments.bench.report import show_time
+from pallas_kernels import bench
+from varjax import sampling
+from varjax.cache.plan import CachePlan
+from varjax.engine import memory
+from varjax.engine.device_errors import OutOfMemory
+from varjax.engine.memory import show_bytes
+from varjax.errors import choose
+from varjax.generator import Generator
+from varjax.model import Model
+from varjax.nn.compiled import peak_bytes
+
+ALL = "all"
+SHOWN = 8  # kernels of a program that are printed
+# of the full cache, where a policy keeps less; the second in models that are cut down
+SHARE, SMALL_SHARE = 0.1, 0.4
+
+
+@dataclass(frozen=True)
+class Task:
+    """A batch that is drawn. model: of `random_models.PUBLISHED`."""
+
+    model: str
+    images: int
+    policy: str = "full"
+
+    @property
+    def name(self) -> str:
+        policy = "" if self.policy == "full" else f"-{self.policy}"
+        return f"{self.model}{policy}-b{self.images}"
+
+
+# What matters most comes first, since a time limit may end the list. The second policy knows
+# beforehand what it keeps.
+TASKS = {
+    task.name: task
+    for policy in ("full", "streaming")
+    for images in (1, 8, 64)
+    for task in (Task(model, images, policy) for model in random_models.PUBLISHED)
+}
+
+
+def chosen(names: Collection[str], small: bool) -> list[Task]:
+    """The tasks of these names, each once; `UserError` with all names for one that is unknown. All
+    of small models are those of one image."""
+    for name in names:
+        choose("task", name, (ALL, *TASKS))
+    if ALL in names:
+        return [task for task in TASKS.values() if task.images == 1 or not small]
+    return [TASKS[name] for name in dict.fromkeys(names)]
+
+
+def header() -> dict[str, object]:
+    """What the rows depend on: device, versions, command."""
+    versions = {"jax": jax.__version__, "varjax": varjax.__version__}
+    return {"device": jax.devices()[0].device_kind, **versions, "command": sys.argv}
+
+
+def rows(tasks: Collection[Task], *, small: bool, repeats: int, until: float) -> Iterator[dict]:
+    """A row for each task, as soon as it is done. One that fails says why in "error", one that was
+    not drawn in "note", and the next one begins.
+
+    small: models of two layers in place of the published ones.
+    until: `time.monotonic` after which none begins.
+    """
+    for task in tasks:
+        row = {"task": task.name, **asdict(task), "small": small}
+        if time.monotonic() >= until:
+            yield row | {"note": "not begun: the time is up"}
+            continue
+        try:
+            row |= drawn(task, small, repeats)
+        except Exception as error:  # compilers and devices have many ways to fail
+            row["error"] = bench.short(error, 400)
+        yield row
+        jax.clear_caches()  # compiled programs and their constants hold memory of the device
+        gc.collect()
+
+
+def drawn(task: Task, small: bool, repeats: int) -> dict:
+    """What is measured of a task (docs/reference/files.md)."""
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model = random_models.abstract(task.model, small)
+    share = None if task.policy == "full" else SMALL_SHARE if small else SHARE
+    plan = varjax.plan(model, policy=task.policy, budget=share)
+    if why := _too_large(model, plan, task.images, dtype):
+        return {"note": why}
+    model = random_models.with_weights(model, dtype)
+    generator = Generator(model, plan=plan, batch_size=task.images)
+    condition = random_models.condition(model.networks["transformer"], task.images)
+    numbers = np.arange(task.images, dtype=np.int32)
+    try:
+        results, _ = generator.run_batch(condition, numbers, keep_cache=False)
+    except OutOfMemory as error:
+        return {"note": f"does not fit: {bench.short(error)}"}
+    row = {"dtype": dtype, "budget": share or 1.0, "compile_seconds": generator.timing.compile_s}
+    row |= {"compilation_cache": generator.timing.cache}
+    row["finite"] = bool(np.isfinite(results["images"]).all())
+    code_map, networks = results["code_map"], model.networks
+    given = _arguments(generator, condition, numbers)
+
+    def for_codes() -> tuple:  # each run takes its cache away
+        return networks, jax.block_until_ready(generator.empty_state()), *given
+
+    row["codes"] = _measured(generator.compiled, for_codes, repeats)
+    row["pixels"] = _measured(generator.compiled_decoder, lambda: (networks, code_map), repeats)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return row | {"process_peak_bytes": stats.get("peak_bytes_in_use")}
+
+
+def _too_large(model: Model, plan: CachePlan, images: int, dtype: str) -> str | None:
+    """Why a batch will not fit the device, or None."""
+    need = memory.predict(model, plan, images, dtype, dtype, text_tokens=random_models.TEXT).total
+    there = memory.available_bytes()
+    if there is None or need <= memory.SAFETY * there:
+        return None
+    return f"does not fit: needs {show_bytes(need)}, {show_bytes(there)} are there"
+
+
+def _arguments(generator: Generator, condition: object, numbers: np.ndarray) -> tuple:
+    """Condition, keys and inputs of the program of codes, and no given tokens."""
+    shared = generator.drawing.shared_inputs(generator.model.networks["transformer"])
+    inputs = generator.drawing.for_images(shared, numbers)
+    keys = sampling.image_keys(0, jnp.asarray(numbers))
+    condition, inputs = jax.device_put((condition, inputs))
+    return condition, keys, inputs, None
+
+
+def _measured(
+    compiled: jax.stages.Compiled, arguments: Callable[[], tuple], repeats: int
+) -> dict[str, object]:
+    """Times of a program that has run before, and its profile. arguments: makes those of a run."""
+    seconds = []
+    for _ in range(repeats):
+        given = arguments()
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*given))
+        seconds.append(time.perf_counter() - start)
+    given = arguments()
+    profile = kernel_times.profiled(lambda: compiled(*given))
+    times = {"seconds": statistics.median(seconds), "all_seconds": seconds}
+    return times | {"peak_bytes": peak_bytes(compiled), **profile.as_json()}
+
+
+# --- words ---
+
+
+def failure(row: dict) -> str | None:
+    """Why a row is a failure, or None."""
+    if "error" in row:
+        return f"{row['task']}: {row['error']}"
+    return None if row.get("finite", True) else f"{row['task']}: pixels are not finite"
+
+
+def text(row: dict) -> str:
+    """A row in lines: times, and the kernels that take longest."""
+    if "codes" not in row:
+        return f"{row['task']}: {row.get('error') or row['note']}"
+    compiled = f"compiled in {row['compile_seconds']:.1f} s (cache {row['compilation_cache']})"
+    lines = [f"{row['task']}{' (cut down)' * row['small']}: {compiled}"]
+    for name in ("codes", "pixels"):
+        lines += ["", _program_text(name, row[name]), kernel_times.table(row[name], SHOWN)]
+    return "\n".join([*lines, ""])
+
+
+def _program_text(name: str, found: dict) -> str:
+    wall, span, busy = (
+        show_time(found[key]) for key in ("seconds", "span_seconds", "kernel_seconds")
+    )
+    return (
+        f"{name}: {wall}; profiled, {found['calls']} kernels in {span} take {busy}; "
+        f"{show_bytes(found['peak_bytes'])}"
+    )
