@@ -1,0 +1,167 @@
+"""`experiments.bench --draw` on a CPU: what its rows hold, its time limit, what it says of failures;
+and how the profiles of devices are read, from events that are made up."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bench import draw, kernel_times, random_models
+from varjax.engine.device_errors import OutOfMemory
+from varjax.generator import Generator
+
+NAMES = ("var-d30-b1", "llamagen-xl-streaming-b8")
+PROGRAM = {
+    *("seconds", "all_seconds", "peak_bytes", "profiled_seconds", "span_seconds"),
+    *("kernel_seconds", "calls", "kernels"),
+}
+
+
+def test_rows_are_whole(call, tmp_path, monkeypatch):
+    """Two tasks are drawn; the time is up before the third."""
+    path = tmp_path / "chip.jsonl"
+    drawn_before_the_end(monkeypatch, 2)
+    names = ",".join([*NAMES, "infinity-2b-b64"])
+    flags = f"--draw={names}", "--repeats=2", "--minutes=1", f"--json={path}"
+    status, out, err = call("bench", *flags)
+    assert status == 0, err
+    head, *rows, late = map(json.loads, path.read_text().splitlines())
+    assert head["jax"] == jax.__version__ and head["device"] == "cpu"
+    assert [row["task"] for row in rows] == list(NAMES)
+    assert late["task"] == "infinity-2b-b64" and late["note"] == "not begun: the time is up"
+    assert [row["images"] for row in rows] == [1, 8]
+    assert [row["budget"] for row in rows] == [1.0, draw.SMALL_SHARE]
+    for row in rows:
+        assert row["finite"] is True and row["compile_seconds"] > 0 and row["small"]
+        for program in (row["codes"], row["pixels"]):
+            check_program(program)
+    found = re.findall(r"^(\S+) \(cut down\): compiled in [\d.]+ s", out, re.M)
+    assert found == list(NAMES) and out.count("share  calls  kernel") == 4
+    assert out.splitlines()[-1] == "infinity-2b-b64: not begun: the time is up"
+    status, _, err = call("bench", *flags)
+    assert status == 2 and "exists already" in err
+
+
+def drawn_before_the_end(monkeypatch, count):
+    """Makes the clock of `draw.rows` jump to the end after so many tasks."""
+    real, asked = draw.time.monotonic, iter(range(10**6))
+    clock = SimpleNamespace(
+        monotonic=lambda: real() + (3600 if next(asked) >= count else 0),
+        perf_counter=draw.time.perf_counter,
+    )
+    monkeypatch.setattr(draw, "time", clock)
+
+
+def check_program(program):
+    assert program.keys() == PROGRAM
+    times = [program[name] for name in PROGRAM if name.endswith("seconds")]
+    assert len(program["all_seconds"]) == 2
+    assert all(0 < s < 60 for s in np.hstack(times)) and program["peak_bytes"] > 0
+    assert program["span_seconds"] <= program["profiled_seconds"]
+    kernels = program["kernels"]
+    assert sum(k["share"] for k in kernels) == pytest.approx(1, abs=1e-6)
+    assert sum(k["calls"] for k in kernels) == program["calls"] > 10
+    assert sum(k["us"] for k in kernels) == pytest.approx(1e6 * program["kernel_seconds"])
+    assert len({k["name"] for k in kernels}) == len(kernels) > 10
+    assert kernels[0]["us"] == max(k["us"] for k in kernels)
+
+
+def test_a_task_that_fails_leaves_a_row(call, monkeypatch, tmp_path):
+    """One fails, one does not fit, one gives no numbers."""
+
+    def faulty(task, *_):
+        if task.model == "var-d30":
+            raise RuntimeError("no such instruction")
+        programs = dict.fromkeys(("codes", "pixels"), kernel_times.of_lines(1.0, []).as_json())
+        for found in programs.values():
+            found |= {"seconds": 1.0, "peak_bytes": 1}
+        return {"finite": False, "compile_seconds": 1.0, "compilation_cache": "off", **programs}
+
+    monkeypatch.setattr(draw, "drawn", faulty)
+    path = tmp_path / "a.jsonl"
+    status, out, err = call("bench", "--draw=var-d30-b1,llamagen-xl-b1", f"--json={path}")
+    assert status == 1 and "var-d30-b1: RuntimeError: no such instruction" in out
+    assert err.splitlines() == [
+        "error: var-d30-b1: RuntimeError: no such instruction",
+        "error: llamagen-xl-b1: pixels are not finite",
+    ]
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_what_does_not_fit_says_so(monkeypatch, predicted):
+    if predicted:
+        monkeypatch.setattr("varjax.engine.memory.available_bytes", lambda: 1000)
+    else:
+
+        def full(*_, **__):
+            raise OutOfMemory("the device ran out of memory drawing")
+
+        monkeypatch.setattr(Generator, "run_batch", full)
+    found = draw.drawn(draw.TASKS["var-d30-b1"], small=True, repeats=1)
+    assert found.keys() == {"note"} and found["note"].startswith("does not fit: ")
+
+
+def test_tasks_by_name():
+    assert len(draw.TASKS) == 2 * 3 * len(random_models.PUBLISHED)
+    assert draw.chosen(["all"], small=False) == list(draw.TASKS.values())
+    few = draw.chosen(["var-d30-b8", "all"], small=True)
+    assert [task.images for task in few] == [1] * 6
+    assert draw.chosen(["var-d30-b8", "var-d30-b8"], small=True) == [draw.TASKS["var-d30-b8"]]
+
+
+# --- profiles ---
+
+
+def event(name, start, duration):
+    """An event as `jax.profiler` has it, of a CPU's kernel."""
+    times = {"start_ns": start, "end_ns": start + duration, "duration_ns": duration}
+    return SimpleNamespace(name=name, stats=[("hlo_op", name)], **times)
+
+
+def plane(name, **lines):
+    found = [
+        SimpleNamespace(name=n.replace("_", " "), events=events) for n, events in lines.items()
+    ]
+    return SimpleNamespace(name=name, lines=found)
+
+
+HOST = plane("/host:CPU", thread=[event("host", 0, 9000)])
+GPU = plane(
+    "/device:GPU:0",
+    Stream_1=[event("gemm", 100, 50), event("norm", 200, 25), event("gemm", 300, 50)],
+    Stream_2=[event("copy", 120, 25)],
+    XLA_Ops=[event("fusion", 100, 250)],
+)
+TPU = plane(
+    "/device:TPU:0",
+    XLA_Modules=[event("jit_run", 0, 900)],
+    XLA_Ops=[
+        *(event("while.1", 100, 500), event("fusion", 100, 200), event("while.2", 310, 200)),
+        *(event("fusion", 320, 100), event("copy", 650, 50)),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("planes", "span", "own"),
+    [
+        ([HOST, GPU], 250, {"gemm": (2, 100), "norm": (1, 25), "copy": (1, 25)}),
+        (
+            [HOST, TPU],
+            600,
+            {"while.1": (1, 100), "fusion": (2, 300), "while.2": (1, 100), "copy": (1, 50)},
+        ),
+        ([HOST], 9000, {"host": (1, 9000)}),
+    ],
+)
+def test_kernels_are_those_of_the_device(planes, span, own):
+    """Loops keep what their bodies leave; streams run side by side."""
+    lines = kernel_times.kernel_lines(SimpleNamespace(planes=planes))
+    found = kernel_times.of_lines(1.0, lines)
+    assert found.span == pytest.approx(1e-9 * span)
+    assert {k.name: (k.calls, round(1e9 * k.seconds)) for k in found.kernels} == own
+    assert sum(k["share"] for k in found.as_json()["kernels"]) == pytest.approx(1)
