@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
+from varjax.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
 ROWS, HEADS = 2, 3  # of a comparison, where nothing else is asked for
@@ -38,6 +39,11 @@ def compare(operation: str, spec: ArgSpec, implementation: str) -> tuple[str, di
         found = bench.errors(operation, spec, implementation)
     except NotImplementedError as error:  # it does not take this shape
         return REFUSED, {"refused": str(error)}, str(error)
+    except UserError:
+        raise
+    except Exception as error:  # compilers and devices have many ways to fail
+        why = bench.short(error, 400)
+        return WRONG, {"failed": why}, why
     said = "  ".join(f"{part} {error:.1e}" for part, error in found.items())
     right = within(found.values(), TOLERANCE[spec.dtype])
     return OK if right else WRONG, found, said

@@ -103,16 +103,20 @@ def drawn(task: Task, small: bool, repeats: int) -> dict:
         return {"note": why}
     model = random_models.with_weights(model, dtype)
     generator = Generator(model, plan=plan, batch_size=task.images)
-    condition = random_models.condition(model.networks["transformer"], task.images)
-    numbers = np.arange(task.images, dtype=np.int32)
     try:
-        results, _ = generator.run_batch(condition, numbers, keep_cache=False)
+        return {"dtype": dtype, "budget": share or 1.0, **_times(generator, repeats)}
     except OutOfMemory as error:
         return {"note": f"does not fit: {bench.short(error)}"}
-    row = {"dtype": dtype, "budget": share or 1.0, "compile_seconds": generator.timing.compile_s}
-    row |= {"compilation_cache": generator.timing.cache}
+
+
+def _times(generator: Generator, repeats: int) -> dict[str, object]:
+    """Compile both programs, draw a batch, then time each of them by itself."""
+    networks, numbers = generator.model.networks, np.arange(generator.batch_size, dtype=np.int32)
+    condition = random_models.condition(networks["transformer"], generator.batch_size)
+    results, _ = generator.run_batch(condition, numbers, keep_cache=False)
+    timing, code_map = generator.timing, results["code_map"]
+    row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
     row["finite"] = bool(np.isfinite(results["images"]).all())
-    code_map, networks = results["code_map"], model.networks
     given = _arguments(generator, condition, numbers)
 
     def for_codes() -> tuple:  # each run takes its cache away

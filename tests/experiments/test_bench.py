@@ -114,6 +114,18 @@ def test_check_finds_a_wrong_kernel(call, monkeypatch):
     assert status == 1 and "WRONG" in out and "0 of 5 right" in out
 
 
+def test_check_goes_on_after_a_kernel_that_fails(call, monkeypatch):
+    def failing(operation, *_):
+        if operation == "write":
+            raise RuntimeError("no such instruction")
+        return {"out": 0.0}
+
+    monkeypatch.setattr(bench, "errors", failing)
+    flags = ("--check", "--shape=var-d30-t1", "--op=write,attend")
+    status, out, _ = call("bench", *flags, "--implementation=triton-interpret")
+    assert status == 1 and "RuntimeError: no such instruction" in out and "5 of 7 right" in out
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [(0.5, "error 5.0e-01, allowed is less than 1e-05"), (float("nan"), "error nan, allowed")],
@@ -227,23 +239,9 @@ def test_table_shows_shares_of_the_peak():
     assert line.startswith("attend at budget 1: triton takes 0.50 of the time of reference")
 
 
-def interpreted(monkeypatch):
-    """Makes `tune` run kernels step by step. Returns what now stands for its `_run`."""
-    real = tune._run
-
-    def run(kernel, *args, **options):
-        def step_by_step(*args, interpret, **options):
-            return kernel(*args, interpret=True, **options)
-
-        return real(step_by_step, *args, **options)
-
-    monkeypatch.setattr(tune, "_run", run)
-    return run
-
-
 def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
     """The kernel runs interpreted here, so times mean nothing and are made up."""
-    run = interpreted(monkeypatch)
+    run = tune._run
     spec = arg_specs.SPECS["var-d30-t1"].reduced(rows=1, heads=1)
     call = tune.call_of("attend", spec)
     every = tune.tiles(call, "triton")
@@ -259,7 +257,7 @@ def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
         return run(kernel, operation, tile, *args, **options)
 
     monkeypatch.setattr(tune, "_run", refusing)
-    found = list(tune.trials("attend", spec, "triton", repeats=1))
+    found = list(tune.trials("attend", spec, "triton-interpret", repeats=1))
     assert [(tile, time) for tile, time, _ in found] == [
         (every[0], 3.0),
         (every[1], 1.0),
@@ -274,7 +272,7 @@ def test_tuning_refuses_wrong_tiles(monkeypatch, operation, wrong):
     """The second tiles give results that are a little too large, or no numbers, and are fastest."""
     spec = arg_specs.SPECS["var-d30-t36"].reduced(rows=1, heads=1)
     every = tune.tiles(tune.call_of(operation, spec), "triton")[:2]
-    run = interpreted(monkeypatch)
+    run = tune._run
 
     def faulty(kernel, operation, tile, *args, **options):
         found = run(kernel, operation, tile, *args, **options)
@@ -285,7 +283,7 @@ def test_tuning_refuses_wrong_tiles(monkeypatch, operation, wrong):
     monkeypatch.setattr(tune, "tiles", lambda *_: every)
     seconds = iter([3.0, 1.0])
     monkeypatch.setattr(bench, "measure", lambda *_: next(seconds))
-    found = list(tune.trials(operation, spec, "triton", repeats=1))
+    found = list(tune.trials(operation, spec, "triton-interpret", repeats=1))
     assert found == [(every[0], 3.0, ""), (every[1], float("inf"), "wrong result")]
 
 

@@ -1,5 +1,5 @@
-"""`experiments.bench --draw` on a CPU: what its rows hold, its time limit, what it says of failures;
-and how the profiles of devices are read, from events that are made up."""
+"""`experiments.bench --draw` on a CPU: what its rows hold, its time limit, and what it says of
+failures. And how profiles of devices are read, from events that are made up."""
 
 import json
 import re
