@@ -31,7 +31,7 @@ _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
 # Why an unfinished run cannot be continued, and what to do.
-_DISCARD = "add --overwrite to discard it, or choose another {flag}"
+_DISCARD = "add --overwrite to discard it, or choose another --out"
 OTHER = f"with other settings{{differs}}: use its settings to continue it, {_DISCARD}"
 OLDER = (
     "of an older version ({name} does not say what it is): finish it with that version, move that "
@@ -47,11 +47,11 @@ class WorkFolder:
     """The folder of an unfinished run.
 
     path: it need not exist. description: JSON data; it is equal for two runs exactly if one may
-    continue the other. flag: the one that says where results go, for messages.
+    continue the other.
     """
 
-    def __init__(self, path: pathlib.Path, description: dict, flag: str = "--out"):
-        self.path, self.flag, self.description = path, flag, description
+    def __init__(self, path: pathlib.Path, description: dict):
+        self.path, self.description = path, description
         self.settings = json.dumps(description, sort_keys=True)
         self.digest = hashlib.sha256(self.settings.encode()).hexdigest()
 
@@ -63,13 +63,12 @@ class WorkFolder:
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UserError(
                 f"{self.path} is a link or no folder: unfinished runs are kept under that name, so "
-                f"move it away or choose another {self.flag}"
+                "move it away or choose another --out"
             )
         if foreign := self._foreign():
             raise UserError(
                 f"{self.path} holds {foreign!a:.80}, which no run writes: unfinished runs are kept "
-                "under that name and nothing else, so move it away or choose another "
-                f"{self.flag}"
+                "under that name and nothing else, so move it away or choose another --out"
             )
         conflict = None if overwrite else self._conflict()
         if conflict:
@@ -88,13 +87,13 @@ class WorkFolder:
         by_file = {path.name: self._settings_of(path) for path in self.finished()}
         said, text = set(by_file.values()) - {None, Damaged}, self._settings_text()
         if older := [name for name, settings in by_file.items() if settings is None]:
-            return OLDER.format(name=older[0], flag=self.flag)
-        other = OTHER.format(differs=self._difference(text), flag=self.flag)
+            return OLDER.format(name=older[0])
+        other = OTHER.format(differs=self._difference(text))
         if said - {self.digest}:
             return other
         if said or text in ("", self.settings):
             return None
-        return other if _is_object(text) else LOST.format(flag=self.flag)
+        return other if _is_object(text) else LOST
 
     def _difference(self, text: str) -> str:
         """Return what differs from the settings in a text, in brackets; empty if nothing does."""
@@ -142,7 +141,7 @@ class WorkFolder:
     def held(self) -> Iterator[None]:
         """Make the folder and keep other processes out. It is removed again if nothing was written.
         `UserError` if another process holds it."""
-        busy = f"another run is writing to {self.path}: wait, or choose {self.flag}"
+        busy = f"another run is writing to {self.path}: wait, or choose --out"
         try:
             with lock.held(self.path, busy):
                 yield
