@@ -76,7 +76,7 @@ class Chip:
     memory: bytes that a program may fill.
     bf16_flops: peak operations per second.
     int8_flops, fp8_flops: those of products of two 8-bit numbers; None where a compiled product of
-      them is not faster than one in bfloat16 (docs/lab/weights_8_bits.md).
+      them is not faster than one in bfloat16 (docs/lab/precision.md).
     bandwidth: bytes per second of the memory.
     topologies: (devices, name) of each topology that a TPU offers, smallest first.
     gpu: the numbers that a GPU's compiler asks for.

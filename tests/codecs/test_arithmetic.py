@@ -72,7 +72,7 @@ def test_pixels_of_every_family(family):
     assert 35 < decibels["bfloat16"] < decibels["tf32"] - 15 < 80, decibels
 
 
-# decibels of bfloat16 and of TF32 (emulated) in docs/lab/decoding.md
+# decibels of bfloat16 and of TF32 (emulated) in docs/lab/precision.md
 DECIBELS = {
     "demo": (57.0, 83.8),
     "demo-llamagen": (62.1, 89.3),

@@ -118,7 +118,7 @@ def test_every_family_draws(name, scheme, monkeypatch):
     emulated = run(model.quantized(scheme, emulated=True))
     plain = run(model, given=emulated["tokens"])
     off = np.sqrt(np.square(emulated["logits"] - plain["logits"]).mean())
-    # of random weights; trained ones are nearer (docs/lab/weights_8_bits.md)
+    # of random weights; trained ones are nearer (docs/lab/precision.md)
     most = {"w8a8": 0.1, "fp8": 0.25}[scheme]
     assert 0 < off < most * np.sqrt(np.square(plain["logits"]).mean())
     monkeypatch.setattr(quantized, "why_not_here", lambda scheme: None)

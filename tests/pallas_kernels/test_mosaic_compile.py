@@ -71,7 +71,7 @@ def test_kernels_compile(target, shapes):
 @pytest.mark.aot
 @pytest.mark.skipif(not sass.available(), reason="needs ptxas and nvdisasm")
 def test_instructions_of_a_step():
-    """Attention on an H200 (docs/lab/attention_hopper.md): a step of 128 queries and 64 keys that
+    """Attention on an H200 (docs/lab/compiled.md): a step of 128 queries and 64 keys that
     are all valid, and what a warp does to fetch a step."""
     two, one = (found["new"]["ragged_attention"]["loops"] for found in attention("h200"))
     (step,) = (loop for loop in two if "HGMMA" in loop)
@@ -223,7 +223,7 @@ def test_kernels_lower(capability, product, shape, monkeypatch):
     ],
 )
 def test_memory_on_the_chip(head_dim, kv_dtype, kib, columns):
-    """As docs/lab/kernels.md says: shared memory in KiB (a multiprocessor has 227) of a rotated
+    """Shared memory in KiB (a multiprocessor has 227) of a rotated
     tile on Hopper, and columns of Blackwell's tensor memory (512)."""
     sizes = dict(queries=4096, slots=6400, head_dim=head_dim, block_size=64)
     call = config.Call(operation="attend", **sizes, dtype="bfloat16", kv_dtype=kv_dtype)

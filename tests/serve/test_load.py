@@ -1,7 +1,7 @@
 """A server under load: 1,000 requests of 32 clients beside 300 idle connections, killed clients,
 SIGTERM.
 
-As a script it measures what docs/lab/serving.md holds:
+As a script it measures what docs/lab/cpu.md holds:
 
     python -m tests.serve.test_load 300 headkv 0.1 --kv_bytes=2MiB --max_batch=64
     python -m tests.serve.test_load 300 full 1 --own

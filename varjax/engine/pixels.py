@@ -23,7 +23,7 @@ from varjax.parallel.sharding import ShardedProgram
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 # Convolutions by the first algorithm that cuDNN's heuristics name. By default XLA runs them all,
 # with inputs, results and workspaces of their own: 51 GiB were seen. `xla_gpu_autotune_level=0`
-# would compile convolutions without any algorithm (docs/lab/decoding.md).
+# would compile convolutions without any algorithm (docs/lab/precision.md).
 UNTUNED = {"xla_gpu_exclude_nondeterministic_ops": True}
 # One CUDA graph for the whole program: XLA's own choice, and convolutions. Without these they were
 # 36 graphs and 41 single kernels, and the GPU waited for their starts (docs/lab/h100.md).

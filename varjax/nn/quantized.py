@@ -6,7 +6,7 @@ A matrix has a float32 scale for every output channel:
 
 Where only weights are in 8 bits, a product converts them to the type of its input on the way and
 runs in that type; its result is multiplied by the scales. A device therefore never holds a matrix
-in a floating type: TPU and Triton products convert as they read (docs/lab/weights_8_bits.md), and
+in a floating type: TPU and Triton products convert as they read (docs/lab/precision.md), and
 on a CPU a product takes some rows of the matrix at a time. Where activations are in 8 bits, too,
 each of their rows gets a scale as well, and both scales multiply the sums (`schemes.Scheme`).
 `sums` takes rows that a kernel has brought into 8 bits, and leaves both scales to the next one.

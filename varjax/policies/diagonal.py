@@ -65,7 +65,7 @@ class Diagonal(Ring, TokenPolicy):
     the least attention, until N_r - N_att are skipped. It leaves open, and we take:
       - whose attention: after the softmax, in the mean along the diagonal. `score=query` is the
         other reading; on our demo it loses much more, as one query says little about an offset that
-        no later query has then (docs/lab/demo_token_policies.md). Skipped keys have no attention.
+        no later query has then (docs/lab/demo_policies.md). Skipped keys have no attention.
       - which offsets may go: all, 0 included. Of equals the larger goes. Offset N_r - 1 never goes,
         since no query has it before the last one is chosen.
       - each row of each image has sets of its own, so conditional and unconditional rows differ.
