@@ -22,20 +22,6 @@ from pallas_kernels import compilers
 GIB = 2**30
 TERA = 10**12
 GPUS_PER_HOST = 8
-BEYOND = 50 * 10**9  # bytes per second between hosts with GPUs: a card of 400 Gbit/s for each
-# {chip: (10**9 bytes per second that it sends around a ring, how many are neighbours)}. TPUs: the
-# interconnect that those pages give for a chip, by its links in one direction, of which a ring uses
-# two (v5e 1,600 Gbit/s over 4 links, v5p 4,800 over 6, v6e 3,584 over 4). GPUs: half of NVLink's
-# rate, which counts both directions.
-_LINKS = {
-    "tpu-v5e": (100, 256),
-    "tpu-v5p": (200, 8960),
-    "tpu-v6e": (224, 256),
-    "a100": (300, GPUS_PER_HOST),
-    "h100": (450, GPUS_PER_HOST),
-    "h200": (450, GPUS_PER_HOST),
-    "b200": (900, GPUS_PER_HOST),
-}
 
 
 @dataclass(frozen=True)
@@ -61,11 +47,6 @@ class Gpu:
     shared_memory: tuple[int, int]
     threads: int
 
-    @property
-    def float32_flops(self) -> float:
-        """Peak operations per second of the float32 units: a product and a sum in a cycle."""
-        return 2 * self.cores * self.lanes * self.clock * 10**9
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -80,9 +61,6 @@ class Chip:
     bandwidth: bytes per second of the memory.
     topologies: (devices, name) of each topology that a TPU offers, smallest first.
     gpu: the numbers that a GPU's compiler asks for.
-    clock: cycles per second of a TPU; None where they are not published, and for GPUs.
-    links: (bytes per second that a device sends around a ring of its neighbours, how many devices
-      are neighbours); those beyond are reached at `BEYOND`.
     """
 
     name: str
@@ -94,19 +72,6 @@ class Chip:
     bandwidth: float
     topologies: tuple[tuple[int, str], ...] = ()
     gpu: Gpu | None = None
-    clock: float | None = None
-    links: tuple[float, int] | None = None
-
-    def ring_rate(self, devices: int) -> float:
-        """Bytes per second that a device sends while so many exchange around a ring.
-
-        Raises:
-          ValueError: the links are not known.
-        """
-        if self.links is None:
-            raise ValueError(f"the links of {self.name} are not known")
-        rate, neighbours = self.links
-        return rate if devices <= neighbours else min(rate, BEYOND)
 
     @property
     def capability(self) -> str | None:
@@ -126,10 +91,9 @@ def _tpu(
     bandwidth: float,
     grids: str,
     devices_per_chip: int = 1,
-    clock: float | None = None,
 ) -> Chip:
-    """A TPU. Units: bytes of memory, 10**12 operations and 10**9 bytes per second, 10**9 cycles per
-    second. peaks: in bfloat16, int8 and fp8. grids: those of chips that form its topologies."""
+    """A TPU. Units: bytes of memory, 10**12 operations and 10**9 bytes per second. peaks: in
+    bfloat16, int8 and fp8. grids: those of chips that form its topologies."""
     topologies = tuple(
         (
             devices_per_chip * math.prod(map(int, grid.split("x"))),
@@ -144,8 +108,6 @@ def _tpu(
         **_per_second(peaks),
         bandwidth=bandwidth * 10**9,
         topologies=topologies,
-        clock=clock and clock * 10**9,
-        links=_links(name),
     )
 
 
@@ -164,14 +126,7 @@ def _gpu(
         **_per_second(peaks),
         bandwidth=bandwidth * 10**9,
         gpu=gpu,
-        links=_links(name),
     )
-
-
-def _links(name: str) -> tuple[float, int] | None:
-    """The links of a `Chip`; None where they are not listed."""
-    rate, neighbours = _LINKS.get(name, (0, 0))
-    return (rate * 10**9, neighbours) if rate else None
 
 
 def _per_second(peaks: tuple[float, float | None, float | None]) -> dict[str, float | None]:
@@ -199,10 +154,10 @@ _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 # In the order of `--help`. Numbers of chips with two devices are halved.
 _CHIPS = (
     # an int8 product takes a v4 as long as one in bfloat16
-    _tpu("tpu-v4", 15.25 * GIB, (275 / 2, None, None), 1228 / 2, _CUBES, 2, clock=1.05),
-    _tpu("tpu-v5e", 15.75 * GIB, (197, 394, None), 819, _FLAT, clock=1.5),
-    _tpu("tpu-v5p", 95.74 * GIB, (459, 918, None), 2765, _CUBES + " 4x8x8", clock=1.75),
-    _tpu("tpu-v6e", 31.25 * GIB, (918, 1836, None), 1640, _FLAT, clock=1.75),
+    _tpu("tpu-v4", 15.25 * GIB, (275 / 2, None, None), 1228 / 2, _CUBES, 2),
+    _tpu("tpu-v5e", 15.75 * GIB, (197, 394, None), 819, _FLAT),
+    _tpu("tpu-v5p", 95.74 * GIB, (459, 918, None), 2765, _CUBES + " 4x8x8"),
+    _tpu("tpu-v6e", 31.25 * GIB, (918, 1836, None), 1640, _FLAT),
     _tpu("tpu7x", 94.75 * GIB, (2307 / 2, None, 4614 / 2), 7380 / 2, _CUBES, 2),
     _gpu("a100", 85_100_068_864, (312, 624, None), 2039, _A100),
     _gpu("a6000", 51_000_000_000, (154.8, 309.7, None), 768, _A6000),

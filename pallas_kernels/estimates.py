@@ -1,8 +1,7 @@
 """Estimates of what one call of an operation computes and moves, whichever kernel runs it.
 
 Compilers cannot look into kernels, so every kernel hands them an estimate. They are told the upper
-bound: every token is real, and every slot that a table lists is in use. The model of compiled
-programs (`experiments.aot`) asks the same estimates again, for the occupancy that its plan has.
+bound: every token is real, and every slot that a table lists is in use.
 
 FLOPs are those of matrix products, a multiply-add is two. Transcendentals are exponentials. Bytes
 are those that memory delivers or takes, not a cache. Tables, angles and vectors are left out: they
@@ -10,14 +9,9 @@ are less than 1 %.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -31,96 +25,6 @@ SCALE = 4  # bytes of a scale of an int8 pool
 PER_VECTOR_OPERATION = 30
 
 
-@dataclass(frozen=True)
-class Occupancy:
-    """How much of what kernels may read and write is in use, on average over a program.
-
-    A table is as long for a head that holds little as for one that holds much, so its length alone
-    says too much. A table that is not listed here counts as full.
-
-    held: {(queries, entries of a head's table): share of the table's slots that heads hold}.
-    written: {(tokens, entries of a head's table): (share of the entries that store something, share
-      of their slots that do)}, for tables that say what is stored.
-    slots_in_use: slots of a head that token attention reads, one number per token; None: all slots.
-    """
-
-    held: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    written: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    slots_in_use: Sequence[int] | None = None
-
-    def share_read(self, slots: int, step: int) -> float:
-        """Share of a head's slots that token attention reads in steps of `step` slots."""
-        in_use = np.asarray([slots] if self.slots_in_use is None else self.slots_in_use)
-        return float(np.minimum(-(-in_use // step) * step, slots).mean()) / slots
-
-
-FULL = Occupancy()
-
-
-class Programs(NamedTuple):
-    """The programs of a call that copy keys and values block by block.
-
-    count: how many there are.
-    heads: that each of them serves; several tiles of a head count as heads.
-    keys: of a step, for which as many blocks are copied as hold them, whether all are in use or
-      not.
-    chains: copies that are started side by side.
-    """
-
-    count: int
-    heads: int
-    keys: int
-    chains: int = 1
-
-
-class ChainedEstimate(pl.CostEstimate):
-    """A cost with what the programs of a call do one after another.
-
-    programs: how many there are.
-    copies: of blocks, into the shared memory of a program, on average. Each is started after the
-      one before it.
-    """
-
-    def __init__(self, cost: pl.CostEstimate, programs: int, copies: float):
-        super().__init__(cost.flops, cost.transcendentals, cost.bytes_accessed)
-        self.programs, self.copies = programs, copies
-
-
-class CallEstimate(pl.CostEstimate):
-    """The cost of a call with full tables, as compilers are told; `at` says it for others.
-
-    JAX writes the fields of its own class into the compiled program and nothing else, so `formula`
-    is an attribute and no field.
-    """
-
-    def __init__(self, formula: Callable[..., pl.CostEstimate]):
-        full = formula(occupancy=FULL)
-        super().__init__(full.flops, full.transcendentals, full.bytes_accessed)
-        self.formula = formula
-
-    def at(self, occupancy: Occupancy) -> pl.CostEstimate:
-        """The cost of the same call where tables are filled as `occupancy` says."""
-        return self.formula(occupancy=occupancy)
-
-
-def _depending_on_occupancy(formula: Callable[..., pl.CostEstimate]):
-    """Make a formula with an argument `occupancy` a function of the other arguments that returns a
-    `CallEstimate`."""
-
-    @wraps(formula)
-    def estimate(*arguments, **options) -> CallEstimate:
-        # shapes only: the traced arrays of a program would stay alive with its jaxpr
-        arguments, options = jax.tree.map(_shape, (arguments, options))
-        return CallEstimate(partial(formula, *arguments, **options))
-
-    return estimate
-
-
-def _shape(leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-
-@_depending_on_occupancy
 def attend(
     projection: Projection,
     kv_pool: Array,
@@ -129,8 +33,6 @@ def attend(
     lse: bool,
     tiles: int = 1,
     scales_at_once: int = 1,
-    programs: Programs | None = None,
-    occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of every query over every key.
 
@@ -139,30 +41,21 @@ def attend(
       tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
         tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
-      programs: where they copy block by block; the result is then a `ChainedEstimate`.
     """
     rows, heads, tokens, head_dim = projection.shape
-    blocks = _blocks_read(projection, table, occupancy)
+    blocks = table.ids.shape[-1]
     queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
     parts = projection.qkv.shape[2] + 1  # the result
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     # two products, with two FLOPs per pair and number each
-    cost = pl.CostEstimate(
-        flops=round(4 * pairs * head_dim),
-        transcendentals=round(pairs),
-        bytes_accessed=round(moved + rows * heads * tiles * stored),
+    return pl.CostEstimate(
+        flops=4 * pairs * head_dim,
+        transcendentals=pairs,
+        bytes_accessed=moved + rows * heads * tiles * stored,
     )
-    if programs is None:
-        return cost
-    own = math.ceil(tokens / programs.keys) if projection.qkv.shape[2] > 1 else 0
-    pieces = programs.keys // kv_pool.shape[2]
-    steps = own + math.ceil(blocks / pieces)
-    copies = 2 * programs.heads * steps * pieces  # of keys and of values
-    return ChainedEstimate(cost, programs.count, copies / programs.chains)
 
 
-@_depending_on_occupancy
 def attention_moments(
     projection: Projection,
     kv_pool: Array,
@@ -171,7 +64,6 @@ def attention_moments(
     squares: bool,
     halves: int = 1,
     scales_at_once: int = 1,
-    occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of sums of attention weights, which are computed a second time.
 
@@ -179,20 +71,19 @@ def attention_moments(
     arguments mean the same as in `attend`.
     """
     rows, heads, tokens, head_dim = projection.shape
-    blocks = _blocks_read(projection, table, occupancy)
+    blocks = table.ids.shape[-1]
     queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
     moved = 2 * queries * head_dim * projection.dtype.itemsize + 4 * queries  # q, k, log-sum-exp
     # one float32 sum per key, for squares a second one
     columns = rows * heads * (table.ids.shape[-1] * kv_pool.shape[2] + tokens)
     stored = blocks * _block_bytes(kv_pool, halves, scales_at_once)
     return pl.CostEstimate(
-        flops=round(2 * pairs * head_dim),
-        transcendentals=round(pairs),
-        bytes_accessed=round(moved + rows * heads * stored + 4 * columns * (1 + squares)),
+        flops=2 * pairs * head_dim,
+        transcendentals=pairs,
+        bytes_accessed=moved + rows * heads * stored + 4 * columns * (1 + squares),
     )
 
 
-@_depending_on_occupancy
 def write(
     projection: Projection,
     kv_pool: Array,
@@ -200,7 +91,6 @@ def write(
     *,
     blocks: bool = False,
     scales_at_once: int = 1,
-    occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of storing as many tokens as there are slots for.
 
@@ -208,16 +98,14 @@ def write(
     """
     rows, heads, tokens, head_dim = projection.shape
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
-    used, filled = occupancy.written.get((tokens, entries), (1, 1))
-    stored = min(tokens, entries * size * filled)  # no head stores a token twice
+    stored = min(tokens, entries * size)  # no head stores a token twice
     read = 2 * head_dim * projection.dtype.itemsize * (tokens if blocks else stored)
     block = _block_bytes(kv_pool, 2, scales_at_once)
-    written = 2 * entries * used * block if blocks else stored * block / size
+    written = 2 * entries * block if blocks else stored * block / size
     moved = round(rows * heads * (read + written))
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
-@_depending_on_occupancy
 def attend_token(
     q: Array,
     pool: Array,
@@ -225,36 +113,32 @@ def attend_token(
     pool_scale: Array | None,
     mass: Array | None,
     *,
-    step: int | None = None,
     stored: int = 0,
     probed: int = 0,
-    occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of attention of one query per row and query head.
 
     Args:
       mass: sums of weights, which are read and written; None where there are none.
-      step: how many slots are read at once, up to the last one in use; None: all slots are read.
       stored: slots of a head that are written, the token's own among them. Its key and value are
         read.
       probed: one call in so many reads a second query and writes its scores, float32; 0: none.
     """
-    used = occupancy.share_read(pool.shape[2], step) if step else 1.0
     pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
     # positions, scales and sums are numbers of 4 bytes
     scales = 0 if pool_scale is None else 2 * pairs
-    lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
-    moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
+    lines = position.size + scales + 2 * pairs * (mass is not None)
+    moved = pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
     if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
         moved += 2 * q.size // group * q.dtype.itemsize
-    flops = 4 * pairs * used * group * head_dim
+    flops = 4 * pairs * group * head_dim
     if probed:
         moved += 4 * (q.size // group + pairs) / probed
         flops += 2 * pairs * head_dim / probed
     return pl.CostEstimate(
         flops=round(flops),
-        transcendentals=round(pairs * used * group),
+        transcendentals=pairs * group,
         bytes_accessed=round(moved),
     )
 
@@ -340,21 +224,17 @@ def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstima
     )
 
 
-@_depending_on_occupancy
 def finish_and_store(
     projection: Projection,
     kv_pool: Array,
     writes: BlockWrites,
     turned: int = 0,
-    *,
-    occupancy: Occupancy,
 ) -> pl.CostEstimate:
     """Cost of finishing keys and values and storing them on the way. turned: see `finish`."""
     found, (rows, heads, tokens, head_dim) = finish(projection, 2, turned), projection.shape
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
-    _, filled = occupancy.written.get((tokens, entries), (1, 1))
-    stored = 2 * min(tokens, entries * size * filled) * head_dim * kv_pool.dtype.itemsize
-    moved = found.bytes_accessed + round(rows * heads * stored)
+    stored = 2 * min(tokens, entries * size) * head_dim * kv_pool.dtype.itemsize
+    moved = found.bytes_accessed + rows * heads * stored
     return pl.CostEstimate(found.flops, found.transcendentals, moved)
 
 
@@ -379,13 +259,7 @@ def to_8_bits(sums: Sums, activation: bool) -> pl.CostEstimate:
     return pl.CostEstimate(flops=0, transcendentals=size * activation, bytes_accessed=moved)
 
 
-def _blocks_read(projection: Projection, table: BlockTable, occupancy: Occupancy) -> float:
-    """Blocks that a head reads on average."""
-    entries = table.ids.shape[-1]
-    return entries * occupancy.held.get((projection.shape[2], entries), 1)
-
-
-def _pairs(projection: Projection, kv_pool: Array, blocks: float) -> float:
+def _pairs(projection: Projection, kv_pool: Array, blocks: int) -> int:
     """Pairs of a query and a key. blocks: those that a head reads."""
     rows, heads, tokens, _ = projection.shape
     own = tokens if projection.qkv.shape[2] > 1 else 0  # queries alone see stored keys only

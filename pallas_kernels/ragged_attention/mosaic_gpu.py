@@ -64,7 +64,6 @@ from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.mosaic_keys import (
-    WARPS,
     Keys,
     Part,
     Ring,
@@ -129,15 +128,7 @@ def _attend(
         ],
         _scratch(projection, config, chip, shares, stored),
         mesh=mosaic.programs(computing=computing, program=shares.programs),
-        cost=estimates.attend(
-            projection,
-            kv_pool,
-            table,
-            lse=True,
-            programs=estimates.Programs(
-                shares.programs, shares.most, config.block_k, min(WARPS, stored.pieces)
-            ),
-        ),
+        cost=estimates.attend(projection, kv_pool, table, lse=True),
         interpret=interpret,
         name="ragged_attention",
     )

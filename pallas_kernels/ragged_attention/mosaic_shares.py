@@ -53,11 +53,6 @@ class Shares:
         return cls(tiles, heads, total, min(total, at_once) if fits else total)
 
     @property
-    def most(self) -> int:
-        """The most tiles that a program serves."""
-        return -(-self.total // self.programs)
-
-    @property
     def several(self) -> bool:
         """Whether programs serve more than one tile. A tile's result then has a place of its own in
         shared memory, so that the next one's queries may come while it is copied out."""

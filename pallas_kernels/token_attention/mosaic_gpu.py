@@ -109,7 +109,6 @@ def _attend(query, slots, token, interpret, steps: Steps | None):
             slots.position,
             slots.scale,
             mass,
-            step=None if slots.used is None else steps.slots,
             stored=int(token is not None),
             probed=0 if probe is None else probe.every,
         ),

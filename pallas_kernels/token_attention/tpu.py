@@ -99,7 +99,6 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
         slots.position,
         slots.scale,
         slots.mass,
-        step=piece if cut else None,
         stored=0 if token is None else tile,
         probed=0 if query.probe is None else query.probe.every,
     )

@@ -15,7 +15,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
-from pallas_kernels.estimates import FULL, CallEstimate, ChainedEstimate, Occupancy
 from pallas_kernels.jax_versions import AnyJaxpr, open_jaxpr
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
@@ -29,31 +28,23 @@ _KERNELS = ("pallas_call", "mpmd_map")  # Mosaic GPU kernels are maps over a mes
 
 @dataclass(frozen=True)
 class PallasWork:
-    """One call of a Pallas kernel, as its author estimates it.
+    """One call of a Pallas kernel, as its author estimates it (`pallas_kernels.estimates`).
 
     known: whether there is an estimate; else the numbers are 0.
-    programs, copies: what programs do one after another (`estimates.ChainedEstimate`); 0: not said.
     """
 
     name: str
     flops: float = 0.0
     bytes: float = 0.0
     known: bool = False
-    programs: int = 0
-    copies: float = 0.0
 
     @classmethod
-    def of(cls, params, occupancy: Occupancy) -> "PallasWork":
+    def of(cls, params) -> "PallasWork":
         """The work of the equation with these parameters."""
         name, estimate = _kernel_name(params), params.get("cost_estimate")
         if estimate is None:
             return cls(name)
-        if isinstance(estimate, CallEstimate):
-            estimate = estimate.at(occupancy)
-        chain = {}
-        if isinstance(estimate, ChainedEstimate):
-            chain = {"programs": estimate.programs, "copies": estimate.copies}
-        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True, **chain)
+        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True)
 
 
 @dataclass(frozen=True)
@@ -79,28 +70,16 @@ class Cost:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return Cost(*(mine + others for mine, others in pairs))
 
-    @property
-    def kernel_calls(self) -> Counter:
-        """{name of a Pallas kernel: how often it is called}."""
-        found: Counter = Counter()
-        for work, calls in self.kernels.items():
-            found[work.name] += calls
-        return found
-
     def times(self, count: int) -> "Cost":
         kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
         times = {n: count * getattr(self, n) for n in ("flops", "flops_8_bits", "scanned_bytes")}
         return Cost(**times, kernels=kernels, loops=self.loops)
 
 
-def program_cost(jaxpr: AnyJaxpr, occupancy: Occupancy = FULL) -> Cost:
+def program_cost(jaxpr: AnyJaxpr) -> Cost:
     """Return the cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`); inside `shard_map` that of one
-    device. A `cond` counts as its branch with the most FLOPs.
-
-    occupancy: how much of what Pallas kernels may read and write is in use. Without it their
-      estimates are upper bounds.
-    """
-    return sum((_equation_cost(e, occupancy) for e in open_jaxpr(jaxpr).eqns), Cost())
+    device. A `cond` counts as its branch with the most FLOPs."""
+    return sum(map(_equation_cost, open_jaxpr(jaxpr).eqns), Cost())
 
 
 def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
@@ -155,7 +134,7 @@ def _inputs_read(equation: JaxprEqn) -> list:
     return [v for v, used in found if used]
 
 
-def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
+def _equation_cost(equation: JaxprEqn) -> Cost:
     # Shapes inside `shard_map` are those of one device, so the numbers are, too.
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
@@ -164,20 +143,19 @@ def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
     if name == "conv_general_dilated":
         return Cost(_convolution_flops(equation))
     if name in _KERNELS:
-        return Cost(kernels=Counter({PallasWork.of(params, occupancy): 1}))
+        return Cost(kernels=Counter({PallasWork.of(params): 1}))
     if name == "scan":
-        once = program_cost(params["jaxpr"], occupancy)
+        once = program_cost(params["jaxpr"])
         once += Cost(scanned_bytes=_slice_bytes(equation))
         return once.times(params["length"])
     if name == "while":
         # nothing in the jaxpr says how often it runs; `loops` tells that something is missing
         parts = (params["body_jaxpr"], params["cond_jaxpr"])
-        return sum((program_cost(part, occupancy) for part in parts), Cost(loops=1))
+        return sum(map(program_cost, parts), Cost(loops=1))
     if name == "cond":
         # only one branch runs: the most expensive one makes this an upper bound
-        branches = (program_cost(branch, occupancy) for branch in params["branches"])
-        return max(branches, key=lambda cost: cost.flops)
-    return sum((program_cost(inner, occupancy) for inner in _inner(params.values())), Cost())
+        return max(map(program_cost, params["branches"]), key=lambda cost: cost.flops)
+    return sum(map(program_cost, _inner(params.values())), Cost())
 
 
 def _dot_flops(equation: JaxprEqn) -> float:
