@@ -10,22 +10,23 @@ is in it.
 
 The command compiles exactly what `experiments.run` would run there, with the real compiler of the
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
-whether it fits, whether the cache is updated in place, FLOPs, a roofline, and the largest
-temporaries with the operation that makes them; of a mesh also what its devices exchange. With
---train it compiles a step of `experiments.train` in place of the programs that draw. It needs
-`libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see docs/howto/scale.md.
+whether it fits, whether the cache is updated in place, FLOPs and the least time that they and the
+bytes take (a floor, no prediction), the kernels that are started, and the largest temporaries with
+the operation that makes them; of a mesh also what its devices exchange. With --train it compiles a
+step of `experiments.train` in place of the programs that draw. It needs `libtpu` for TPUs and JAX's
+CUDA plugin for GPUs, not the chips; see docs/howto/scale.md.
 
-Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
-printed. A program that does not fit is a result, not a failure.
+Exit status 1: a target failed, the others are printed. A program that does not fit is a result, not
+a failure.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
 
-from experiments.aot import efficiencies, report, training, worker
+from experiments.aot import listing, worker
 from experiments.aot.program import Workload
 from experiments.aot.training import TrainingStep
 from experiments.budgets import Sizing
@@ -67,9 +68,6 @@ TEXT_TOKENS = FLAGS.integer(
     "Padded length of the texts of a text-to-image model; default: the most it takes.",
     lower_bound=1,
 )
-TEMPORARIES = FLAGS.integer(
-    "temporaries", 8, "How many temporaries to list of each program.", lower_bound=0
-)
 FLAGS.heading("A training step")
 TRAIN = FLAGS.boolean(
     "train",
@@ -81,12 +79,11 @@ ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lo
 REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
 # other flags decide how pictures are drawn
 OF_TRAINING = set(
-    "train accumulate remat model model_module checkpoint target mesh batch_size dtype temporaries "
-    "json overwrite worker".split()
+    "train accumulate remat model model_module checkpoint target mesh batch_size dtype json "
+    "overwrite".split()
 )
 FLAGS.heading("Output")
 JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
-WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, result into a file.")
 
 
 def targets() -> list[Chip]:
@@ -98,8 +95,6 @@ def targets() -> list[Chip]:
         except ValueError as error:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
-    for chip in found.values():
-        efficiencies.of(chip)  # a damaged file is refused before anything is compiled
     return list(found.values())
 
 
@@ -145,7 +140,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
     )
     workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
-    # a worker says which kernels cannot take the plan's blocks
+    # compiling says which kernels cannot take the plan's blocks
     return workloads, of_budget + plan_remarks(plan, calibration)
 
 
@@ -201,33 +196,33 @@ def title(workload: Workload) -> str:
     )
 
 
+def draw(workloads: Mapping[str, Workload], batch: int | None, chip: Chip) -> dict:
+    """The result of the programs that draw, for a batch or for the largest that fits (None).
+    workloads: by chip."""
+    job = worker.Job(workloads[chip.name], chip)
+    return job.search() if batch is None else job.describe(batch)
+
+
 def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
-    target = None if WORKER.value else JSON.check()
-    wanted = targets()
+    target, wanted = JSON.check(), targets()
     for name in ("accumulate", "remat"):
         if FLAGS.values[name].present and not TRAIN.value:
             raise UserError(f"--{name} is of training steps: add --train, or leave it out")
     if TRAIN.value:
         step = resolve_training(wanted)
-        said, text, work = [step.title()], training.text, partial(worker.work_on_training, step)
+        said, work = [step.title()], partial(worker.train, step)
     else:
         workloads, remarks = resolve(wanted)
-        said, text = [title(workloads[wanted[0].name]), *remarks], report.text
-        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
-        work = partial(worker.work, workloads, batch)
+        said = [title(workloads[wanted[0].name]), *remarks]
+        work = partial(draw, workloads, None if LARGEST_BATCH.value else PROGRAM.asked_batch_size)
     check_compilers(wanted)
-    if WORKER.value:
-        if len(wanted) > 1:
-            raise UserError(f"--worker compiles for one chip, --target names {len(wanted)}")
-        work(wanted[0], TEMPORARIES.value, WORKER.value)
-        return 0
-    results = [
-        {"target": c.name, "platform": c.platform, **worker.start(c.name, sys.argv[1:])}
-        for c in wanted
-    ]
+    if len(wanted) > 1:
+        results = [worker.apart(chip.name, sys.argv[1:]) for chip in wanted]
+    else:
+        results = [worker.here(wanted[0], work)]
     print(*said, sep="\n", end="\n\n")
-    print(text(results))
+    print(listing.text(results))
     if target:
         flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
         content = {"title": said[0], "flags": flags, "versions": versions, "results": results}

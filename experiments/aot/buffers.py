@@ -16,18 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.aot.hlo import Instruction, Module
+
 _ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (.*):$")
 _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>\S+?)(?:\{(?P<index>[\d,]*)\})?(?: \(phi\))? @\d+> "
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
 )
 _RANGE = re.compile(r"^    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
-# name = shape operation(operand, ...), ...
-_INSTRUCTION = re.compile(
-    r"^[ \t]*(?:ROOT )?(?P<line>%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
-    r"(?P<operation>[a-z][\w\-]*)\((?:%?(?P<operand>[\w.\-]+))?.*)$",
-    re.MULTILINE,
-)
 _SHAPE = re.compile(r"\(*(\w+)\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert"}
 _NEW_ARRAYS = {"copy", "copy-start", "transpose", "convert"}  # moves that write a second array
@@ -55,20 +51,24 @@ class Buffer:
     source: str
 
 
-def read_dump(folder: Path, compiled_text: str) -> list[Buffer]:
+def read_dump(folder: Path, module: Module) -> list[Buffer]:
     """The temporaries that the compiler dumped into `folder`; empty if the dump cannot be read."""
     texts = []
     for pattern in ("*buffer-assignment.txt", "*live-range.txt"):
-        # the largest file, because small helper modules are dumped, too
-        path = max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
+        path = largest_file(folder, pattern)
         texts.append(path.read_text() if path else "")
-    return temporaries(*texts, compiled_text) if all(texts) else []
+    return temporaries(*texts, module) if all(texts) else []
 
 
-def temporaries(assignment: str, ranges: str, compiled_text: str) -> list[Buffer]:
+def largest_file(folder: Path, pattern: str) -> Path | None:
+    """The dump of the program among those of small helper modules; None if there is none."""
+    return max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
+
+
+def temporaries(assignment: str, ranges: str, module: Module) -> list[Buffer]:
     """The temporaries in texts of the buffer assignment and of the live ranges; see `read_dump`."""
     alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(ranges)}
-    made = {i["name"]: i for i in _INSTRUCTION.finditer(compiled_text)}
+    made = {i.name: i for i in module}
     found, number, counts = [], -1, False
     for line in assignment.splitlines():
         if match := _ALLOCATION.match(line):
@@ -102,20 +102,20 @@ def total_bytes(buffers: Sequence[Buffer]) -> int:
     return sum(b.size for b in buffers)
 
 
-def _source(name: str, made: Mapping[str, re.Match], depth: int = 8) -> str:
+def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:
     """The operation that an instruction comes from, as its metadata names it. Moves of data without
     metadata say what they move."""
     instruction = made.get(name)
     if instruction is None:
         return ""
-    if op_name := instruction["line"].partition('op_name="')[2].partition('"')[0]:
-        return short_source(op_name)
-    operation, inner = instruction["operation"], ""
-    if operation in _MOVES and instruction["operand"] and depth:
-        inner = _source(instruction["operand"], made, depth - 1)
-    if operation in _SILENT and inner:
+    if instruction.op_name:
+        return short_source(instruction.op_name)
+    inner = ""
+    if instruction.opcode in _MOVES and instruction.operands and depth:
+        inner = _source(instruction.operands[0], made, depth - 1)
+    if instruction.opcode in _SILENT and inner:
         return inner
-    return f"{operation} of {inner}" if inner else operation
+    return f"{instruction.opcode} of {inner}" if inner else instruction.opcode
 
 
 def short_source(op_name: str) -> str:
@@ -155,23 +155,19 @@ class Carried:
 
 
 def second_copies(
-    text: str, buffers: Sequence[Buffer], arrays: Sequence[Carried]
+    module: Module, buffers: Sequence[Buffer], arrays: Sequence[Carried]
 ) -> dict[str, list[str]]:
     """{name: lines for the reader of a report} of the arrays that exist more than once. The lines
     are instructions that copy, transpose or convert the array within the main memory, and
     temporaries of its shape. A TPU may fetch a small array into its VMEM (layout `S(1)`), which
     does not count.
 
-    text: the compiled program. buffers: its temporaries.
+    buffers: the program's temporaries.
     """
-    moves = [
-        i
-        for i in _INSTRUCTION.finditer(text)
-        if i["operation"] in _NEW_ARRAYS and "S(1)" not in i["shape"]
-    ]
+    moves = [i for i in module if i.opcode in _NEW_ARRAYS and "S(1)" not in i.shape]
     found = {}
     for array in arrays:
-        lines = [i["line"][:160] for i in moves if array.is_seen_as(i["shape"])]
+        lines = [str(i)[:160] for i in moves if array.is_seen_as(i.shape)]
         placed = [] if array.flat else [b for b in buffers if array.is_seen_as(b.shape)]
         found[array.name] = lines + [f"{b.name}: {b.shape} ({b.source})" for b in placed]
     return {name: lines for name, lines in found.items() if lines}

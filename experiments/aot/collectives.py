@@ -1,19 +1,17 @@
-"""What the devices of a mesh exchange while a program runs, read from its compiled text: every
+"""The exchanges of a mesh's devices while a program runs, read from its compiled text: every
 collective operation with its bytes, as often as its loops run it.
 
 Bytes are those of the whole array on one device: what an all-gather or an all-reduce leaves there,
 what a reduce-scatter begins with. What a device sends follows from them and from how many devices
-exchange (`sent`), if it goes around a ring.
+exchange, if it goes around a ring.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from experiments.aot.buffers import short_source
-from experiments.aot.hlo import Instruction, Module, arrays
+from experiments.aot.hlo import Instruction, Module, array_bytes
 
 KINDS = (
     "all-reduce",
@@ -32,69 +30,47 @@ _USED = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")  # an axis, or so much of it
 _PAIRS = re.compile(r"source_target_pairs=\{\{")
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Exchanges of one kind by one operation of our sources.
+def read(module: Module) -> list[dict]:
+    """Exchanges of one kind by one operation of our sources, most bytes first, for a JSON file. Of
+    several branches all count; a loop of unknown length counts once.
 
-    group: how many devices exchange with each other.
-    bytes: of one exchange, on one device.
+    Keys: kind, source, group (how many devices exchange with each other), calls, bytes and
+    sent_bytes (around a ring) of all calls.
     """
-
-    kind: str
-    source: str
-    group: int
-    bytes: float
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a device sends in one exchange."""
-        return sent_by(self.kind, self.group, self.bytes)
-
-
-def sent_by(kind: str, group: int, size: float) -> float:
-    """Bytes that a device sends around a ring of `group` devices. size: of the whole array."""
-    others = (group - 1) / group
-    if kind == "all-reduce":  # a reduce-scatter, then an all-gather
-        return 2 * others * size
-    return size if kind.startswith("collective-") and group > 1 else others * size
-
-
-def read(text: str) -> Counter[Collective]:
-    """{exchange: how often it runs} of `jax.stages.Compiled.as_text()`. Of several branches all
-    count; a loop of unknown length counts once. `ValueError` if it is no such text."""
-    module = Module.parse(text)
-    found: Counter[Collective] = Counter()
-    for instruction, times in _instructions(module, module.entry, 1.0):
-        if (made := _collective(instruction, module)) is not None:
-            found[made] += times
-    return found
+    calls, moved = Counter(), Counter()
+    for i, times in module.runs(everything=True):
+        kind = i.opcode.removesuffix("-start")
+        if kind in KINDS:
+            key = kind, short_source(i.op_name) or i.name, _group(i.attributes)
+            calls[key] += times
+            moved[key] += times * _bytes(i, kind, key[2])
+    return [
+        {
+            "kind": kind,
+            "source": source,
+            "group": group,
+            "calls": calls[kind, source, group],
+            "bytes": size,
+            "sent_bytes": size * _sent(kind, group),
+        }
+        for (kind, source, group), size in moved.most_common()
+    ]
 
 
-def _instructions(module: Module, name: str, times: float) -> Iterator[tuple[Instruction, float]]:
-    """All instructions that a computation runs, with how often."""
-    for i in module[name]:
-        yield i, times
-        rounds = (module.trips(i) or 1) if i.opcode == "while" else 1
-        if i.opcode.removesuffix("-start") in KINDS:  # what it calls adds two numbers
-            continue
-        keys = ("body", "calls", "branch_computations", "true_computation", "false_computation")
-        keys += ("to_apply",) if i.opcode == "call" else ()
-        for inner in i.called(*keys):
-            if inner in module.computations:
-                yield from _instructions(module, inner, times * rounds)
-
-
-def _collective(i: Instruction, module: Module) -> Collective | None:
-    kind = i.opcode.removesuffix("-start")
-    if kind not in KINDS:
-        return None
-    sizes, count = [a.bytes for a in arrays(i.shape)], len(i.operands)
+def _bytes(i: Instruction, kind: str, group: int) -> float:
+    """Bytes of the whole array in one exchange."""
+    sizes, count = array_bytes(i.shape), len(i.operands)
     if i.opcode.endswith("-start") and kind != "all-reduce":  # operands, then results
         sizes = sizes[count : 2 * count]
-    group = _group(i.attributes)
-    size = sum(sizes) * (group if kind == "reduce-scatter" else 1)
-    source = short_source(i.attribute(r'op_name="([^"]*)"') or "") or i.name
-    return Collective(kind, source, group, size)
+    return sum(sizes) * (group if kind == "reduce-scatter" else 1)
+
+
+def _sent(kind: str, group: int) -> float:
+    """Share of the array that a device sends around a ring."""
+    if kind.startswith("collective-") and group > 1:
+        return 1.0
+    # an all-reduce is a reduce-scatter, then an all-gather
+    return (1 + (kind == "all-reduce")) * (group - 1) / group
 
 
 def _group(attributes: str) -> int:
@@ -107,41 +83,3 @@ def _group(attributes: str) -> int:
         sizes = dict(_AXIS.findall(named[1]))
         return math.prod(int(part or sizes[axis]) for axis, part in _USED.findall(named[2]))
     return 2 if _PAIRS.search(attributes) else 1
-
-
-# --- reports ---
-
-
-def describe(found: Mapping[Collective, float]) -> list[dict]:
-    """Exchanges with most bytes first, for a JSON file. bytes and sent: of all their runs."""
-    rows = [
-        {
-            "kind": c.kind,
-            "source": c.source,
-            "group": c.group,
-            "calls": calls,
-            "bytes": calls * c.bytes,
-            "sent_bytes": calls * c.sent,
-        }
-        for c, calls in _by_source(found).items()
-    ]
-    return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def _by_source(found: Mapping[Collective, float]) -> dict[Collective, float]:
-    """One entry for all arrays of one operation, with their mean bytes."""
-    total, calls = Counter(), Counter()
-    for c, times in found.items():
-        key = replace(c, bytes=0.0)
-        total[key] += times * c.bytes
-        calls[key] += times
-    return {replace(c, bytes=total[c] / n): n for c, n in calls.items()}
-
-
-def by_kind(rows: Sequence[Mapping]) -> dict[str, dict]:
-    """{kind: {"calls", "bytes", "sent_bytes"}} of `describe`."""
-    found: dict[str, Counter] = {}
-    for row in rows:
-        sums = {name: row[name] for name in ("calls", "bytes", "sent_bytes")}
-        found.setdefault(row["kind"], Counter()).update(sums)
-    return {kind: dict(sums) for kind, sums in found.items()}

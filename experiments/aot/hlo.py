@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,25 +10,21 @@ _TYPES = {"pred": 1, "token": 0, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "s2
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{")
 _INSTRUCTION = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
-    r"(?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$"
+    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$"
 )
+_BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
 
-@dataclass(frozen=True)
-class Array:
-    """A shape and an element type as the compiler writes them ("bf16")."""
+def array_bytes(shape: str) -> list[float]:
+    """Bytes of each array of a shape, which may be a tuple.
 
-    kind: str
-    dims: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def bytes(self) -> float:
-        return self.size * type_bytes(self.kind)
+    Raises:
+      ValueError: a type is not known.
+    """
+    return [
+        math.prod(int(d) for d in dims.split(",") if d) * type_bytes(kind)
+        for kind, dims in _ARRAY.findall(shape)
+    ]
 
 
 def type_bytes(kind: str) -> float:
@@ -43,18 +40,6 @@ def type_bytes(kind: str) -> float:
     return int(bits[1]) / 8
 
 
-def arrays(shape: str) -> list[Array]:
-    """All arrays of a shape, which may be a tuple."""
-    return [
-        Array(kind, tuple(int(d) for d in dims.split(",") if d))
-        for kind, dims in _ARRAY.findall(shape)
-    ]
-
-
-def shape_bytes(shape: str) -> float:
-    return sum(a.bytes for a in arrays(shape))
-
-
 @dataclass(frozen=True)
 class Instruction:
     """One line of the text. rest: the text behind the opening bracket: operands, then
@@ -64,7 +49,9 @@ class Instruction:
     shape: str
     opcode: str
     rest: str
-    root: bool
+
+    def __str__(self) -> str:
+        return f"%{self.name} = {self.shape} {self.opcode}({self.rest}"
 
     @cached_property
     def _end(self) -> int:
@@ -76,73 +63,52 @@ class Instruction:
                 return i
         return len(self.rest)
 
-    @cached_property
+    @property
     def operands(self) -> list[str]:
         """Names, in order."""
-        inside = self.rest[: self._end]
+        inside = self.literal
         named = re.findall(r"%([\w.\-]+)", inside)
         return named or [part.strip().split(" ")[-1] for part in inside.split(",") if part.strip()]
+
+    @property
+    def literal(self) -> str:
+        """The text in the brackets, which is a constant's value."""
+        return self.rest[: self._end]
 
     @property
     def attributes(self) -> str:
         return self.rest[self._end :]
 
+    def attribute(self, pattern: str) -> str:
+        """The first group of a regular expression in the attributes; empty if it is not there."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
     @property
-    def literal(self) -> str:
-        """The text in the brackets: a parameter's number, a constant's value."""
-        return self.rest[: self._end]
+    def op_name(self) -> str:
+        """The path of scopes and the operation in our sources; empty if none is said."""
+        return self.attribute(r'op_name="([^"]*)"')
 
     def called(self, *keys: str) -> list[str]:
         """Names of computations that these attributes name ("body", "calls", ...)."""
         found = []
         for key in keys:
-            for one, several in re.findall(
-                rf"\b{key}=(?:%?([\w.\-]+)|\{{([^}}]*)\}})", self.attributes
-            ):
+            pattern = rf"\b{key}=(?:%?([\w.\-]+)|\{{([^}}]*)\}})"
+            for one, several in re.findall(pattern, self.attributes):
                 found += [one] if one else re.findall(r"%?([\w.\-]+)", several)
         return found
-
-    def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression in the attributes."""
-        found = re.search(pattern, self.attributes)
-        return found and found[1]
 
     @property
     def bytes(self) -> float:
         """Bytes of the result."""
-        return shape_bytes(self.shape)
-
-
-@dataclass(frozen=True)
-class Computation:
-    """Instructions by name, in order."""
-
-    name: str
-    instructions: dict[str, Instruction]
-
-    def __iter__(self):
-        return iter(self.instructions.values())
-
-    def get(self, name: str) -> Instruction | None:
-        return self.instructions.get(name)
-
-    @cached_property
-    def root(self) -> Instruction:
-        return next((i for i in self if i.root), list(self)[-1])
-
-    @cached_property
-    def parameters(self) -> dict[int, Instruction]:
-        return {int(i.literal): i for i in self if i.opcode == "parameter"}
-
-    def users(self, name: str) -> list[Instruction]:
-        return [i for i in self if name in i.operands]
+        return sum(array_bytes(self.shape))
 
 
 @dataclass(frozen=True)
 class Module:
-    """Computations by name. entry: the name of the one that runs."""
+    """Instructions of each computation. entry: the name of the one that runs."""
 
-    computations: dict[str, Computation]
+    computations: dict[str, list[Instruction]]
     entry: str
 
     @classmethod
@@ -152,58 +118,69 @@ class Module:
         Raises:
           ValueError: there is no entry computation in it.
         """
-        computations: dict[str, Computation] = {}
-        current, entry = None, None
+        computations: dict[str, list[Instruction]] = {}
+        inside: list[Instruction] = []
+        entry = None
         for line in text.splitlines():
-            if head := _HEAD.match(line):
-                current = Computation(head["name"], {})
-                computations[current.name] = current
-                entry = current.name if head["entry"] else entry
-            elif line.startswith("}"):
-                current = None
-            elif current is not None and (match := _INSTRUCTION.match(line)):
-                current.instructions[match["name"]] = Instruction(
-                    name=match["name"],
-                    shape=match["shape"],
-                    opcode=match["opcode"],
-                    rest=match["rest"],
-                    root=bool(match["root"]),
-                )
+            if match := _INSTRUCTION.match(line):
+                inside.append(Instruction(**match.groupdict()))
+            elif head := _HEAD.match(line):
+                inside = computations[head["name"]] = []
+                entry = head["name"] if head["entry"] else entry
         if entry is None:
-            raise ValueError(
-                "the text of a compiled program has an ENTRY computation, this has not"
-            )
+            raise ValueError("a compiled program has an ENTRY computation, this text has none")
         return cls(computations, entry)
 
-    def __getitem__(self, name: str) -> Computation:
+    def __getitem__(self, name: str) -> list[Instruction]:
         return self.computations[name]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        """All instructions, each once."""
+        for instructions in self.computations.values():
+            yield from instructions
+
+    def runs(
+        self, name: str | None = None, times: float = 1.0, *, everything: bool = False
+    ) -> Iterator[tuple[Instruction, float]]:
+        """(instruction, how often it runs) of a computation and of what it calls, in order. A loop
+        of unknown length counts once.
+
+        Args:
+          name: the computation; None: the whole program.
+          times: how often it runs.
+          everything: also what is within fusions, and all branches; else that of most operations.
+        """
+        for i in self[name or self.entry]:
+            yield i, times
+            rounds, called = 1, []
+            if i.opcode == "while":
+                rounds, called = self.trips(i) or 1, i.called("body")
+            elif i.opcode == "conditional":
+                called = i.called(*_BRANCHES)
+                called = called if everything else [max(called, key=self._length)]
+            elif i.opcode == "call":
+                called = i.called("to_apply", "calls")
+            elif everything or i.opcode.endswith("-start"):
+                called = i.called("calls")
+            for inner in called:
+                yield from self.runs(inner, times * rounds, everything=everything)
+
+    def _length(self, name: str) -> int:
+        return sum(1 for _ in self.runs(name))
 
     def trips(self, loop: Instruction) -> int | None:
         """How often a while loop runs, as the compiler says or as the bound of its condition says;
         None where neither is there."""
         if known := loop.attribute(r'known_trip_count":\s*\{\s*"n":\s*"(\d+)"'):
             return int(known)
-        [condition] = loop.called("condition") or [None]
-        return self._bound(condition) if condition in self.computations else None
+        return max((n for c in loop.called("condition") for n in self._constants(c)), default=None)
 
-    def all_trips(self, name: str) -> list[int | None]:
-        """`trips` of all loops that a computation runs, in order, each before those inside it."""
-        found, keys = [], ("true_computation", "false_computation", "branch_computations", "body")
-        for i in self[name]:
-            if i.opcode == "while":
-                found.append(self.trips(i))
-            inner = keys if i.opcode in ("while", "conditional") else ()
-            inner = ("to_apply", "calls") if i.opcode == "call" else inner
-            for called in i.called(*inner):
-                found += self.all_trips(called)
-        return found
+    def all_trips(self) -> list[int | None]:
+        """`trips` of all loops of the program, in order, each before those inside it."""
+        return [self.trips(i) for i, _ in self.runs(everything=True) if i.opcode == "while"]
 
-    def _bound(self, name: str) -> int | None:
-        """The constant of a condition "counter < constant", which may be within a fusion."""
-        here, found = self[name], []
-        for i in here:
+    def _constants(self, name: str) -> Iterator[int]:
+        """Whole numbers in a condition "counter < constant", which may be within a fusion."""
+        for i, _ in self.runs(name, everything=True):
             if i.opcode == "constant" and re.fullmatch(r"\d+", i.literal.strip()):
-                found.append(int(i.literal))
-            for inner in i.called("calls"):
-                found += filter(None, [self._bound(inner)])
-        return max(found, default=None)
+                yield int(i.literal)

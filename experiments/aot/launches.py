@@ -9,15 +9,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+from experiments.aot.buffers import largest_file
 
 _LINE = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")
 _PART = re.compile(r"^ *(condition|body|branch\w*):", re.MULTILINE)
 _NO_START = ("kSequential", "kWaitForStreams", "kPartitionId", "kReplicaId")
 
 
-@dataclass(frozen=True)
-class Launches:
-    """What the host starts while a program runs.
+class Launches(NamedTuple):
+    """Starts by the host while a program runs.
 
     buffers: command buffers. inside: kernels, library calls and copies that these start. outside:
     those that the host starts one by one.
@@ -26,19 +28,6 @@ class Launches:
     buffers: float = 0.0
     inside: float = 0.0
     outside: float = 0.0
-
-    def __add__(self, other: "Launches") -> "Launches":
-        return Launches(
-            self.buffers + other.buffers, self.inside + other.inside, self.outside + other.outside
-        )
-
-    def times(self, count: float) -> "Launches":
-        return Launches(self.buffers * count, self.inside * count, self.outside * count)
-
-    @property
-    def recorded(self) -> "Launches":
-        """The same, started by one command buffer."""
-        return Launches(1.0, self.inside + self.outside, 0.0)
 
 
 @dataclass
@@ -53,10 +42,8 @@ class _Node:
 
 def read_dump(folder: Path, trips: Sequence[int | None]) -> Launches | None:
     """The starts of the program that was dumped into `folder`; None if that cannot be read. trips:
-    rounds of its loops (`Modelled.trips`)."""
-    # the largest file, because small helper modules are dumped, too
-    files = folder.rglob("*thunk_sequence.txt")
-    path = max(files, key=lambda p: p.stat().st_size, default=None)
+    rounds of its loops (`Module.all_trips`)."""
+    path = largest_file(folder, "*thunk_sequence.txt")
     if path is None:
         return None
     recorded = path.with_name(f"{path.stem}_after_thunk_passes.txt")
@@ -68,10 +55,9 @@ def read(text: str, trips: Sequence[int | None]) -> Launches | None:
     """The starts that a text lists, loops counted by their rounds; None if it lists other loops
     than `trips` has. A loop of unknown length counts once. Of branches the one counts that starts
     most."""
-    root = _tree(text)
     rounds = iter(trips)
     try:
-        found = _all(root.children, rounds)
+        found = _all(_tree(text).children, rounds)
     except StopIteration:
         return None
     return None if next(rounds, "end") != "end" else found
@@ -93,25 +79,25 @@ def _tree(text: str) -> _Node:
     return root
 
 
-def _all(nodes: Sequence[_Node], rounds: Iterator[int | None]) -> Launches:
+def _all(nodes: Sequence[_Node], rounds: Iterator[int | None], times: float = 1.0) -> Launches:
     # a list, because a generator may not end by `StopIteration`
-    return sum([_one(node, rounds) for node in nodes], Launches())
+    each = [_one(node, rounds) for node in nodes]
+    return Launches(*(times * sum(counts) for counts in zip(*each, strict=True)))
 
 
 def _one(node: _Node, rounds: Iterator[int | None]) -> Launches:
     if node.kind == "kWhile":
         count = next(rounds)
         # where the host knows how often a loop runs it does not ask
-        asked = [n for n in node.children if n.part == "condition" and count is None]
-        body = [n for n in node.children if n.part != "condition"]
-        return (_all(asked, rounds) + _all(body, rounds)).times(count or 1)
+        parts = [n for n in node.children if n.part != "condition" or count is None]
+        return _all(parts, rounds, count or 1)
     if node.kind == "kConditional":
         parts = dict.fromkeys(n.part for n in node.children)
         each = [_all([n for n in node.children if n.part == part], rounds) for part in parts]
         return max(each, key=lambda e: e.inside + e.outside, default=Launches())
-    if node.kind == "kCommandBuffer":
-        return _all(node.children, rounds).recorded
     if node.children:
-        return _all(node.children, rounds)
+        found = _all(node.children, rounds)
+        recorded = node.kind == "kCommandBuffer"
+        return Launches(1.0, found.inside + found.outside) if recorded else found
     starts = not (node.kind in _NO_START or node.kind.endswith("Done"))
     return Launches(outside=float(starts))

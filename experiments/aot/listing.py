@@ -1,19 +1,45 @@
-"""The table of results that people read, and the lists below it: temporaries, exchanges."""
+"""The results of all targets as people read them: a table with a column for each, then lists of
+temporaries, kernels and exchanges."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from experiments.aot import collectives
 from varjax.engine.memory import show_bytes
 
+TERA = 10**12
 COLLECTIVES = 8  # operations that exchange most, which are listed
-Row = tuple[str, Callable[[Mapping], object]]
+LEGEND = """\
+peak         most bytes on the device at one time: weights, cache, temporaries, results and code;
+             "codes" or "pixels": the program that decides. Not counted: what the runtime reserves.
+state        of training: parameters, their average, AdamW's two moments.
+in place     the donated cache (in training the state) is updated in place: no buffer and no copy of
+             the pool's shape beside it, none of another array of at least 1 % of its bytes.
+promised     weights + pool + activations and logits as predicted without compiling.
+FLOPs        products and convolutions, padding included; "kernels": those within kernels of ours,
+             of attention without padding.
+floor        no prediction: max(FLOPs / peak rate, bytes / bandwidth). Bytes: a layer's weights and
+             tables once per scale, other weights once, the pool's tokens read by every scale and
+             written once; of training the state, read and written.
+copied       slices of 1 MiB and more that are cut out of stacked arrays and written beside them; an
+             activation may be among them.
+exchanged    bytes that a device sends to others in one run, around a ring; below the table those of
+             the whole arrays beside them.
+GPU          nothing is tuned without the chip, which may choose other kernels and temporaries. JAX
+             takes three quarters of its memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
 
 
-def table(rows: Sequence[Row], results: Sequence[Mapping]) -> list[str]:
-    """Lines of a table with a column for each target. Rows without a value are left out. Where
-    nothing was compiled only the row "fits" says so."""
-    columns = [["", *(name for name, _ in rows)]]
-    columns += [[r["target"], *(_cell(*row, r) for row in rows)] for r in results]
+def text(results: Sequence[Mapping]) -> str:
+    """The results of all targets."""
+    lines = table(results)
+    for r in results:
+        lines += _notes(r) if r["status"] == "compiled" else ["", f"{r['target']}: {r['error']}"]
+    return "\n".join([*lines, "", LEGEND])
+
+
+def table(results: Sequence[Mapping]) -> list[str]:
+    """Lines of the table. Rows without a value are left out. Where nothing was compiled only the
+    row "fits" says so."""
+    columns = [["", *(name for name, _ in _ROWS)]]
+    columns += [[r["target"], *(_cell(*row, r) for row in _ROWS)] for r in results]
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -32,33 +58,117 @@ def _cell(name: str, row: Callable[[Mapping], object], result: Mapping) -> str:
     return f"NO: asks for {show_bytes(result['needed_bytes'])}"
 
 
-def temporary_lines(target: str, name: str, program: Mapping) -> list[str]:
-    """The largest temporaries of a program."""
+def _of(key: str, show: Callable[[object], str] = str, program: str | None = None):
+    """A row that is empty where the key is missing: training has other ones than drawing."""
+
+    def row(r: Mapping) -> str:
+        found = r["programs"].get(program, {}) if program else r
+        return show(found[key]) if found.get(key) is not None else ""
+
+    return row
+
+
+def _in_place(r: Mapping) -> str:
+    if not r["aliased"]:
+        return "NO: not aliased"
+    counts = [f"{len(copies)} of {name}" for name, copies in r["copies"].items()]
+    return f"NO: copies: {', '.join(counts)}" if counts else "yes"
+
+
+def _copied(r: Mapping) -> str:
+    # a TPU fetches weights into its own memory
+    codes = r["programs"].get("codes")
+    on_gpu = codes and r["platform"] == "gpu"
+    return show_bytes(int(codes["copied_weight_bytes"])) if on_gpu else ""
+
+
+def _kernel_share(r: Mapping) -> str:
+    share = r.get("kernel_flops", 0) / r["flops"]
+    return f"{share:.1%}" if share else ""
+
+
+def _exchanged(r: Mapping) -> str:
+    """Bytes that a device sends to others in one run of the first program."""
+    rows = next(iter(r["programs"].values()))["collectives"]
+    return show_bytes(int(sum(row["sent_bytes"] for row in rows))) if rows else ""
+
+
+_ROWS = (
+    ("batch", _of("batch_size")),
+    ("devices", lambda r: r["devices"] if r["devices"] > 1 else ""),
+    ("attention", _of("attention")),
+    ("segments, layers", lambda r: f"{len(r['segments'])}, {r['layers']}" if "layers" in r else ""),
+    ("pixels in", _of("decode_dtype")),
+    ("parameters", _of("parameter_bytes", show_bytes)),
+    ("state", _of("state_bytes", show_bytes)),
+    ("KV pool", _of("kv_pool_bytes", show_bytes)),
+    ("bookkeeping", _of("bookkeeping_bytes", show_bytes)),
+    ("temporaries, codes", _of("temporary_bytes", show_bytes, "codes")),
+    ("temporaries, pixels", _of("temporary_bytes", show_bytes, "pixels")),
+    ("temporaries", _of("temporary_bytes", show_bytes, "a step")),
+    ("peak", lambda r: f"{show_bytes(r['peak_bytes'])} ({r['peak_of']})"),
+    ("memory", _of("memory_bytes", show_bytes)),
+    ("fits", lambda r: "yes" if r["fits"] else "NO"),
+    ("in place", _in_place),
+    ("promised", _of("promised_bytes", show_bytes)),
+    ("  peak / promised", _of("peak_over_promised", "{:.3f}".format)),
+    ("TFLOPs", lambda r: f"{r['flops'] / TERA:.4g}"),
+    ("  kernels", _kernel_share),
+    ("floor, seconds", lambda r: f"{r['floor_s']:.3g} ({r['floor_bound']})"),
+    ("  images/s", _of("floor_images_per_s", "{:.3g}".format)),
+    ("kernels started, codes", _of("kernels", "{:.0f}".format, "codes")),
+    ("weights copied, codes", _copied),
+    ("command buffers, codes", _of("launches", lambda n: f"{n['buffers']:.0f}", "codes")),
+    ("  kernels outside them", _of("launches", lambda n: f"{n['outside']:.0f}", "codes")),
+    ("exchanged", _exchanged),
+    ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
+)
+
+
+def _notes(r: Mapping) -> list[str]:
+    """Lines below the table: temporaries, kernels and exchanges of each program, copies."""
+    lines = []
+    for name, program in r["programs"].items():
+        of = f"{r['target']}, {name}"
+        lines += _temporaries(of, program) + _kernels(of, program) + _collectives(of, program)
+    for name, copies in r["copies"].items():
+        lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
+    if r["loops_of_unknown_length"]:
+        lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
+    return lines
+
+
+def _temporaries(of: str, program: Mapping) -> list[str]:
     if not program["largest_temporaries"]:
         return []
     live = show_bytes(program["live_temporary_bytes"])
-    lines = ["", f"{target}, {name}: {live} of temporaries at the fullest moment"]
+    lines = ["", f"{of}: {live} of temporaries at the fullest moment"]
     for t in program["largest_temporaries"]:
         shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
         lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")
     return lines
 
 
-def exchanged(program: Mapping) -> str:
-    """Bytes that a device sends to others in one run of a program; empty where it sends none."""
-    sent = sum(row["sent_bytes"] for row in program["collectives"])
-    return show_bytes(int(sent)) if sent else ""
+def _kernels(of: str, program: Mapping) -> list[str]:
+    """The operations that start most kernels, then kernels of ours with their estimates."""
+    if not program["kernels"]:
+        return []
+    lines = ["", f"{of}: {program['kernels']:.0f} kernels, most of them by"]
+    lines += [f"  {n:8.0f} x  {source}" for source, n in program["kernels_by_operation"].items()]
+    lines += ["  kernels of ours, as they estimate full tables"] * bool(program["kernels_of_ours"])
+    for name, sums in program["kernels_of_ours"].items():
+        moved, done = show_bytes(int(sums["bytes"])), f"{sums['flops'] / TERA:9.3g} TFLOP"
+        lines.append(f"  {sums['calls']:8.0f} x {moved:>10s} {done}  {name}")
+    return lines
 
 
-def collective_lines(target: str, name: str, program: Mapping) -> list[str]:
-    """What devices exchange: by kind, then the operations with most bytes."""
+def _collectives(of: str, program: Mapping) -> list[str]:
+    """The operations that exchange most bytes."""
     if not program["collectives"]:
         return []
-    lines = ["", f"{target}, {name}: what a device exchanges in a run"]
-    for kind, sums in collectives.by_kind(program["collectives"]).items():
-        moved, sent = (show_bytes(int(sums[key])) for key in ("bytes", "sent_bytes"))
-        lines.append(f"  {sums['calls']:8.0f} x {moved:>10s}, {sent:>10s} sent  {kind}")
+    lines = ["", f"{of}: what a device exchanges in a run, most of it"]
     for row in program["collectives"][:COLLECTIVES]:
-        moved, of = show_bytes(int(row["bytes"])), f"{row['kind']} of {row['group']}"
-        lines.append(f"    {row['calls']:8.0f} x {moved:>10s}  {of}: {row['source']}")
+        moved, sent = (show_bytes(int(row[key])) for key in ("bytes", "sent_bytes"))
+        what = f"{row['kind']} of {row['group']}: {row['source']}"
+        lines.append(f"  {row['calls']:8.0f} x {moved:>10s}, {sent:>10s} sent  {what}")
     return lines

@@ -7,12 +7,11 @@ types, so no weights are needed and nothing is allocated.
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, collectives, launches
+from experiments.aot import buffers, collectives, kernels, launches
 from experiments.aot.buffers import Carried
-from experiments.aot.collectives import Collective
+from experiments.aot.hlo import Module
+from experiments.aot.kernels import Kernel
 from experiments.aot.launches import Launches
-from experiments.aot.modelled import Modelled
-from experiments.aot.occupancy import plan_occupancy
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from pallas_kernels.estimates import FULL, Occupancy
 from varjax import sampling
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
@@ -65,56 +62,44 @@ class DoesNotFit(Exception):
         self.needed = needed
 
 
-class MemoryStats(Protocol):
-    """Bytes of one device, as the compiler counts them."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int
-    temp_size_in_bytes: int
-    generated_code_size_in_bytes: int
-
-
 @dataclass(frozen=True)
 class Program:
     """One compiled program; bytes are those of one device.
 
-    memory: the compiler's analysis.
+    memory: `jax.stages.Compiled.memory_analysis()`.
     formats: layouts of the positional arguments, and of the named ones.
     times_read: how often each weight is read; 0: it is no argument of this program.
     unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
-    modelled: what running it costs, read from its text; None where that cannot be read.
+    kernels: that it starts.
     launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
       not say.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
-    exchanged: what the devices of a mesh exchange.
+    exchanged: what the devices of a mesh exchange (`collectives.read`).
     compile_s: seconds, tracing included.
     """
 
-    memory: MemoryStats
+    memory: Any
     formats: tuple[tuple, dict]
     times_read: list[int]
     unread: int
     resident: int
     cost: Cost
-    modelled: Modelled | None
+    kernels: list[Kernel]
     launches: Launches | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
-    exchanged: Counter[Collective]
+    exchanged: list[dict]
 
 
 def compile_program(
     trace: Callable[[], jax.stages.Traced],
     networks: Networks,
-    chip: Chip,
     options: Mapping[str, bool | str],
     carried: Sequence[Carried] = (),
-    occupancy: Occupancy = FULL,
 ) -> Program:
     """Compile and measure a program.
 
@@ -123,7 +108,6 @@ def compile_program(
       networks: the shapes of its first argument, the weights.
       options: of the compiler.
       carried: arrays that should be updated in place.
-      occupancy: how full the tables are from which our kernels read.
 
     Raises:
       DoesNotFit: the compiler refused the program for its size.
@@ -140,11 +124,9 @@ def compile_program(
                 raise DoesNotFit(first_line(str(error)), needed) from None
             raise
         elapsed = time.perf_counter() - start
-        text = compiled.as_text()
-        found = buffers.read_dump(Path(folder), text)
-        cost = program_cost(traced.jaxpr, occupancy)
-        read = modelled(text, chip, cost.kernels)
-        started = launches.read_dump(Path(folder), read.trips) if read else None
+        module = Module.parse(compiled.as_text())
+        found = buffers.read_dump(Path(folder), module)
+        started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
@@ -154,23 +136,14 @@ def compile_program(
         times_read=reads,
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
-        cost=cost,
-        modelled=read,
+        cost=program_cost(traced.jaxpr),
+        kernels=kernels.read(module),
         launches=started,
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
-        copies=buffers.second_copies(text, found, carried),
-        exchanged=collectives.read(text),
+        copies=buffers.second_copies(module, found, carried),
+        exchanged=collectives.read(module),
     )
-
-
-def modelled(text: str, chip: Chip, kernels: Counter) -> Modelled | None:
-    """What a compiled program costs by the model, or None where the model cannot read the text: all
-    other results are still worth having."""
-    try:
-        return Modelled.of(text, chip, kernels)
-    except (ValueError, KeyError, IndexError):
-        return None
 
 
 # --- compilers that refuse ---
@@ -300,8 +273,7 @@ class Compilation:
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
-        occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
-        self.codes = self._compiled(trace, options, carried, occupancy)
+        self.codes = self._compiled(trace, options, carried)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -322,11 +294,10 @@ class Compilation:
         trace: Callable[..., jax.stages.Traced],
         options: Mapping[str, bool | str],
         carried: Sequence[Carried] = (),
-        occupancy: Occupancy = FULL,
     ) -> Program:
         # kernels ask the mesh in use for the kind of device that they are traced for
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, self.chip, options, carried, occupancy)
+            return compile_program(trace, self.networks, options, carried)
 
 
 def _attention(workload: Workload, chip: Chip) -> str | None:

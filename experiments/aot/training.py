@@ -5,7 +5,6 @@ the average of the weights. Its arguments are shapes here; nothing is allocated.
 are those of one device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -14,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments.aot import buffers, collectives, modelled_report
-from experiments.aot.listing import collective_lines, exchanged, table, temporary_lines
+from experiments.aot import floor
 from experiments.aot.program import Program, compile_program
+from experiments.aot.report import describe_program, num_bytes
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
-from varjax.engine.cost import device_bytes
-from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import parameters
@@ -30,13 +27,7 @@ from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import TransformerStage
 
 NO_DATA = "none"  # a folder is asked for, and never opened
-LEGEND = """\
-state        parameters, their average, AdamW's two moments: a device's share.
-peak         state, pictures, temporaries, results and code at one time.
-in place     the donated state is updated in place.
-FLOPs        products and convolutions of a device, those that --remat computes twice included.
-exchanged    bytes that a device sends to others in one step, around a ring; below the table the
-             arrays by kind of exchange."""
+STEP = "a step"  # the program's name in the report
 
 
 @dataclass(frozen=True)
@@ -117,7 +108,7 @@ def compile_step(asked: TrainingStep, chip: Chip) -> tuple[Program, dict]:
     )
     trace = partial(type(stage)._train.trace, stage, *arguments)
     with jax.sharding.use_abstract_mesh(mesh.devices.abstract_mesh):
-        return compile_program(trace, state, chip, {}), state
+        return compile_program(trace, state, {}), state
 
 
 def _on(where: jax.sharding.Sharding, tree):
@@ -130,11 +121,10 @@ def _placed(tree, where):
     )
 
 
-def describe(asked: TrainingStep, chip: Chip, temporaries: int) -> dict:
+def describe(asked: TrainingStep, chip: Chip) -> dict:
     """Compile for a chip; the result as content of a JSON file."""
     program, state = compile_step(asked, chip)
-    held = sum(map(device_bytes, jax.tree.leaves(state)))
-    stats, devices = program.memory, asked.mesh.size
+    held, devices = num_bytes(state), asked.mesh.size
     # the traced program is that of all devices
     flops = program.cost.flops / devices
     return {
@@ -144,55 +134,15 @@ def describe(asked: TrainingStep, chip: Chip, temporaries: int) -> dict:
         "devices": devices,
         "parameters": sum(int(np.prod(a.shape)) for a in state["params"].values()),
         "state_bytes": held,
-        "temporary_bytes": stats.temp_size_in_bytes,
         "peak_bytes": program.resident,
+        "peak_of": STEP,
         "memory_bytes": chip.memory,
         "fits": program.resident <= chip.memory,
-        "state_aliased": stats.alias_size_in_bytes >= held,
+        "aliased": program.memory.alias_size_in_bytes >= held,
+        "copies": program.copies,
+        "loops_of_unknown_length": program.cost.loops,
         "flops": flops,
-        "roofline_s": flops / chip.bf16_flops,
-        "collectives": collectives.describe(program.exchanged),
-        "modelled": modelled_report.describe(program.modelled),
-        "live_temporary_bytes": buffers.total_bytes(program.live),
-        "largest_temporaries": [
-            {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
-            for b in program.live[:temporaries]
-        ],
+        **floor.seconds(chip, flops, 2 * held, asked.batch_size),
         "compile_s": program.compile_s,
+        "programs": {STEP: describe_program(program)},
     }
-
-
-# --- to read ---
-
-
-def _bytes(key: str) -> Callable[[Mapping], str]:
-    return lambda r: show_bytes(r[key])
-
-
-_ROWS = (
-    ("batch", lambda r: r["batch_size"]),
-    ("devices", lambda r: r["devices"]),
-    ("state", _bytes("state_bytes")),
-    ("temporaries", _bytes("temporary_bytes")),
-    ("peak", _bytes("peak_bytes")),
-    ("memory", _bytes("memory_bytes")),
-    ("fits", lambda r: "yes" if r["fits"] else "NO"),
-    ("in place", lambda r: "yes" if r["state_aliased"] else "NO"),
-    ("TFLOPs", lambda r: f"{r['flops'] / 1e12:.4g}"),
-    ("seconds at the peak rate", lambda r: f"{r['roofline_s']:.3g}"),
-    ("exchanged", exchanged),
-    ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
-)
-
-
-def text(results: Sequence[Mapping]) -> str:
-    """The results of all targets: a table with a column for each, then exchanges and
-    temporaries."""
-    lines = table(_ROWS, results)
-    for r in results:
-        if r["status"] == "compiled":
-            lines += collective_lines(r["target"], "a step", r)
-            lines += temporary_lines(r["target"], "a step", r)
-        else:
-            lines += ["", f"{r['target']}: {r['error']}"]
-    return "\n".join([*lines, "", LEGEND])

@@ -1,17 +1,17 @@
-"""One process per target, because some errors of a compiler end the process.
+"""Compiling for one target, for a batch or for the largest that fits.
 
-The parent calls `start`, which runs the same command again for one target. There `work` compiles
-for a batch, or for the largest that fits, and writes the result into a file.
+Some errors of a compiler end the process. So each of several targets is compiled by a process of
+its own, the same command for one target (`apart`).
 """
 
 import contextlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import jax
 
 from experiments import own_process
 from experiments.aot import report, training
-from experiments.aot.batch_search import BatchSearch, Trial
+from experiments.aot.batch_search import Trial, largest_batch
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
 from experiments.aot.training import TrainingStep
 from pallas_kernels import chips, implementations
@@ -28,47 +28,23 @@ from pallas_kernels.chips import Chip
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 
-LAST_LINES = 12
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
 
 
-def start(target: str, flags: Sequence[str]) -> dict:
+def apart(target: str, flags: Sequence[str]) -> dict:
     """The result of a target, compiled by a process of its own. flags: those of this command. They
     are followed by the process's own, because the last flag of a name counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        own = (f"--target={target}", f"--worker={path}")
+        own = (f"--target={target}", f"--json={path}")
         command = [*own_process.command("experiments.aot"), *flags, *own]
-        process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            last = _forward(process.stderr, target)
-            status = process.wait()
-        finally:
-            process.kill()
-        if status == 0 and path.exists():
-            return json.loads(path.read_text())
-    said = "\n".join(f"  {line}" for line in last)
-    return {"status": "failed", "error": f"the compiler's process ended with {status}:\n{said}"}
-
-
-def environment() -> dict[str, str]:
-    """The environment of a process that compiles. It has no cache of programs, which would keep the
-    compiler from writing the dump that we read."""
-    own = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
-    return {**own_process.environment(), **chips.quiet_environment(), **own}
-
-
-def _forward(lines: Iterable[str], target: str) -> list[str]:
-    """Print the worker's own progress lines; return the last of all other lines."""
-    last: deque[str] = deque(maxlen=LAST_LINES)
-    for line in lines:
-        if line.startswith(f"{target}: "):
-            print(line, end="", file=sys.stderr, flush=True)
-        elif line.strip():
-            last.append(line.rstrip()[:300])
-    return list(last)
+        status = subprocess.run(
+            command, env=own_process.environment(), stdout=subprocess.DEVNULL
+        ).returncode
+        if path.exists():
+            return json.loads(path.read_text())["results"][0]
+    error = f"the compiler's process ended with {status}, and its last words are above"
+    return {"target": target, "status": "failed", "error": error}
 
 
 def versions() -> dict[str, str]:
@@ -80,46 +56,29 @@ def versions() -> dict[str, str]:
     return found
 
 
-# --- in the process of a target ---
-
-
-def work(
-    workloads: Mapping[str, Workload],
-    batch: int | None,
-    chip: Chip,
-    temporaries: int,
-    path: str,
-) -> None:
-    """Compile for a batch, or for the largest that fits (None), and write the result to `path`.
-    workloads: by chip."""
-    job = _Job(workloads[chip.name], chip, temporaries)
-    _write(path, job.search if batch is None else partial(job.describe, batch))
-
-
-def work_on_training(asked: TrainingStep, chip: Chip, temporaries: int, path: str) -> None:
-    """Compile a training step, and write the result to `path`."""
-    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
-
-    def result() -> dict:
-        try:
-            return training.describe(asked, chip, temporaries)
-        except DoesNotFit as error:
-            return refused(chip, asked.batch_size, error.needed, str(error))
-
-    _write(path, result)
-
-
-def _write(path: str, compiled: Callable[[], dict]) -> None:
-    """Write what is compiled, or why it is not."""
+def here(chip: Chip, work: Callable[[Chip], dict]) -> dict:
+    """The result of a target, compiled by this process; an error of the compiler is one."""
+    os.environ.update(chips.quiet_environment())  # before the compilers are loaded
+    # a program that is found there leaves no dump to read
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
-        result = compiled()
+        result = work(chip)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         result = {"status": "failed", "error": f"{type(error).__name__}: {first_line(str(error))}"}
-    Path(path).write_text(json.dumps(result))
+    return {"target": chip.name, "platform": chip.platform, **result}
+
+
+def train(asked: TrainingStep, chip: Chip) -> dict:
+    """The result of a training step."""
+    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
+    try:
+        return training.describe(asked, chip)
+    except DoesNotFit as error:
+        return refused(chip, asked.batch_size, error.needed, str(error))
 
 
 def say(chip: Chip, line: str) -> None:
-    """Print a line of progress, which the parent passes on."""
+    """Print a line of progress."""
     print(f"{chip.name}: {line}", file=sys.stderr, flush=True)
 
 
@@ -129,11 +88,11 @@ def refused(chip: Chip, batch: int, needed: int, why: str) -> dict:
     return {"status": "refused", "fits": False, "error": why, **sizes}
 
 
-class _Job:
-    """The compilations for one target. Each batch is compiled once."""
+class Job:
+    """The compilations of the programs that draw, for one target. Each batch is compiled once."""
 
-    def __init__(self, workload: Workload, chip: Chip, temporaries: int):
-        self.workload, self.chip, self.temporaries = workload, chip, temporaries
+    def __init__(self, workload: Workload, chip: Chip):
+        self.workload, self.chip = workload, chip
         self.begun: dict[int, Compilation] = {}
         self.results: dict[int, dict] = {}
 
@@ -171,7 +130,7 @@ class _Job:
             try:
                 case = self.begin(batch)
                 case.compile_pixels()
-                result = report.describe(case, self.temporaries)
+                result = report.describe(case)
             except DoesNotFit as error:
                 result = refused(self.chip, batch, error.needed, str(error))
             self.results[batch] = result
@@ -189,12 +148,10 @@ class _Job:
         # first the batch whose prediction fills the chip
         predict = partial(self.workload.predict, self.workload.plan)
         first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
-        search = BatchSearch(self._try_codes, available, step)
-        found, trials = search.largest(first), search.trials
+        found, trials = largest_batch(self._try_codes, available, first, step)
         if found and not self.describe(found)["fits"]:
-            search = BatchSearch(self._try_both, available, step)
-            found = search.largest(found)
-            trials += search.trials
+            found, more = largest_batch(self._try_both, available, found, step)
+            trials += more
         listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
         if not found:
             least = min(trials, key=lambda t: (t.batch, -t.num_bytes))

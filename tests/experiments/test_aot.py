@@ -9,16 +9,13 @@ from functools import partial
 import jax
 import pytest
 
-from experiments.aot import modelled_report, occupancy, worker
 from experiments.aot import program as aot_program
-from experiments.aot.modelled import Modelled
+from experiments.aot import worker
 from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
-from varjax.cache.layer_inputs import write_table
 from varjax.cache.state import KVState
-from varjax.engine.segments import plan_segments
-from varjax.model import describe, load
+from varjax.model import load
 from varjax.storage import checkpoint
 
 COMPILED = {
@@ -38,20 +35,23 @@ COMPILED = {
     "fits": True,
     "promised_bytes": 4 << 30,
     "peak_over_promised": 1.25,
-    "pool_aliased": True,
+    "aliased": True,
     "copies": {},
     "flops": 4e13,
     "kernel_flops": 1e13,
     "loops_of_unknown_length": 0,
-    "roofline_s": 0.125,
-    "roofline_bound": "FLOPs",
-    "roofline_images_per_s": 64.0,
+    "floor_s": 0.125,
+    "floor_bound": "FLOPs",
+    "floor_images_per_s": 64.0,
     "compile_s": 30.0,
     "programs": {
         name: {
             "temporary_bytes": 1 << 29,
             "live_temporary_bytes": 1 << 28,
-            "modelled": modelled_report.describe(Modelled(chips.CHIPS["h200"], [])),
+            "kernels": 48.0,
+            "kernels_by_operation": {"attend/sort": 30.0},
+            "kernels_of_ours": {"finish": {"calls": 6.0, "flops": 1e12, "bytes": 2048.0}},
+            "copied_weight_bytes": 1 << 20,
             "launches": {"buffers": 3.0, "inside": 40.0, "outside": 5.0},
             "collectives": [],
             "largest_temporaries": [
@@ -72,7 +72,8 @@ COMPILED = {
 def compilers(monkeypatch):
     """All compilers are here, and none is run."""
     monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
-    monkeypatch.setattr(worker, "start", lambda *a: pytest.fail("a compiler was started"))
+    for name in ("apart", "here"):
+        monkeypatch.setattr(worker, name, lambda *a: pytest.fail("a compiler was started"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,6 @@ def compilers(monkeypatch):
         (("--segments=99",), "segments"),
         (("--policy=streaming", "--budget=1e-9"), "smallest feasible"),
         (("--calibration=file.json",), "no calibration"),
-        (("--temporaries=-1",), "temporaries"),
         (("--cfg=-1",), "cfg"),
         (("--json=/nowhere/x.json",), "no folder /nowhere"),
         (("--json=there.json",), "--overwrite"),
@@ -130,7 +130,13 @@ def test_missing_compilers_are_named_together(call, monkeypatch):
 
 
 def results(monkeypatch, **of):
-    monkeypatch.setattr(worker, "start", lambda target, flags: of[target])
+    """The results of each target, whichever process compiles for it."""
+
+    def result(target):
+        return {"target": target, "platform": chips.get_chip(target).platform, **of[target]}
+
+    monkeypatch.setattr(worker, "apart", lambda target, flags: result(target))
+    monkeypatch.setattr(worker, "here", lambda chip, work: result(chip.name))
 
 
 def test_table(call, compilers, monkeypatch, tmp_path):
@@ -147,8 +153,11 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert ["kernels", "25.0%", "25.0%"] in lines
     assert "command buffers, codes 3 3".split() in lines
     assert "kernels outside them 5 5".split() in lines
-    said = "measured on NVIDIA H200, 2026-11-22"  # both are results of an H200
-    assert f"efficiencies {said} {said}".split() in lines
+    assert "kernels started, codes 48 48".split() in lines
+    assert "weights copied, codes 1 MiB 1 MiB".split() in lines
+    assert ["floor,", "seconds", *(2 * ["0.125", "(FLOPs)"])] in lines
+    assert "h200, codes: 48 kernels, most of them by\n        30 x  attend/sort\n" in out
+    assert "         6 x      2 KiB         1 TFLOP  finish" in out
     assert "128 MiB  f32[4,8]                     pixels/dot_general" in out
     assert "a100: copy of kv_pool: %copy.1" in out and "a100: 2 loops" in out
     assert "a100: copy of position: %copy.3" in out
@@ -178,15 +187,15 @@ def test_refused_and_failed_targets(call, compilers, monkeypatch):
     assert call("aot", "--target=v5e")[0] == 0  # not to fit is a result
 
 
-def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
+def test_a_compiler_that_aborts(monkeypatch, tmp_path, capfd):
+    """Its last words are seen, and it is a result of one target."""
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho 'h200: compiling' >&2\necho 'LLVM ERROR' >&2\nkill -6 $$\n")
+    program.write_text("#!/bin/sh\necho 'LLVM ERROR' >&2\nkill -6 $$\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    result = worker.start("h200", [])
-    assert result["status"] == "failed"
-    assert "ended with -6" in result["error"] and "LLVM ERROR" in result["error"]
-    assert capsys.readouterr().err == "h200: compiling\n"
+    result = worker.apart("h200", [])
+    assert result["target"] == "h200" and result["status"] == "failed"
+    assert "ended with -6" in result["error"] and capfd.readouterr().err == "LLVM ERROR\n"
 
 
 @pytest.mark.parametrize(
@@ -254,27 +263,12 @@ def test_compiles(call, target, attention, tmp_path):
     assert status == 0, err
     (found,) = json.loads(written.read_text())["results"]
     assert found["attention"] == ("mosaic" if attention == "auto" else "reference")
-    assert bool(found["kernel_calls"]) == bool(found["kernel_flops"]) == (attention == "auto")
-    assert found["fits"] and found["pool_aliased"]
+    ours = found["programs"]["codes"]["kernels_of_ours"]
+    assert bool(ours) == bool(found["kernel_flops"]) == (attention == "auto")
+    assert found["fits"] and found["aliased"]
     assert target == "tpu-v5e" or found["copies"] == {}
     plan = api.plan(load(folder, "float32"))
     assert found["kv_pool_bytes"] == plan.num_bytes(2, "bfloat16")
     assert found["peak_bytes"] >= found["parameter_bytes"] + found["kv_pool_bytes"]
-    assert 0 < found["roofline_s"] < 1 and found["flops"] > 1e6
+    assert 0 < found["floor_s"] < 1 and found["flops"] > 1e6
     assert found["programs"]["codes"]["largest_temporaries"]
-
-
-@pytest.mark.parametrize("policy", ["full", "streaming"])
-def test_shares_of_what_is_stored(policy):
-    """As many slots as the plan stores, and no entry without one counts."""
-    plan = api.plan(describe(), policy, None if policy == "full" else 0.25)
-    segments = plan_segments(plan.geometry.schedule, 2)
-    shares = occupancy.written_shares(plan, segments)
-    stored = 0
-    for segment in segments:
-        entries = write_table(plan, segment.scales, segment.length).ids.shape[-1]
-        used, filled = shares[segment.length, entries]
-        assert 0 < filled <= used <= 1
-        calls = len(segment.scales) * plan.geometry.num_layers * plan.geometry.num_heads
-        stored += filled * calls * entries * plan.block_size
-    assert stored == pytest.approx((plan.write_slots >= 0).sum())

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.aot import buffers
+from experiments.aot.hlo import Module
 
 POOL = buffers.Carried("kv_pool", (4, 10, 8, 128))
 SCALE = buffers.Carried("kv_scale", (4, 10, 16), "float32")
@@ -39,7 +40,7 @@ HloLiveRange (max 90):
     scores.1{}: 600 bytes (cumulative: 600 bytes)
 """
 TEXT = """\
-ENTRY %main {
+ENTRY %main () -> f32[10,10] {
   %scores.1 = f32[64,256]{1,0} fusion(%q), metadata={op_name="jit(f)/while/body/attend/dot_general"}
   %copy.7 = f32[2]{0:T(128)} copy(%bitcast.9)
   %bitcast.9 = f32[2]{0} bitcast(%scores.1)
@@ -50,8 +51,15 @@ ENTRY %main {
 """
 
 
+PROGRAM = Module.parse(TEXT)
+
+
+def program(instructions: str = "") -> Module:
+    return Module.parse(f"ENTRY %main () -> f32[2] {{\n{instructions}\n}}")
+
+
 def test_the_fullest_moment():
-    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
+    found = buffers.temporaries(ASSIGNMENT, RANGES, PROGRAM)
     live = buffers.fullest_moment(found)
     sizes = [(b.name, b.size) for b in live]
     assert sizes == [("scores.1", 600), ("pair.1", 200), ("loop.1", 100)]
@@ -63,12 +71,12 @@ def test_the_fullest_moment():
 def test_values_in_one_place_count_once():
     """`weights.1` overwrites `scores.1` where it lies."""
     ranges = RANGES.replace("late.1{}:60-70", "late.1{}:10-20")
-    live = buffers.fullest_moment(buffers.temporaries(ASSIGNMENT, ranges, TEXT))
+    live = buffers.fullest_moment(buffers.temporaries(ASSIGNMENT, ranges, PROGRAM))
     assert [b.name for b in live] == ["late.1", "pair.1", "loop.1"]
 
 
 def test_sources():
-    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
+    found = buffers.temporaries(ASSIGNMENT, RANGES, PROGRAM)
     sources = {b.name: b.source for b in found}
     assert sources["scores.1"] == "attend/dot_general"
     assert sources["pair.1"] == "copy-start of copy of attend/dot_general"
@@ -79,12 +87,12 @@ def test_sources():
 
 
 def test_a_second_pool():
-    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
-    assert buffers.second_copies("", found, [POOL]) == {}
+    found = buffers.temporaries(ASSIGNMENT, RANGES, PROGRAM)
+    assert buffers.second_copies(program(), found, [POOL]) == {}
     for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
         text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-        found = buffers.temporaries(text, RANGES, TEXT)
-        (second,) = buffers.second_copies("", found, [POOL])["kv_pool"]
+        found = buffers.temporaries(text, RANGES, PROGRAM)
+        (second,) = buffers.second_copies(program(), found, [POOL])["kv_pool"]
         assert second.startswith("late.1: ")
 
 
@@ -101,8 +109,8 @@ def test_copies_of_the_pool():
   %h = (bf16[4,10,8,128]{3,2,1,0}, bf16[4,10,8,128]{3,2,1,0:S(1)}, u32[]) copy-start(%b)
   %i = bf16[4,10,8,128]{3,2,1,0} dynamic-update-slice(%b, %copy.1, %c)
 """
-    assert len(buffers.second_copies(moves + others, [], [POOL])["kv_pool"]) == 4
-    assert buffers.second_copies(others, [], [POOL]) == {}
+    assert len(buffers.second_copies(program(moves + others), [], [POOL])["kv_pool"]) == 4
+    assert buffers.second_copies(program(others), [], [POOL]) == {}
 
 
 def test_copies_of_smaller_arrays():
@@ -115,7 +123,7 @@ def test_copies_of_smaller_arrays():
   %f = s32[4,80]{1,0} copy(%g)
   %h = pred[4,80]{1,0} copy(%i)
 """
-    found = buffers.second_copies(text, [], [POOL, SCALE, POSITION])
+    found = buffers.second_copies(program(text), [], [POOL, SCALE, POSITION])
     lines = {name: [line.split()[0] for line in copies] for name, copies in found.items()}
     assert lines == {"kv_scale": ["%a", "%c"], "position": ["%f"]}
 
@@ -132,8 +140,8 @@ def test_copies_of_smaller_arrays():
 )
 def test_second_buffers(shape, names):
     text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-    found = buffers.temporaries(text, RANGES, TEXT)
-    copies = buffers.second_copies("", found, [POOL, SCALE, POSITION])
+    found = buffers.temporaries(text, RANGES, PROGRAM)
+    copies = buffers.second_copies(program(), found, [POOL, SCALE, POSITION])
     assert set(copies) == names
     assert all(line.startswith("late.1: ") for (line,) in copies.values())
 
@@ -144,16 +152,16 @@ def test_second_buffers(shape, names):
 )
 def test_types_of_compiled_text(dtype, short):
     array = buffers.Carried("memory", (2, 3, 4), dtype)
-    found = buffers.second_copies(f"  %a = {short}[6,4]{{1,0}} copy(%b)", [], [array])
+    found = buffers.second_copies(program(f"  %a = {short}[6,4]{{1,0}} copy(%b)"), [], [array])
     assert len(found["memory"]) == 1
-    assert buffers.second_copies("  %a = f64[6,4]{1,0} copy(%b)", [], [array]) == {}
+    assert buffers.second_copies(program("  %a = f64[6,4]{1,0} copy(%b)"), [], [array]) == {}
 
 
 def test_unreadable(tmp_path):
-    assert buffers.read_dump(tmp_path, TEXT) == []
+    assert buffers.read_dump(tmp_path, PROGRAM) == []
     (tmp_path / "m.buffer-assignment.txt").write_text("another format")
     (tmp_path / "m.live-range.txt").write_text("")
-    assert buffers.read_dump(tmp_path, TEXT) == []
+    assert buffers.read_dump(tmp_path, PROGRAM) == []
     (tmp_path / "m.buffer-assignment.txt").write_text(ASSIGNMENT)
     (tmp_path / "m.live-range.txt").write_text(RANGES)
-    assert len(buffers.read_dump(tmp_path, TEXT)) == 5
+    assert len(buffers.read_dump(tmp_path, PROGRAM)) == 5

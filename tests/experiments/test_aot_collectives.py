@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from experiments.aot import collectives
-from experiments.aot.collectives import Collective
+from experiments.aot.hlo import Module
 
 MODULE = """HloModule made_up
 
@@ -58,20 +58,13 @@ def test_exchanges_of_a_text(groups):
     text = MODULE.replace("GROUPS", groups).replace(
         "KNOWN", 'backend_config={"known_trip_count":{"n":"5"}}'
     )
-    found = collectives.read(text)
-    assert found == {
-        Collective("all-reduce", "layer/dot", 4, 128.0): 5,
-        Collective("all-gather", "g", 4, 128.0): 1,
-        Collective("reduce-scatter", "s", 4, 128.0): 1,
-        Collective("collective-permute", "c", 2, 128.0): 1,
-    }
-    sums = collectives.by_kind(collectives.describe(found))
-    sent = {kind: row["sent_bytes"] for kind, row in sums.items()}
-    assert sent == {  # around a ring of four: 2 x 3/4, 3/4, 3/4 of the array; all of it
-        "all-reduce": 5 * 192,
-        "all-gather": 96,
-        "reduce-scatter": 96,
-        "collective-permute": 128,
+    rows = collectives.read(Module.parse(text))
+    found = {row.pop("kind"): tuple(row.values()) for row in rows}
+    assert found == {  # sent around a ring of four: 2 x 3/4, 3/4, 3/4 of the array; all of it
+        "all-reduce": ("layer/dot", 4, 5, 5 * 128, 5 * 192),
+        "all-gather": ("g", 4, 1, 128, 96),
+        "reduce-scatter": ("s", 4, 1, 128, 96),
+        "collective-permute": ("c", 2, 1, 128, 128),
     }
 
 
@@ -79,6 +72,7 @@ SPLIT = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from experiments.aot import collectives
+from experiments.aot.hlo import Module
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 def layers(x, w):
     def layer(x, w):
@@ -88,8 +82,9 @@ run = jax.shard_map(
     layers, mesh=mesh, in_specs=(P("data"), P(None, None, "model")), out_specs=P("data"),
     check_vma=False)
 shapes = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((6, 16, 64), "float32")
-for c, n in collectives.read(jax.jit(run).lower(*shapes).compile().as_text()).items():
-    print(c.kind, c.group, c.bytes, n)
+text = jax.jit(run).lower(*shapes).compile().as_text()
+for c in collectives.read(Module.parse(text)):
+    print(c["kind"], c["group"], c["bytes"], c["calls"])
 """
 
 
@@ -101,4 +96,4 @@ def test_exchanges_of_a_compiled_program():
         capture_output=True,
         text=True,
     )
-    assert found.stdout == "all-reduce 4 256.0 6.0\n", found.stdout + found.stderr[-500:]
+    assert found.stdout == "all-reduce 4 1536.0 6.0\n", found.stdout + found.stderr[-500:]

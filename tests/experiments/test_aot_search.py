@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.aot.batch_search import BatchSearch, Trial
+from experiments.aot.batch_search import Trial, largest_batch
 
 
 def search(need, memory, first=8, step=1, refused=None):
@@ -14,8 +14,7 @@ def search(need, memory, first=8, step=1, refused=None):
         fits = need(batch) <= memory
         return Trial(batch, need(batch) if fits else refused(batch), fits)
 
-    searching = BatchSearch(attempt, memory, step)
-    return searching.largest(first), searching.trials
+    return largest_batch(attempt, memory, first, step)
 
 
 @pytest.mark.parametrize("first", [1, 8, 64, 1000])

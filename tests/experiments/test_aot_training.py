@@ -17,7 +17,8 @@ TRAIN = ("--model=var-d36", "--train", "--target=v5p")
 def compilers(monkeypatch):
     """All compilers seem to be here, and none may be started."""
     monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
-    monkeypatch.setattr(worker, "start", lambda *a: pytest.fail("a compiler was started"))
+    for name in ("apart", "here"):
+        monkeypatch.setattr(worker, name, lambda *a: pytest.fail("a compiler was started"))
 
 
 @pytest.mark.parametrize(
@@ -46,20 +47,24 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     gathered = {"kind": "all-gather", "source": "jvp()/dot_general", "group": 8, "calls": 2.0}
     gathered |= {"bytes": 4096.0, "sent_bytes": 3584.0}
     compiled = {"status": "compiled", "batch_size": 64, "devices": 8, "state_bytes": 2**30}
-    compiled |= {"temporary_bytes": 2**30, "peak_bytes": 2**31, "memory_bytes": 2**33}
-    compiled |= {"fits": True, "state_aliased": True, "flops": 1e12, "roofline_s": 0.01}
-    compiled |= {"collectives": [gathered], "largest_temporaries": [], "compile_s": 9.0}
+    compiled |= {"peak_bytes": 2**31, "peak_of": "a step", "memory_bytes": 2**33, "fits": True}
+    compiled |= {"aliased": True, "copies": {}, "loops_of_unknown_length": 0, "compile_s": 9.0}
+    compiled |= {"flops": 1e12, "floor_s": 0.01, "floor_bound": "FLOPs", "floor_images_per_s": 6400}
+    step = {"temporary_bytes": 2**30, "collectives": [gathered], "largest_temporaries": []}
+    step |= {"kernels": 70.0, "kernels_by_operation": {"jvp()/tanh": 70.0}, "kernels_of_ours": {}}
+    compiled["programs"] = {"a step": step}
     refused = {"status": "refused", "needed_bytes": 2**34, "error": "too large"}
     found = {"tpu-v5p": compiled, "tpu-v5e": refused}
-    monkeypatch.setattr(worker, "start", lambda target, flags: found[target])
+    monkeypatch.setattr(worker, "apart", lambda target, _: {"target": target, **found[target]})
     flags = ("--mesh=fsdp=8", "--batch_size=64", f"--json={tmp_path / 'a.json'}")
     status, text, err = call("aot", *TRAIN[:2], "--target=v5p,v5e", *flags)
     assert status == 0, err
     assert text.startswith("var-d36, training step of 64 images, bfloat16, mesh data=1,fsdp=8")
     rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     assert rows["fits"] == ["yes", "NO:", "asks", "for", "16", "GiB"] and rows["state"][0] == "1"
-    assert "2 x      4 KiB,    3.5 KiB sent  all-gather" in text
-    assert "all-gather of 8: jvp()/dot_general" in text and "v5e: too large" in text
+    assert rows["temporaries"] == ["1", "GiB"] and rows["floor, seconds"][0] == "0.01"
+    assert "2 x      4 KiB,    3.5 KiB sent  all-gather of 8: jvp()/dot_general" in text
+    assert "70 x  jvp()/tanh" in text and "v5e: too large" in text
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["title"].startswith("var-d36") and len(content["results"]) == 2
 
@@ -76,17 +81,18 @@ model = models.fixture_model("b_k6_sharedaln")
 step = TrainingStep(model=model, mesh=TrainingMesh(2, 4), batch_size=16, dtype="float32",
                     accumulate=2, remat=True)
 step.check()
-found = training.describe(step, chips.CHIPS["tpu-v5e"], 2)
+found = training.describe(step, chips.CHIPS["tpu-v5e"])
 one = TrainingStep(model=model, mesh=TrainingMesh(1, 1), batch_size=16, dtype="float32",
                    accumulate=2, remat=True)
-alone = training.describe(one, chips.CHIPS["tpu-v5e"], 2)
-kinds = sorted({(row["kind"], row["group"]) for row in found["collectives"]})
+alone = training.describe(one, chips.CHIPS["tpu-v5e"])
+rows, none = (f["programs"]["a step"]["collectives"] for f in (found, alone))
+kinds = sorted({(row["kind"], row["group"]) for row in rows})
 sums = {}
-for row in found["collectives"]:
+for row in rows:
     sums[row["kind"]] = sums.get(row["kind"], 0) + row["bytes"]
-names = ("state_bytes", "parameters", "flops", "peak_bytes", "state_aliased")
+names = ("state_bytes", "parameters", "flops", "peak_bytes", "aliased")
 print(json.dumps([kinds, *({n: f[n] for n in names} for f in (found, alone)),
-                  alone["collectives"], sums]))
+                  none, sums]))
 """
 
 
@@ -110,4 +116,4 @@ def test_a_step_over_fake_devices():
     assert divided["flops"] == pytest.approx(alone["flops"] / 8)
     assert 4 * divided["parameters"] * 4 <= alone["state_bytes"]  # with average and two moments
     assert 0.25 <= divided["state_bytes"] / alone["state_bytes"] < 0.26
-    assert divided["state_aliased"] and alone["state_aliased"]
+    assert divided["aliased"] and alone["aliased"]

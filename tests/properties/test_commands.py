@@ -160,7 +160,7 @@ def light(monkeypatch):
     for owner, name in (
         (condition, "encoded"),
         (condition, "encode"),
-        (worker, "work"),
+        (worker, "here"),
         (loop, "run"),
         (bench.timings, "timed"),
         (bench.bench, "errors"),
@@ -170,8 +170,8 @@ def light(monkeypatch):
     ):
         monkeypatch.setattr(owner, name, heavy)
     refused = {"status": "refused", "error": HEAVY, "needed_bytes": 2**30}
-    monkeypatch.setattr(worker, "start", lambda *_: dict(refused))
-    monkeypatch.setattr(aot.report, "text", lambda results: "")
+    monkeypatch.setattr(worker, "apart", lambda *_: dict(refused))
+    monkeypatch.setattr(aot.listing, "text", lambda results: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
     monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)

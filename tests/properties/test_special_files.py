@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from experiments import batch_files, parts
-from experiments.aot import efficiencies
 from experiments.prompts import layouts, sets
 from experiments.report import sweep_files
 from experiments.work_folder import WorkFolder
@@ -49,7 +48,6 @@ READERS = {
     "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),
     "prompts": ("a.txt", sets._read),
     "manifest": (layouts.MANIFEST, lambda path: layouts.image_files(path.parent)),
-    "efficiencies": ("a.json", efficiencies.read),
     "program": ("a.program", kept_programs._read),
     "weights": ("a.pth", sources.open_source),
     "zip": ("a.pth", Archive),

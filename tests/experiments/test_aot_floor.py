@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.aot import report
+from experiments.aot import floor
 from varjax import api
 from varjax.cache.allocation import Geometry
 from varjax.engine.segments import plan_segments
@@ -21,18 +21,18 @@ def test_full_cache():
     pairs = 1 * 1 + 4 * (1 + 4) + 9 * (5 + 9)
     for count in (1, 3):
         segments = plan_segments(GEOMETRY.schedule, count)
-        found = report.attention_flops(plan, segments)
+        found = floor.attention_flops(plan, segments)
         assert found == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
 
 
 def test_padding_and_empty_slots_do_not_count():
     """Large blocks and one padded segment change nothing: kernels may skip what they add."""
-    least = report.attention_flops(
+    least = floor.attention_flops(
         planned("full", block_size=1), plan_segments(GEOMETRY.schedule, 3)
     )
     coarse = planned("full", block_size=8, accounting="tokens")
     assert coarse.block_size == 8
-    assert report.attention_flops(coarse, plan_segments(GEOMETRY.schedule, 1)) == least
+    assert floor.attention_flops(coarse, plan_segments(GEOMETRY.schedule, 1)) == least
 
 
 def test_pool_traffic():
@@ -40,8 +40,8 @@ def test_pool_traffic():
     plan = planned("full", block_size=1)
     token = 2 * SIZE * 2
     tokens = (1 + 5 + 5) * LAYERS * HEADS * ROWS * 4
-    assert report.pool_traffic(plan, 4, "bfloat16") == tokens * token
-    int8 = report.pool_traffic(plan, 4, "int8")
+    assert floor.pool_traffic(plan, 4, "bfloat16") == tokens * token
+    int8 = floor.pool_traffic(plan, 4, "int8")
     assert int8 == tokens * (2 * SIZE + 2 * 4)
 
 
@@ -50,7 +50,7 @@ def test_contents_that_the_device_decides():
     read = plan.capacity.sum()
     written = np.maximum(plan.capacity[1:] - plan.capacity[:-1], 0).sum()
     per_token = plan.num_bytes(1, "bfloat16") / plan.pool_tokens
-    assert report.pool_traffic(plan, 1, "bfloat16") == (read + written) * per_token
+    assert floor.pool_traffic(plan, 1, "bfloat16") == (read + written) * per_token
 
 
 def test_looking_at_attention_costs_a_product():
@@ -62,4 +62,4 @@ def test_looking_at_attention_costs_a_product():
     ]
     passes = [3, 3, 2]  # nothing is decided after the last scale
     wanted = 2 * SIZE * ROWS * np.dot(passes, pairs)
-    assert report.attention_flops(plan, exact) == wanted
+    assert floor.attention_flops(plan, exact) == wanted

@@ -1,14 +1,78 @@
-"""Command buffers and kernels outside them, from lists as XLA writes them."""
+"""Kernels, copied weights, loops and command buffers of compiled programs, counted by hand."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from experiments.aot.hlo import Module
+from experiments.aot import kernels
+from experiments.aot.hlo import Module, array_bytes, type_bytes
 from experiments.aot.launches import Launches, read, read_dump
 from pallas_kernels import chips
-from tests.experiments.test_aot_modelled import BRANCHES, GPU, ROUNDS
+
+
+def text_of(name: str) -> str:
+    return (Path(__file__).parent / "compiled_texts" / f"{name}.txt").read_text()
+
+
+# 30 layers: one large slice out of the stack, a product with it, a small change in place of a
+# cache, a kernel of ours; after the loop a copy.
+GPU = text_of("gpu")
+BRANCHES, ROUNDS = text_of("branches"), text_of("rounds")
+
+
+def started(text: str) -> dict[str, float]:
+    """{source of a kernel: how many are started}."""
+    return {k.source: k.times for k in kernels.read(Module.parse(text))}
+
+
+def test_types_and_shapes():
+    assert [type_bytes(t) for t in ("bf16", "f32", "s8", "f8e4m3fn", "pred", "u64")] == [
+        *(2, 4, 1, 1, 1, 8)
+    ]
+    assert array_bytes("(bf16[2,64]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/s32[])") == [256, 4]
+    with pytest.raises(ValueError, match="unknown type 'q7'"):
+        type_bytes("q7")
+    with pytest.raises(ValueError, match="ENTRY"):
+        Module.parse("nonsense")
+
+
+def test_kernels_and_copied_weights():
+    found = kernels.read(Module.parse(GPU))
+    assert sum(k.times for k in found) == 30 * 4 + 1
+    assert [k.source for k in found if k.ours] == ["attend/pallas_call"]
+    assert "fc1/dot_general" in {k.source for k in found}
+    # a layer's weights, bfloat16
+    assert sum(k.times * k.copied for k in found) == 30 * 2 * 1024 * 2048
+    plain = GPU.replace("copy(%out)", "slice(%out), slice={[0:64], [0:1024]}")
+    assert kernels.read(Module.parse(plain))[-1].copied == 0  # below 1 MiB
+
+
+def test_the_condition_tells_the_length_of_a_loop():
+    text = GPU.replace('"known_trip_count":{"n":"30"},', "")
+    assert sum(started(text).values()) == 121
+    text = text.replace("%n = s32[] constant(30)", "%n = s32[] get-tuple-element(%t.1), index=0")
+    assert sum(started(text).values()) == 5  # not known: once
+
+
+def test_the_longest_branch_counts():
+    assert started(BRANCHES) == {"c.1": 1, "c.2": 1}
+    assert started(ROUNDS) == {"asked": 50, "c.1": 50, "c.2": 50}
+
+
+def test_an_asynchronous_pair_is_one_kernel():
+    text = GPU.replace(
+        "ROOT %copy = bf16[64,1024]{0,1} copy(%out)",
+        "%begun = ((bf16[64,1024]), bf16[64,2048], s32[]) async-start(%out), calls=%gemm\n"
+        "  ROOT %end = bf16[64,2048]{1,0} async-done(%begun)",
+    )
+    assert started(text)["d"] == 1 and not {"begun", "end", "copy"} & started(text).keys()
+
+
+# --- command buffers ---
+
 
 # As jax 0.10.2 writes it for a loop of two products with what follows them, for an H200
 LIST = """\
@@ -58,8 +122,8 @@ def test_the_branch_that_starts_most_counts():
 
 
 def test_rounds_of_the_loops_of_a_text():
-    found = [(m := Module.parse(text)).all_trips(m.entry) for text in (GPU, ROUNDS, BRANCHES)]
-    assert found[:2] == [[30], [50]] and found[2] == []
+    found = [Module.parse(text).all_trips() for text in (GPU, ROUNDS, BRANCHES)]
+    assert found == [[30], [50], []]
 
 
 def test_a_dump_without_command_buffers(tmp_path):
@@ -92,6 +156,5 @@ def test_an_absent_gpu_records_library_calls_and_kernels(tmp_path):
     options = {"xla_dump_hlo_as_text": True, "xla_dump_to": str(tmp_path)}
     options["xla_gpu_enable_triton_gemm"] = False
     text = jax.jit(layers).lower(*given).compile(compiler_options=options).as_text()
-    module = Module.parse(text)
-    found = read_dump(tmp_path, module.all_trips(module.entry))
+    found = read_dump(tmp_path, Module.parse(text).all_trips())
     assert found.buffers == 30 and found.inside >= 30 * 4 and found.outside <= 3

@@ -1,0 +1,148 @@
+"""The least time that a chip could take for a batch: a floor that no run goes below.
+
+    seconds = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+
+FLOPs: products and convolutions of both programs from the jaxpr, padding included, scan bodies as
+often as they run. Products within kernels of ours are not in the jaxpr: those with weights count by
+the kernels' own estimates, those of attention from the plan, because an estimate takes every table
+for full. For every scale, layer and head, the scale's tokens meet those that the head holds and
+their own; kernels skip tiles of padding.
+
+Bytes: the slices that scans cut (weights, tables and conditioning of a layer, once per scale and
+layer), every other weight once, the tokens that each scale finds in the pool read once and what it
+adds written once. Activations are not counted (but for queries, keys and values where attention in
+plain JAX takes a few rows at a time).
+
+The peak is bfloat16's, also of float32 products; products of two numbers in 8 bits have that of
+such numbers. All numbers are of one device; images/s are those of all devices.
+"""
+
+from functools import singledispatch
+
+import jax
+import numpy as np
+
+from experiments.aot.program import Compilation
+from pallas_kernels.chips import Chip
+from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
+from varjax.cache.step import DecidingStep, cache_step
+from varjax.engine.cost import Cost, device_bytes
+from varjax.engine.segments import Segment
+from varjax.nn import schemes, stacked
+from varjax.nn.schemes import SCHEMES
+
+OF_WEIGHTS = ("token_project", "token_gate", "token_add")  # kernels of `token_products`
+
+
+def describe(case: Compilation) -> dict:
+    """The floor of both programs, as content of a JSON file."""
+    workload, codes, batch = case.workload, case.codes, case.batch_size
+    plan, devices = workload.plan, workload.program.mesh.num_devices
+    kernels = kernel_flops(codes.cost)
+    if codes.cost.kernels:
+        kernels += attention_flops(plan, case.drawing.segments) * batch / devices
+    flops = codes.cost.flops + case.pixels.cost.flops + kernels
+    moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
+    moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
+    scheme, eight = SCHEMES.get(workload.model.weights_dtype), codes.cost.flops_8_bits
+    # FLOPs of products in 8 bits, as if they ran at bfloat16's peak
+    peak = (scheme and schemes.peak(scheme, case.chip)) or case.chip.bf16_flops
+    equal = flops - eight + eight * case.chip.bf16_flops / peak
+    return {
+        "flops": flops,
+        "kernel_flops": kernels,
+        "bytes_moved": moved,
+        **seconds(case.chip, equal, moved, batch),
+    }
+
+
+def seconds(chip: Chip, flops: float, moved: float, images: int) -> dict:
+    """The floor of a device that computes so many FLOPs and moves so many bytes while all devices
+    make so many images."""
+    computing, moving = flops / chip.bf16_flops, moved / chip.bandwidth
+    least = max(computing, moving)
+    return {
+        "floor_s": least,
+        "floor_bound": "FLOPs" if computing > moving else "bytes",
+        "floor_images_per_s": images / least,
+    }
+
+
+def kernel_flops(cost: Cost) -> float:
+    """FLOPs of products with weights in kernels of ours, as these estimate them."""
+    return sum(calls * k.flops for k, calls in cost.kernels.items() if k.name in OF_WEIGHTS)
+
+
+def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
+    """Least FLOPs of one image's attention: a scale's tokens against those that the pool holds for
+    it and themselves, no padding and no empty slots; two products, and one more where the policy is
+    shown sums of the attention weights."""
+    g, products = plan.geometry, 0.0
+    for segment in segments:
+        step = cache_step(plan, segment.scales, None)
+        passes = 2 + (isinstance(step, DecidingStep) and step.sums_attention)
+        for s in segment.scales:
+            tokens = g.schedule.tokens[s]
+            held = float(plan.capacity[s].sum(dtype=np.float64))
+            products += passes * tokens * (held + g.num_layers * g.num_heads * tokens)
+    return 2 * g.head_dim * g.rows_per_image * products
+
+
+def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
+    """Bytes of K and V that a batch reads from the pool and writes to it, at least."""
+    if not plan.pool_tokens:
+        return 0.0
+    return tokens_moved(plan) * plan.num_bytes(batch_size, kv_dtype) / plan.pool_tokens
+
+
+@singledispatch
+def tokens_moved(plan: CachePlan) -> float:
+    """Tokens of one row that are read from the pool and written to it, at least."""
+    raise NotImplementedError(type(plan))
+
+
+@tokens_moved.register
+def _(plan: ScalePlan) -> float:
+    """Every scale reads what its heads hold when it starts, and writes what is there more
+    afterwards."""
+    read = float(plan.capacity.sum(dtype=np.float64))
+    if plan.write_slots is not None:
+        written = float((plan.write_slots >= 0).sum())
+    else:
+        written = float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
+    return read + written
+
+
+@tokens_moved.register
+def _(plan: TokenPlan) -> float:
+    """Every image token reads what is held when it is drawn, itself included. The buffer of a stage
+    grows token by token."""
+    sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
+    held = plan.allocation.held(plan.geometry)[1:]
+    number = np.arange(sequence.steps)
+    before = held[number // period] + (number % period + 1)[:, None]
+    read = np.minimum(before, slots) + sequence.condition
+    written = (sequence.condition + sequence.steps) * len(slots)
+    return float((read.sum(dtype=np.float64) + written) * plan.geometry.num_heads)
+
+
+def _unrolled_weights(case: Compilation) -> float:
+    """Bytes of weights that are arrays of their own in each layer, as often as they are read."""
+    separate = jax.tree.leaves(case.networks["transformer"].blocks, is_leaf=stacked.is_one)
+    parts = {id(a) for leaf in separate if stacked.is_one(leaf) for a in leaf.parts}
+    read = zip(jax.tree.leaves(case.networks), case.codes.times_read, strict=True)
+    return float(sum(n * device_bytes(a) for a, n in read if id(a) in parts))
+
+
+def _weights_outside_layers(case: Compilation) -> float:
+    """Bytes of the weights that a program reads once. They include weights that all layers share
+    and none of the layers' own."""
+    transformer = case.networks["transformer"]
+    once = (getattr(transformer.blocks, name, None) for name in transformer.once)
+    kept = {id(leaf) for part in once for leaf in jax.tree.leaves(part)}
+    layers = {id(leaf) for leaf in jax.tree.leaves(transformer.blocks)} - kept
+    leaves = jax.tree.leaves(case.networks)
+    read = zip(leaves, case.codes.times_read, case.pixels.times_read, strict=True)
+    return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))
