@@ -32,7 +32,8 @@ def text(results: Sequence[Mapping]) -> str:
     lines = table(results)
     for r in results:
         lines += _notes(r) if r["status"] == "compiled" else ["", f"{r['target']}: {r['error']}"]
-    return "\n".join([*lines, "", LEGEND])
+    legend = ["", LEGEND] * any(r["status"] == "compiled" for r in results)
+    return "\n".join([*lines, *legend])
 
 
 def table(results: Sequence[Mapping]) -> list[str]:

@@ -69,7 +69,7 @@ def test_compilers_are_told_the_estimate():
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     [work] = program_cost(traced.jaxpr).kernels
     [told] = re.findall(r"flops\\22: ?(\d+)", text)
-    assert work.known and int(told) == work.flops
+    assert int(told) == work.flops > 0
 
 
 def test_queries_alone_have_no_keys_of_their_own():
@@ -116,7 +116,7 @@ def test_finish():
 
 
 def kernels(operation, *arguments) -> dict:
-    """{name: how its estimate is known}, of the kernels of a traced program."""
+    """{name: work} of the kernels of a traced program."""
     found = program_cost(jax.make_jaxpr(operation)(*arguments)).kernels
     return {work.name: work for work in found}
 
@@ -138,7 +138,7 @@ def test_every_kernel_has_an_estimate(kernel, name):
     found |= kernels(both, *a.attend, a.writes)
     own = {"finish", "finish_and_store"} if kernel == "mosaic" else set()
     assert found.keys() == {"ragged_attention", "attention_moments", "cache_write"} | own
-    assert all(work.known and work.bytes > 0 for work in found.values()), found
+    assert all(work.bytes > 0 for work in found.values()), found
     expected = estimates.attend(a.projection, a.kv_pool, a.table, lse=False)
     assert found["ragged_attention"].flops == expected.flops
     assert found["ragged_attention"].bytes >= expected.bytes_accessed

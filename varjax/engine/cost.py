@@ -28,15 +28,12 @@ _KERNELS = ("pallas_call", "mpmd_map")  # Mosaic GPU kernels are maps over a mes
 
 @dataclass(frozen=True)
 class PallasWork:
-    """One call of a Pallas kernel, as its author estimates it (`pallas_kernels.estimates`).
-
-    known: whether there is an estimate; else the numbers are 0.
-    """
+    """One call of a Pallas kernel, as its author estimates it (`pallas_kernels.estimates`); zeros
+    without an estimate."""
 
     name: str
     flops: float = 0.0
     bytes: float = 0.0
-    known: bool = False
 
     @classmethod
     def of(cls, params) -> "PallasWork":
@@ -44,7 +41,7 @@ class PallasWork:
         name, estimate = _kernel_name(params), params.get("cost_estimate")
         if estimate is None:
             return cls(name)
-        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True)
+        return cls(name, float(estimate.flops), float(estimate.bytes_accessed))
 
 
 @dataclass(frozen=True)
