@@ -44,10 +44,6 @@ compilation.share_contexts()
 compilation.copy_host_arrays()
 annotations.install()
 
-from varjax.engine import fingerprint, kept_programs  # noqa: E402
-
-fingerprint.IMPORTED += fingerprint.IMPORTING  # who edits a file tests it at once
-kept_programs.PLATFORMS = ()  # tests change what is traced, which no fingerprint sees
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "tests" / "training"
 

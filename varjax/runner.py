@@ -13,13 +13,12 @@ from pallas_kernels import implementations
 from varjax import sampling as sampling_lib
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
-from varjax.engine import compilation_cache, device_errors, kept_programs, pixels, program
+from varjax.engine import compilation_cache, device_errors, pixels, program
 from varjax.engine.drawing import Drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.timing import Timing
 from varjax.errors import UserError
-from varjax.garbage import rarely_collected
 from varjax.model import Model
 from varjax.nn import stored
 from varjax.parallel import plans, sharding, weights
@@ -84,7 +83,7 @@ class Runner:
         """Compile both programs, for arguments of these shapes (`Generator.compile`)."""
         start = time.perf_counter()
         try:
-            with self._explained("compiling"), compilation_cache.kept(), rarely_collected():
+            with self._explained("compiling"), compilation_cache.kept():
                 self._arrange()
                 # in this order: pixels take the weights in the layout that the codes' program chose
                 self._compile_codes(*self.traced_arguments(condition, given))
@@ -95,8 +94,7 @@ class Runner:
 
     def _compile_codes(self, state: PyTree, arguments: tuple) -> None:
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        trace = partial(
-            program.trace_codes,
+        traced = program.trace_codes(
             self.networks,
             state,
             arguments,
@@ -106,8 +104,7 @@ class Runner:
             sharded=self._sharded,
         )
         how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
-        kept = self._kept_as((self.spec, self.precision), state, *arguments)
-        self.compiled, self.timing.cache = program.compile_codes(trace, **how, kept_as=kept)
+        self.compiled, self.timing.cache = program.compile_codes(traced, **how)
         formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
         self._formats, self._cache_formats = formats
         self._make_empty = None
@@ -115,22 +112,14 @@ class Runner:
     def _compile_pixels(self) -> None:
         maps = (self.batch_size, *self.model.code_map)
         code_map = jax.ShapeDtypeStruct(maps, jnp.float32)
-        trace = partial(
-            pixels.trace_pixels,
+        traced = pixels.trace_pixels(
             self.networks,
             code_map,
             self.decoding,
             formats=self._formats,
             sharded=self._sharded,
         )
-        kept = self._kept_as(self.decoding, code_map)
-        self.compiled_decoder = pixels.compile_pixels(trace, kept)
-
-    def _kept_as(self, said: object, *arguments: PyTree) -> kept_programs.Said | None:
-        """What `kept_programs` asks of a program of one device that does not call the host."""
-        if self._sharded or self.spec.watch:
-            return None
-        return said, (self.networks, *arguments)
+        self.compiled_decoder = pixels.compile_pixels(traced)
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.attention or implementations.preferred()

@@ -24,7 +24,6 @@ from experiments.serve.refusals import AGAIN, Refused, ends
 from varjax.cache.plan import CachePlan
 from varjax.editing.edit import source_tokens
 from varjax.errors import UserError
-from varjax.garbage import give_back
 from varjax.generator import Generator
 from varjax.mixed_batch import Drawn, Item, draw, draw_nothing
 from varjax.model import Model
@@ -134,12 +133,10 @@ class Programs:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _new_program(self, choice: Choice) -> Watched:
-        give_back()  # programs that were forgotten, before there is another one
         plan, options = self.plan_of(choice), {"keep_contents": True}
         make = functools.partial(self._make, plan, choice.sampling, 1, **options)
         found = Watched(make)
         draw_nothing(found.generator)
-        give_back()  # what compiling took
         self._compiled += 1
         if self._compiled % KEPT == 0:
             # JAX keeps the traces of programs that nobody can call any more, a few MB each; while

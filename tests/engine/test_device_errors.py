@@ -45,7 +45,8 @@ def failing(message: str):
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
     """Let a step of `Runner.compile` fail: the arguments, or the compiler at either program."""
     owner = {PLACES[0]: generator.runner, PLACES[2]: pixels}.get(place, program)
-    patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))  # takes long
+    patch.setattr(program, "trace_codes", lambda *args, **options: None)  # takes long
+    patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))
     patch.setattr(owner, place, failing(message))
 
 

@@ -40,7 +40,7 @@ def automatic(generator: Generator) -> jax.stages.Compiled:
     state, arguments = generator.runner.traced_arguments(None, None)
     traced = program.trace_codes(generator.runner.networks, state, arguments, generator.spec)
     how = {"few_rows": generator.spec.few_rows, "weights_dtype": "float32"}
-    return program.compile_codes(lambda: traced, **how)[0]
+    return program.compile_codes(traced, **how)[0]
 
 
 def main(by_compiler: bool) -> None:

@@ -18,7 +18,6 @@ from experiments.work_folder import WorkFolder
 from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
-from varjax.engine import kept_programs
 from varjax.errors import UserError
 from varjax.evaluation import pictures as evaluated
 from varjax.io import pictures
@@ -48,7 +47,6 @@ READERS = {
     "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),
     "prompts": ("a.txt", sets._read),
     "manifest": (layouts.MANIFEST, lambda path: layouts.image_files(path.parent)),
-    "program": ("a.program", kept_programs._read),
     "weights": ("a.pth", sources.open_source),
     "zip": ("a.pth", Archive),
     "old weights": ("a.pth", legacy.LegacyTorchFile),
@@ -164,8 +162,7 @@ OWN = {
     *("experiments/__main__.py", "experiments/recipes/recipe.py", "experiments/serve/page.py"),
     *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
     *("experiments/run/files.py", "experiments/report/sweep_files.py", "ported_weights/hub.py"),
-    *("varjax/engine/fingerprint.py", "varjax/engine/memory.py"),
-    *("varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
+    *("varjax/engine/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
 }
 OPENS = re.compile(
     r"(?<!def )(?<![\w.])open\(|\.open\([\"']r|\.read_(text|bytes)\(|np\.(load|fromfile|memmap)\("

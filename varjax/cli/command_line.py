@@ -34,7 +34,6 @@ from varjax.cli.flags import (
     parse_flags,
 )
 from varjax.errors import UserError
-from varjax.garbage import never_at_exit, rarely_collected
 from varjax.parallel import processes
 from varjax.parallel.processes import LostProcess
 
@@ -53,10 +52,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     own = own if isinstance(own, CommandFlags) else None
     values = flags.FLAGS if own is None else own.values
     saved = flagsaver.save_flag_values(values)
-    never_at_exit()
     try:
-        with rarely_collected():
-            status = _guarded(main, argv, own, values)
+        status = _guarded(main, argv, own, values)
     except Exception as error:
         if why := devices.why_none(error):
             status = _complain(why, 2)

@@ -101,7 +101,8 @@ class CommandFlags:
             COMPILATION_CACHE,
             None,
             "Folder that keeps compiled programs for the next start, or off; default: "
-            "JAX_COMPILATION_CACHE_DIR, else varjax/programs in the user's cache folder.",
+            "JAX_COMPILATION_CACHE_DIR, else varjax/programs in the user's cache folder. Its "
+            "subfolder varjax, which older versions wrote, is not read and may be deleted.",
         )
 
     def use_first(self, argv: Sequence[str]) -> None:

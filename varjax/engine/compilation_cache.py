@@ -9,7 +9,6 @@ import contextlib
 import functools
 import pathlib
 import tempfile
-import threading
 from collections.abc import Iterator
 
 import jax
@@ -26,18 +25,13 @@ _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
-def default_directory() -> pathlib.Path:
-    """`varjax/programs` in the user's cache folder."""
-    return cache_folder("programs")
-
-
 def use(place: str | None) -> None:
     """Keep compiled programs in a folder.
 
     Args:
       place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
-        (JAX_COMPILATION_CACHE_DIR), else `default_directory()`. Where that cannot be written there
-        is no cache.
+        (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
+        cannot be written there is no cache.
 
     Raises:
       UserError: the folder named cannot be written.
@@ -51,7 +45,7 @@ def use(place: str | None) -> None:
     # who set JAX's own variable has chosen, and may share the folder with other programs
     if place is None and jax.config.jax_compilation_cache_dir:
         return
-    folder = pathlib.Path(place).expanduser() if place else default_directory()
+    folder = pathlib.Path(place).expanduser() if place else cache_folder("programs")
     try:  # asking for permissions is not enough: for root they always look right
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -65,9 +59,9 @@ def use(place: str | None) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keep programs that are compiled inside in `default_directory()`, unless JAX was told a folder
-    or to keep nothing (JAX_ENABLE_COMPILATION_CACHE=false). Other programs of the process are not
-    kept."""
+    """Keep programs that are compiled inside in `varjax/programs` of the user's cache folder,
+    unless JAX was told a folder or to keep nothing (JAX_ENABLE_COMPILATION_CACHE=false). Other
+    programs of the process are not kept."""
     config = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         yield
@@ -82,28 +76,9 @@ def kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-_off = threading.Lock()  # JAX's cache is off for a program of `off`
-
-
-@contextlib.contextmanager
-def off() -> Iterator[None]:
-    """JAX neither looks for programs that are compiled inside, nor keeps them. One thread at a
-    time, since that is a setting of the process."""
-    with _off:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
-            yield
-        finally:
-            jax.config.update("jax_enable_compilation_cache", True)
-            compilation_cache.reset_cache()
-
-
 def is_on() -> bool:
     """Whether compiled programs are kept and looked for."""
-    config = jax.config
-    enabled = config.jax_enable_compilation_cache or _off.locked()
-    return bool(config.jax_compilation_cache_dir and enabled)
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
 
 
 def _set(folder: str | None) -> None:

@@ -15,7 +15,7 @@ from jax.experimental.layout import Format
 from jaxtyping import Array, Float, PyTree
 
 from varjax.codecs import arithmetic
-from varjax.engine import kept_programs, program
+from varjax.engine import program
 from varjax.engine.segments import map_in_chunks
 from varjax.nn.published import Configuration
 from varjax.parallel.sharding import ShardedProgram
@@ -127,10 +127,7 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     return options
 
 
-def compile_pixels(
-    trace: kept_programs.Trace, kept_as: kept_programs.Said | None = None
-) -> jax.stages.Compiled:
-    """Compile the program of `trace_pixels` for the device that is there. kept_as: as in
-    `kept_programs.compiled`."""
+def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Compile the program of `trace_pixels` for the device that is there."""
     options = compiler_options(jax.default_backend())
-    return kept_programs.compiled(trace, options, kept_as)[0]
+    return traced.lower().compile(compiler_options=options)

@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import implementations
-from varjax.engine import kept_programs, segments
+from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
@@ -182,18 +182,17 @@ def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
 
 
 def compile_codes(
-    trace: kept_programs.Trace,
-    *,
-    few_rows: bool,
-    weights_dtype: str,
-    kept_as: kept_programs.Said | None = None,
+    traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile the program of `trace_codes` for the device that is there; also what the compilation
-    cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`. kept_as: as in
-    `kept_programs.compiled`."""
+    cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`."""
     how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
     options = compiler_options(jax.default_backend(), **how)
-    return kept_programs.compiled(trace, options, kept_as)
+    lowered = traced.lower()
+    # this program only: helpers compile too quickly to be kept, and look cold
+    with compilation_cache.Watch() as watch:
+        compiled = lowered.compile(compiler_options=options)
+    return compiled, watch.verdict
 
 
 def check_attention(implementation: str | None) -> None:
