@@ -19,8 +19,6 @@ from varjax.cache.plan import CachePlan
 from varjax.conditions import Condition
 from varjax.generator import Generator
 from varjax.model import Model
-from varjax.parallel import processes
-from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.sampling import Sampling
 
@@ -76,25 +74,9 @@ class Generation:
         condition = text_condition.encoded(self.condition, self.model, self.program.dtype)
         return dataclasses.replace(self, condition=condition)
 
-    @property
-    def sharers(self) -> int:
-        """How many processes draw a batch, each its part with a program of its own: all, where no
-        model is divided over several of them, so that they have nothing to exchange. 1: one program
-        on all devices."""
-        mesh, count = self.program.mesh, processes.count()
-        here = len(jax.local_devices())
-        alike = here * count == mesh.num_devices and here % mesh.model == 0
-        return count if alike else 1
-
-    @property
-    def own_mesh(self) -> MeshSpec:
-        """The mesh of this process's program."""
-        mesh = self.program.mesh
-        return dataclasses.replace(mesh, data=mesh.data // self.sharers)
-
     def load_model(self) -> Model:
         """Load the weights; they stay on disk until it is known which devices share them."""
-        several = self.own_mesh.num_devices > 1
+        several = self.program.mesh.num_devices > 1
         return self.model.load_weights(self.program.dtype, on_disk=several)
 
     def generator(
@@ -105,10 +87,10 @@ class Generation:
             model,
             plan,
             sampling=self.sampling,
-            batch_size=self.batch_size // self.sharers,
+            batch_size=self.batch_size,
             kv_dtype=kv_dtype,
             keep_logits=keep_logits,
-            mesh=self.own_mesh,
+            mesh=self.program.mesh,
         )
 
 
@@ -168,12 +150,11 @@ def policy_arguments(policy: Policy) -> dict:
     return {name: getattr(policy, name) for name in names if name != "budget"}
 
 
-def cache_report(generator: Generator, sharers: int = 1) -> dict:
+def cache_report(generator: Generator) -> dict:
     """Return the size of a generator's cache. Byte counts are for one batch. `allocated_bytes` is
-    read from the compiled program; the full cache is counted in the same type. sharers: how many
-    such generators draw a batch."""
-    plan, batch, dtype = generator.plan, generator.batch_size * sharers, generator.kv_dtype
-    dense, allocated = plan.dense_bytes(batch, dtype), generator.allocated_bytes * sharers
+    read from the compiled program; the full cache is counted in the same type."""
+    plan, batch, dtype = generator.plan, generator.batch_size, generator.kv_dtype
+    dense, allocated = plan.dense_bytes(batch, dtype), generator.allocated_bytes
     read, geometry = plan.read_tokens, plan.geometry
     full = geometry.dense_tokens / (geometry.num_layers * geometry.num_heads)
     return {
@@ -191,13 +172,11 @@ def cache_report(generator: Generator, sharers: int = 1) -> dict:
     }
 
 
-def time_report(generator: Generator, sharers: int = 1) -> dict:
+def time_report(generator: Generator) -> dict:
     """Return times in seconds. `steady_s_per_image` is the median of all runs after the first one,
-    the time of the first if it is the only one, and None if nothing was run. sharers: see
-    `cache_report`."""
+    the time of the first if it is the only one, and None if nothing was run."""
     timing = generator.timing
-    batch = generator.batch_size * sharers
-    steady = None if timing.steady_s is None else timing.steady_s / batch
+    steady = None if timing.steady_s is None else timing.steady_s / generator.batch_size
     return {
         "compile_s": timing.compile_s,
         "first_run_s": timing.first_run_s,

@@ -5,6 +5,9 @@ interrupted run is started again with the same flags, it draws the batches that 
 damaged; with other flags it is refused, unless --overwrite discards the unfinished run. At the end
 the results are written and `DIR.partial` is removed. A run that fails before its first batch leaves
 nothing. --overwrite replaces folders that `run`, `sweep` or `evaluate` wrote, and no others.
+
+Of many processes the first one alone writes and reads these folders; the others hear from it which
+images are missing.
 """
 
 import contextlib
@@ -20,6 +23,7 @@ from experiments.prompts.layouts import MANIFEST, image_files
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
+from varjax.parallel import processes
 from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json
 from varjax.storage.names import inside
@@ -120,11 +124,20 @@ class BatchStore:
     def working(self) -> Iterator[None]:
         """Hold the work folder, new or with finished batches. It is removed again if no batch is
         finished. `UserError` if another process works in it or it cannot be written."""
+        with contextlib.ExitStack() as stack:
+            with processes.together():
+                stack.enter_context(self._held())
+                self.work.start()
+                self.scan()
+                self.resumed = any(self.finished(name) for name in self.series)
+            yield
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
         try:
             with self.work.held():
                 self.check()  # again: another process may have been here since
                 try:
-                    self._start()
                     yield
                 finally:
                     if not self.work.finished():
@@ -133,11 +146,6 @@ class BatchStore:
             if self.out.parent == RESULTS:  # it goes if it was made for this run alone
                 with contextlib.suppress(OSError):
                     RESULTS.rmdir()
-
-    def _start(self) -> None:
-        self.work.start()
-        self.scan()
-        self.resumed = any(self.finished(name) for name in self.series)
 
     def scan(self) -> None:
         """See which files are there and sound."""
@@ -169,11 +177,12 @@ class BatchStore:
 
     def missing(self, series: str) -> list[np.ndarray]:
         """Return the images that are not stored, or damaged: numbers of consecutive ones, at most
-        a batch of them at a time."""
+        a batch of them at a time. The same in all processes."""
         made = self.series[series]
         lacks = np.ones(made.count, bool)
         for there in self._files[series].values():
             lacks[there.start : there.stop] = False
+        lacks = processes.from_first(lacks)
         numbers = np.flatnonzero(lacks[made.made.start : made.made.stop]) + made.made.start
         gaps = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
         size = made.batch_size
@@ -208,12 +217,27 @@ class BatchStore:
         parts = [results for _, results in self.batches(series)]
         return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
-    def gather(self) -> None:
-        """See what other processes have stored: `experiments.shared_store` has some."""
-
     def close(self) -> None:
         """Empty the work folder; `working` removes it at its end."""
         self.work.clear()
+
+
+class FollowingStore(BatchStore):
+    """The store of a process that is not the first one: it touches no file."""
+
+    def __init__(self, series: Mapping[str, Series]):
+        self.series = dict(series)
+        self._files = {name: {} for name in self.series}
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Wait until the first process holds the folder. `UserError` if it cannot."""
+        with processes.together():
+            pass
+        yield
+
+    def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
+        """Leave it to the first process, which has the same results."""
 
 
 def partial_folder(out: pathlib.Path) -> pathlib.Path:
@@ -289,7 +313,16 @@ class FolderFlags:
     ) -> BatchStore:
         """Return the store for the folder, with the batches that are finished.
 
-        stem: how a new folder under results/ begins. description, series: see `BatchStore`."""
+        stem: how a new folder under results/ begins. description, series: see `BatchStore`.
+        `UserError`, in all processes, unless the first one may write there."""
+        with processes.together():
+            if processes.is_first():
+                return self._open(stem, description, series)
+        return FollowingStore(series or {})
+
+    def _open(
+        self, stem: str, description: dict, series: Mapping[str, Series] | None
+    ) -> BatchStore:
         out, overwrite = self.path, self.overwrite
         if out is None:
             return BatchStore.fresh(stem, description, series)

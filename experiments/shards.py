@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from experiments.batch_files import Series
 from experiments.output import BatchStore, FolderFlags, written
-from experiments.shared_store import open_store
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
@@ -95,7 +94,7 @@ class ShardFlag:
     ) -> BatchStore:
         """Return the store of the part or, without --shard, of the whole (`FolderFlags.open`)."""
         if (shard := self.shard) is None:
-            return open_store(folder, stem, description, series)
+            return folder.open(stem, description, series)
         if processes.count() > 1:
             raise UserError(
                 f"--shard={self._flag.value} and --distributed: parts know nothing of each other, "

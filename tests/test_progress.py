@@ -39,8 +39,7 @@ def test_a_run_does_not_count_compiling(monkeypatch, capsys):
         batch_size=1,
         timing=SimpleNamespace(compile_s=1000.0, cache="cold"),
         compile=lambda *a: passed(1000),
-        over_processes=False,
-        draw_here=lambda condition, index, **k: [passed(10, (index, {}))],
+        draw=lambda condition, index, **k: passed(10, {}),
     )
     plan, labels = SimpleNamespace(policy=SimpleNamespace(name="x")), np.zeros(3, int)
     run = SimpleNamespace(plan=plan, condition=labels, batch_size=1, seed=0, save_arrays=False)

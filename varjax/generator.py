@@ -242,11 +242,6 @@ class Generator:
         """FLOPs per image of the attention, and of observing it for the policy."""
         return self.drawing.attention_flops()
 
-    @property
-    def over_processes(self) -> bool:
-        """Whether a batch is one program of all processes, which are in step then."""
-        return processes.count() > 1 and self.mesh.num_devices == len(jax.devices())
-
     # --- running ----------------------------------------------------------------------------------
 
     def __call__(
@@ -285,51 +280,21 @@ class Generator:
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Return the results of at most a batch of images, by their numbers, on the host. options:
-        seed, given and given_scales, as of `run_images`."""
+        seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
+        alike, and all of them have all results."""
         results, _ = self.run_images(condition, index, keep_cache=False, **options)
-        return jax.tree.map(np.asarray, results)
-
-    def draw_here(
-        self, condition: Condition, index: np.ndarray, **options
-    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Draw at most a batch of images together with all other processes; return those that this
-        one holds, as [(their numbers, results on the host), ...]. All call it alike; every image is
-        held by one process. options: as of `draw`.
-
-        With a mesh of this process's devices alone the batch is as many generators' as there are
-        processes, and this one draws its part by itself."""
-        if not self.over_processes:
-            first = self.batch_size * processes.index()
-            own = index[first : first + self.batch_size]
-            return [(own, self.draw(condition, own, **options))] if len(own) else []
-        padded, given = self._padded(index, options.pop("given", None))
-        images, options["given"] = condition.take(padded), given
-        results, _ = self.run_batch(images, padded, keep_cache=False, **options)
-        held = {name: processes.rows_here(array) for name, array in results.items()}
-        found = []
-        for first, rows in held["images"].items():
-            numbers = index[first : first + len(rows)]
-            arrays = {name: parts[first][: len(numbers)] for name, parts in held.items()}
-            found += [(numbers, arrays)] if len(numbers) else []
-        return found
-
-    def _padded(
-        self, index: np.ndarray, given: np.ndarray | Given | None
-    ) -> tuple[np.ndarray, np.ndarray | Given | None]:
-        """Return the numbers of a whole batch, and what is given for it, of all images' `given`."""
-        # One program serves every number of images: a short batch repeats its last image, and the
-        # copies are cut off again.
-        padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
-        if given is not None:
-            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
-        return padded, given
+        return jax.tree.map(np.asarray, processes.gathered(results))
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
     ) -> tuple[dict[str, Array], PyTree]:
         """Return the results of at most a batch of images, by their numbers, and the cache of the
         whole batch. given: tokens of all images. options: as of `run_batch`."""
-        padded, given = self._padded(index, given)
+        # One program serves every number of images: a short batch repeats its last image, and the
+        # copies are cut off again.
+        padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
+        if given is not None:
+            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
         results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
         contents = results.pop("contents", None)  # has rows, not images
         results = {name: a[: len(index)] for name, a in results.items()}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from varjax.errors import UserError, show
+from varjax.parallel import processes
 
 RECENT = 10  # measurements of each kind of work that an estimate uses
 
@@ -52,8 +53,10 @@ class Progress:
         self.note(f"{line}  {note}" if note else line)
 
     def note(self, message: str) -> None:
-        """Print one line outside the count, for example that a compilation started."""
-        print(message, file=self.stream, flush=True)
+        """Print one line outside the count, for example that a compilation started, in the first
+        process."""
+        if processes.is_first():
+            print(message, file=self.stream, flush=True)
 
 
 class TimeLeft:

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import numpy as np
 import scipy
 
 from experiments.batch_files import Series
@@ -42,7 +41,6 @@ from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
-from experiments.shared_store import open_store
 from experiments.stopping import Stopped, say_stopped
 from varjax import arguments
 from varjax.cli import command_line
@@ -97,7 +95,7 @@ CLASSIFIER = FLAGS.string(
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
     None,
-    f"Pictures per program call, of each process; default: {extractors.CPU_BATCH} on CPU, else"
+    f"Pictures per program call, on all devices; default: {extractors.CPU_BATCH} on CPU, else"
     f" {extractors.USUAL_BATCH} per device; fewer where large pictures take much memory.",
     lower_bound=1,
     upper_bound=arguments.LARGEST_BATCH,
@@ -127,7 +125,7 @@ class Evaluation:
     def series(self) -> dict[str, Series]:
         """Return the files of everything that is computed, by name."""
         found: dict[str, Series] = {}
-        size = features.chunk(self.batch_size) if processes.count() == 1 else self.batch_size
+        size = features.chunk(self.batch_size)
         if job := self.comparison:
             for name, side in job.sides.items():
                 if job.wanted[name]:
@@ -230,20 +228,17 @@ def _asked() -> tuple[str, ...]:
 
 
 def _mesh() -> MeshSpec:
-    """Return the devices of this process that pictures are split over."""
-    available = len(jax.devices())
+    """Return the devices that pictures are split over: of many processes all."""
+    available, many = len(jax.devices()), processes.count() > 1
     with about(MESH):
-        many = processes.count() > 1
         mesh = MeshSpec.parse(MESH.value or ("data=-1" if many else None), available)
         if mesh.model > 1:
             raise UserError("networks of evaluation are not divided: use data alone")
-        here = MeshSpec(data=max(1, mesh.data // processes.count()))
-        which = {"num_heads": 1, "available": available, "where": processes.where()}
-        mesh.check(batch_size=mesh.data, **which)
-        here.check(batch_size=BATCH_SIZE.value or here.data, **which)  # of each process
-        if mesh.data % processes.count():
-            raise UserError(f"{mesh} cannot be split over {processes.count()} processes evenly")
-    return here
+        batch, where = BATCH_SIZE.value or mesh.data, processes.where()
+        mesh.check(batch_size=batch, num_heads=1, available=available, where=where)
+        if many and mesh.data < available:
+            raise UserError(f"{mesh} leaves out devices of {where}: use all, as with data=-1")
+    return mesh
 
 
 def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
@@ -317,8 +312,8 @@ def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:
 
 
 def compute(job: Evaluation, store: BatchStore, stop: Stop) -> bool:
-    """Compute everything that is missing. Several processes share the files that it is kept in.
-    Return whether this process has done its share; not so if `stop` was asked meanwhile."""
+    """Compute everything that is missing. Return whether all is done; not so if `stop` was asked
+    meanwhile."""
     done = True
     if sides := job.comparison:
         program = functools.cache(partial(job.program, sides.network))
@@ -349,11 +344,11 @@ def measured(job: Evaluation, store: BatchStore) -> dict:
 
 def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
-    job = DISTRIBUTED.resolve(resolve, OUT)
+    job = DISTRIBUTED.resolve(resolve)
     if processes.is_first():
         print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
-    store = open_store(OUT, stem, job.describe(), job.series())
+    store = OUT.open(stem, job.describe(), job.series())
     try:
         make(job, store)
     except Stopped as stopped:
@@ -361,13 +356,12 @@ def main(argv: list[str]) -> None:
 
 
 def make(job: Evaluation, store: BatchStore) -> None:
-    """Compute everything, alone or with other processes, and write the results. `Stopped` in all
-    of them if the system asks one to end meanwhile."""
+    """Compute everything, alone or with other processes, and write the results. `Stopped` if the
+    system asks to end meanwhile."""
     with store.working():
-        with Stop() as stop, processes.together():
+        with Stop() as stop:
             done = compute(job, store, stop)
-        store.gather()
-        if not processes.say_all(np.array(done)).all():
+        if not done:
             counts = [(store.finished(name), made.count) for name, made in store.series.items()]
             raise Stopped(*map(sum, zip(*counts, strict=True)), "pictures")
         with processes.together():

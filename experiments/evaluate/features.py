@@ -15,7 +15,6 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
-from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 
@@ -77,11 +76,11 @@ def extract(
     stop: Stop,
 ) -> bool:
     """Compute the features that are missing, and keep every part when it is finished. Return
-    whether this process has done its share; not so if `stop` was asked after a part.
+    whether all is done; not so if `stop` was asked after a part.
 
     program: gives the extractor for pictures of a size (height, width)."""
     made, done = store.series[name], store.finished(name)
-    missing = processes.mine(store.missing(name))
+    missing = store.missing(name)
     if not missing:
         return True
     progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
@@ -102,7 +101,7 @@ def extract(
         if last > index[-1]:
             store.add(name, index, metrics.joined(parts))
             parts = []
-            if index is not missing[-1] and stop.heard():
+            if stop.after_step() and index is not missing[-1]:
                 return False
         progress.update(done)
     return True

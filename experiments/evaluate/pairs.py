@@ -16,7 +16,6 @@ from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pairing import paired
-from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
@@ -122,12 +121,12 @@ def compute(
     batch_size: int,
     stop: Stop,
 ) -> bool:
-    """Compute the per-image numbers that are missing, and keep every part. Return whether this
-    process has done its share; not so if `stop` was asked after a part.
+    """Compute the per-image numbers that are missing, and keep every part. Return whether all is
+    done; not so if `stop` was asked after a part.
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
-    made, missing = store.series["pairs"], processes.mine(store.missing("pairs"))
+    made, missing = store.series["pairs"], store.missing("pairs")
     progress = Progress("pairs: picture", made.count, first=store.finished("pairs"), every=2.0)
     program = None
     if job.network is not None and missing:
@@ -141,7 +140,7 @@ def compute(
             parts.append(_numbers(job, ours, theirs, program))
             progress.update(int(numbers[-1]) + 1)
         store.add("pairs", index, metrics.joined(parts))
-        if index is not missing[-1] and stop.heard():
+        if stop.after_step() and index is not missing[-1]:
             return False
     return True
 

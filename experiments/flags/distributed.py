@@ -7,13 +7,11 @@ from typing import TypeVar
 import numpy as np
 
 from experiments.generation import Generation, environment
-from experiments.output import FolderFlags
 from varjax.cli.flags import CommandFlags, about
-from varjax.errors import UserError
 from varjax.parallel import processes
 
 Job = TypeVar("Job", bound=Generation)
-SHARING = ("batch_size", "mesh")
+SHARED = ("batch_size", "mesh")
 CHECKPOINT = ("model", "model_sources", "model_files", "schedule")
 
 
@@ -36,7 +34,7 @@ class DistributedFlag:
             with about(self._flag):
                 processes.start(self._flag.value)
 
-    def resolve(self, resolve: Callable[[], Job], out: FolderFlags) -> Job:
+    def resolve(self, resolve: Callable[[], Job]) -> Job:
         """Return what is to be done, the same in all processes.
 
         Raises:
@@ -46,16 +44,13 @@ class DistributedFlag:
         if self._flag.value is None:
             return resolve()
         with processes.together():
-            if out.path is None:
-                raise UserError("--distributed: name one folder for all processes with --out")
             job = resolve()
         if isinstance(job, Generation):  # memory decides the batch, and differs
             smallest = int(processes.say_all(np.array(job.batch_size)).min())
             job = dataclasses.replace(job, batch_size=smallest)
         said, versions = job.describe(), environment()["versions"]
         checkpoint = {name: said.pop(name, None) for name in CHECKPOINT}
-        same = {"checkpoint": checkpoint, "versions": versions, **said}
-        # what decides no picture, but who draws which
-        same |= {f"--{name}": self._flags[name].value for name in SHARING if name in self._flags}
-        processes.agree(same | {"--out": out.path.name, "--overwrite": out.overwrite})
+        # what decides no picture, but the programs that all run together
+        same = {f"--{name}": self._flags[name].value for name in SHARED if name in self._flags}
+        processes.agree({"checkpoint": checkpoint, "versions": versions, **said, **same})
         return job

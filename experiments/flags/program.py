@@ -192,9 +192,9 @@ class ProgramFlags:
         return attention
 
     def _mesh_here(self, model: Model) -> MeshSpec:
-        if self._mesh is None:
-            return MeshSpec()
         many = not self._elsewhere and processes.count() > 1
+        if self._mesh is None:
+            return MeshSpec(data=len(jax.devices())) if many else MeshSpec()
         text = self._mesh.value or ("data=-1" if many else None)
         devices = None if self._elsewhere else len(jax.devices())
         with about(self._mesh):

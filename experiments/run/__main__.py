@@ -12,7 +12,7 @@ images/ with one file per image in the layout of the prompt set. An interrupted 
 with the same flags continues where it stopped. With --shard=I/N it makes part I of N, which
 experiments.merge joins; with --distributed many processes work as one
 (docs/howto/many_processes.md).
-SIGTERM ends it after the batch that is drawn, in many processes each after its own, with status 0.
+SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
 import sys
@@ -33,7 +33,6 @@ from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import part
 from experiments.run import results as run_results
-from experiments.run.made import Made
 from experiments.shards import PartStore, ShardFlag
 from experiments.stopping import Stopped, say_stopped
 from varjax import api, metrics
@@ -44,7 +43,8 @@ from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Ending, Stop
+from varjax.parallel.stopping import Stop
+from varjax.progress import Progress
 from varjax.storage import npz
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
@@ -229,20 +229,15 @@ def generate_series(
         say(f"{name}: {done} of {total} images are there already, continuing")
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
-    made = Made(f"{name}: image", series, done, total)
-    ending = Ending(stop, in_step=generator.over_processes)
+    progress = Progress(f"{name}: image", total, first=done)
     options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
     for index in missing:
-        held = generator.draw_here(run.condition, index, **options)
-        for numbers, results in held:
-            store.add(series, numbers, run_results.kept(run, results))
-        made.add(sum(len(numbers) for numbers, _ in held))
-        if ended := ending.after_step():
-            break
-    if missing:  # the same in all processes, which end together or go on together
-        stored, ended = made.by_all(ended)
-        if ended:
-            raise Stopped(stored, total)
+        results = generator.draw(run.condition, index, **options)
+        store.add(series, index, run_results.kept(run, results))
+        done += len(index)
+        progress.update(done)
+        if stop.after_step():
+            raise Stopped(done, total)
     return generator
 
 
@@ -257,7 +252,7 @@ def draw(run: Run, model: Model, store: BatchStore) -> Generator:
 
 def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
-    shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve, OUT)
+    shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve)
     made = shard and shard.images(len(run.condition), run.batch_size)
     stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
     # parts are divided by batches; without parts neither they nor the mesh decide any image
@@ -281,7 +276,6 @@ def make(run: Run, store: BatchStore) -> None:
         model = run.load_model()
     with store.working():
         generator = draw(run, model, store)
-        store.gather()
         with processes.together():
             if processes.is_first():
                 say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")

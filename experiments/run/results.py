@@ -112,10 +112,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "resumed": store.resumed,
         "recipe": run.recipe,
         **environment(),
-        "kv": {
-            **cache_report(generator, run.sharers),
-            "bookkeeping_bytes": generator.bookkeeping_bytes * run.sharers,
-        },
+        "kv": {**cache_report(generator), "bookkeeping_bytes": generator.bookkeeping_bytes},
         "remarks": list(run.remarks),
         "attention_flops_per_image": generator.attention_flops(),
         "memory": {
@@ -131,7 +128,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             },
         },
         "time": {
-            **time_report(generator, run.sharers),
+            **time_report(generator),
             # cold: the programs were compiled; warm: they came from the compilation cache
             "compile_cold_s": None if warm else timing.compile_s,
             "compile_warm_s": timing.compile_s if warm else None,

@@ -24,7 +24,7 @@ Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` 
 (default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
 again with the same settings; policies and budgets may change. SIGTERM ends it after the batch that
 is drawn, with status 0. With --shard=I/N it runs part I of N
-of the cells; experiments.merge joins them. With --distributed the cells are shared by processes.
+of the cells; experiments.merge joins them. With --distributed all processes draw each batch.
 """
 
 import pathlib
@@ -41,7 +41,7 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
-from experiments.shards import PartStore, Shard, ShardFlag
+from experiments.shards import PartStore, ShardFlag
 from experiments.stopping import Stopped, say_stopped
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
@@ -152,7 +152,7 @@ def _calibration(
 
 def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
-    sweep = DISTRIBUTED.resolve(resolve, OUT)
+    sweep = DISTRIBUTED.resolve(resolve)
     if processes.is_first():
         print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
     calibration = sweep.calibration and ordinary.read(
@@ -166,13 +166,12 @@ def main(argv: list[str]) -> None:
 
 
 def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
-    """Run all cells, alone or shared with other processes, and write the results."""
+    """Run all cells, alone or with other processes, and write the results."""
     with processes.together():
         sweep = sweep.encoded()
     with store.working():
         with Stop() as stop:
-            Runner(sweep, store, Shard(processes.index(), processes.count()), stop).run()
-        store.gather()
+            Runner(sweep, store, stop=stop).run()
         with processes.together():
             if processes.is_first():
                 results = Runner(sweep, store).all_results()

@@ -60,7 +60,7 @@ class CellProgram:
     def forced_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
         forced."""
-        return np.asarray(self._run(index, tokens)["logits"])
+        return np.asarray(processes.gathered(self._run(index, tokens)["logits"]))
 
     def _run(
         self, index: np.ndarray, given: np.ndarray, given_scales: int | None = None
@@ -90,8 +90,6 @@ class Runner:
         self.sweep, self.store, self.stop = sweep, store, stop or Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = shard.of(distinct) if shard else distinct
-        # what a stopped run counts: a part's own cells, but those of all processes
-        self.counted = self.cells if processes.count() == 1 else distinct
         self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
@@ -132,51 +130,41 @@ class Runner:
         return {key: results for key, (_, results) in found.items()}
 
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
-        """Store the results of a cell."""
-        cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
+        """Store the results of a cell, in the first process."""
+        if processes.is_first():
+            cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to run."""
         return all(self.results(cell) is not None for cell in (self.sweep.full, *self.cells))
 
     def run(self) -> None:
-        """Run every cell that is not stored yet, the full cache first, which the first process
-        runs.
+        """Run every cell that is not stored yet, the full cache first.
 
-        `Stopped` in all processes if one is asked to end: after the batches that they draw. Cells
-        that are finished stay; what was drawn of others is drawn anew.
+        `Stopped` if the system asks to end: after the batch that is drawn. Cells that are finished
+        stay; what was drawn of others is drawn anew.
         """
-        cells = self.cells
-        missing = [cell for cell in cells if self.results(cell) is None]
+        full, cells = self.sweep.full, self.cells
+        there = [processes.is_first() and self.results(c) is not None for c in (full, *cells)]
+        stored, *finished = processes.from_first(np.array(there))
+        missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
-        stored = self.results(self.sweep.full)
-        if processes.count() == 1 and stored and not missing:
+        if stored and not missing:
             return
-        done = [cell for cell in cells if cell not in missing] + [self.sweep.full] * bool(stored)
-        self.progress = SweepProgress(self.sweep, done, (self.sweep.full, *missing))
+        done = [cell for cell in cells if cell not in missing] + [full] * bool(stored)
+        self.progress = SweepProgress(self.sweep, done, (full, *missing))
         _say(self.progress.text())
-        with processes.together():
-            done = bool(stored) or not processes.is_first() or self._run_full()
-        self._check_done(done)  # the others have waited for the full cache
-        with processes.together():
-            done = not missing or self._run_cells(missing)
-        self._check_done(done)
-
-    def _check_done(self, done: bool) -> None:
-        """Wait for all processes; `Stopped` in all of them if one has not `done` its work."""
-        if not processes.say_all(np.array(done)).all():
-            stored = sum(self.path(cell).exists() for cell in self.counted)
-            raise Stopped(stored, len(self.counted), "cells")
+        if not (stored or self._run_full()) or missing and not self._run_cells(missing):
+            raise Stopped(len(cells) - self.progress.missing, len(cells), "cells")
 
     def _run_cells(self, missing: list[Cell]) -> bool:
         """Run cells. Return whether all are done; not so if the system asked to end."""
-        count, stored = len(self.cells), self.results(self.sweep.full)
-        reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
+        count, reference = len(self.cells), self._reference()
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
         for number, cell in enumerate(missing, count - len(missing) + 1):
-            if self.stop.heard():  # before it is compiled
+            if self.stop.asked:  # before it is compiled
                 return False
             _say(f"cell {number}/{count}: {cell.label} at {cell.budget:g}")
             if not self._run_cell(cell, reference):
@@ -184,11 +172,22 @@ class Runner:
         self._logits.clear()
         return True
 
+    def _reference(self) -> dict[str, np.ndarray]:
+        """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
+        count, size = len(self.sweep.condition), self.sweep.model.pixels
+        tokens = self.model.transformer.no_tokens(count)
+        found = {"tokens": tokens, "pictures": np.zeros((count, *size, 3), np.float32)}
+        if processes.is_first():
+            stored = self.results(self.sweep.full)
+            found = {name: stored[name] for name in found}
+        found = processes.from_first(found)
+        return {"tokens": found["tokens"], "images": found["pictures"]}
+
     def _until_asked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, up to the one that is drawn when the system asks to end."""
         for batch in batches:
             yield batch
-            if self.stop.heard():
+            if self.stop.after_step():
                 return
 
     def _run_full(self) -> bool:

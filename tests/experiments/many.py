@@ -2,8 +2,9 @@
 
     python -m tests.experiments.many NOTES SIGNAL:AFTER VERB --flag=...
 
-It writes what it stores to the file NOTES, numbers of images and cells of a sweep, and sends itself
-the signal (SIGKILL, SIGTERM; 0: none) after so many images, or after the first so many cells.
+The first process writes what it stores to the file NOTES, numbers of images and cells of a sweep.
+Each sends itself the signal (SIGKILL, SIGTERM; 0: none) after so many images, or after the first so
+many cells.
 """
 
 import importlib
@@ -11,10 +12,10 @@ import os
 import signal
 import sys
 
-from experiments.output import BatchStore
+from experiments.output import BatchStore, FollowingStore
 from experiments.sweep.cells import Runner
 from varjax.cli import command_line
-from varjax.parallel import shared_folder
+from varjax.parallel import processes
 
 
 def main() -> None:
@@ -23,23 +24,25 @@ def main() -> None:
     add, keep, stored = BatchStore.add, Runner.keep, []
 
     def note(*lines):
-        with open(notes, "a", encoding="ascii") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        if processes.is_first():
+            with open(notes, "a", encoding="ascii") as file:
+                file.writelines(f"{line}\n" for line in lines)
         before = len(stored)
         stored.extend(lines)
         if name != "0" and before < int(after) <= len(stored):
             os.kill(os.getpid(), getattr(signal, name))
 
     def added(self, series, index, results):
-        add(self, series, index, results)
+        if processes.is_first():
+            add(self, series, index, results)
         note(*(f"{series} {i}" for i in index))
 
     def kept(self, cell, row, arrays):
         keep(self, cell, row, arrays)
         note(f"cell {cell.label} {cell.budget:g}")
 
-    BatchStore.add, Runner.keep = added, kept
-    shared_folder.SEEN_WITHIN = 1.0
+    BatchStore.add = FollowingStore.add = added
+    Runner.keep = kept
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])
 

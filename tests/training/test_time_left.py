@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from varjax.parallel.stopping import Ending, Stop
+from varjax.parallel.stopping import Stop
 from varjax.training import loop
 
 STEPS, LOG, VALIDATE, SECOND_PROGRAM = 1000, 20, 100, 250
@@ -47,7 +47,7 @@ def test_time_left(monkeypatch, capsys, start):
     stage, said = MadeUp(start), []
     monkeypatch.setattr(loop.time, "monotonic", lambda: stage.now)
     monkeypatch.setattr(loop, "say", lambda text, quiet: said.append((stage.now, text)))
-    loop._loop(stage, stage, {}, start, False, Ending(Stop()))
+    loop._loop(stage, stage, {}, start, False, Stop())
     ends = stage.now
     lines = [(now, text) for now, text in said if "validation" not in text]
     assert len(lines) == (STEPS - start) // LOG

@@ -35,7 +35,7 @@ from varjax.cli.flags import (
 )
 from varjax.errors import UserError
 from varjax.parallel import processes
-from varjax.parallel.processes import LostProcess
+from varjax.parallel.processes import AgreedError, LostProcess
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
@@ -92,6 +92,8 @@ def _guarded(
             status = main(argv[:1])
         sys.stdout.flush()
         return status or 0
+    except AgreedError as error:  # all processes end, so that none has to notice
+        sys.exit(_complain(str(error), 2))
     except UserError as error:
         return _complain(str(error), 2)
     except LostProcess as error:

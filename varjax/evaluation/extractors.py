@@ -20,7 +20,8 @@ from varjax.evaluation.networks import CATALOGUE
 from varjax.logical_axes import IMAGES, mesh_spec
 from varjax.model import Model
 from varjax.nn import parameters
-from varjax.parallel.sharding import make_mesh
+from varjax.parallel import processes
+from varjax.parallel.sharding import make_mesh, place
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
@@ -214,9 +215,12 @@ class Program:
     ):
         mesh = mesh or MeshSpec()
         each = min(batch_size // mesh.data, network.largest_batch(*size))
+        shared = mesh.data > len(jax.local_devices())  # all processes run one program
+        if shared:  # they may have other amounts of memory
+            each = int(processes.say_all(np.array(each)).min())
         self.batch_size = each * mesh.data
-        self._mesh = make_mesh(mesh, jax.local_devices())  # every process has networks of its own
-        self._weights = jax.device_put(network.module, NamedSharding(self._mesh, P()))
+        self._mesh = make_mesh(mesh, jax.devices() if shared else jax.local_devices())
+        self._weights = place(network.module, NamedSharding(self._mesh, P()))
         images = mesh_spec(P(IMAGES), self._mesh.axis_names)
         self._place = NamedSharding(self._mesh, images)
 
@@ -237,7 +241,7 @@ class Program:
         smaller batch is filled up, so that there is one program; `over` drops what was added."""
         missing = self.batch_size - len(arrays[0])
         padded = [np.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1))) for a in arrays]
-        return self._run(self._weights, *(jax.device_put(a, self._place) for a in padded))
+        return self._run(self._weights, *place(tuple(padded), self._place))
 
     def over(self, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[dict[str, np.ndarray]]:
         """Features of every batch. While the device computes a batch, the next one is read."""
@@ -252,4 +256,5 @@ class Program:
 
 
 def _finished(arrays: dict[str, jax.Array], count: int) -> dict[str, np.ndarray]:
-    return {name: np.asarray(array)[:count] for name, array in arrays.items()}
+    whole = processes.gathered(arrays)
+    return {name: np.asarray(array)[:count] for name, array in whole.items()}

@@ -1,7 +1,7 @@
 """Many processes that work as one: `jax.distributed`, and what they tell each other.
 
-All processes run the same command. `together` makes an error of one an error of all, `agree`
-compares what they were asked for, and `say_all` exchanges numbers. Without
+All processes run the same command in step, on one mesh of all their devices; the first one writes.
+`together` makes an error of one an error of all, `agree` compares what they were asked for. Without
 `start` there is one process, and all of this does nothing.
 
 A process that dies is noticed by the next exchange, when its connection closes, or by the
@@ -14,9 +14,7 @@ import json
 import os
 import re
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import jax
@@ -25,50 +23,20 @@ import numpy as np
 from varjax.errors import UserError, some
 
 AUTO = "auto"
-Item = TypeVar("Item")
+Tree = TypeVar("Tree")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
-START_S, HEARTBEAT_S, STOP_S = 120.0, 45, 30  # seconds until somebody counts as lost
+START_S, HEARTBEAT_S, STOP_S = 120, 45, 30  # seconds until somebody counts as lost
 MOST = 10**5  # processes
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
 
 
-_agreed: list[str] = []  # errors that all processes have raised
-
-
 class AgreedError(UserError):
     """An error that all processes raise together."""
-
-    def __init__(self, message: str):
-        super().__init__(message)
-        _agreed.append(message)
 
 
 class LostProcess(Exception):
     """Another process does not answer any more."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which process this is. coordinator: address and port of process 0."""
-
-    coordinator: str
-    count: int
-    index: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Place":
-        """Read "10.0.0.1:1234,4,0". `UserError` unless it is one of its processes."""
-        match = re.fullmatch(r"(\S+:(\d{1,5})),(\d{1,6}),(\d{1,6})", text, re.ASCII)
-        if not match or not 0 < int(match[2]) < 2**16:
-            raise UserError(f"give {EXAMPLE}")
-        count, index = int(match[3]), int(match[4])
-        if not 1 <= count <= MOST or index >= count:
-            raise UserError(
-                f"there is no process {index} of {count}: processes are counted from 0 on; "
-                f"give {EXAMPLE}"
-            )
-        return cls(match[1], count, index)
 
 
 def start(text: str) -> None:
@@ -77,30 +45,18 @@ def start(text: str) -> None:
     text: "auto" (TPU pods, GKE, SLURM, Open MPI), or "COORDINATOR:PORT,PROCESSES,INDEX".
 
     Raises:
-      UserError: it says something else, nothing is detected, or the others do not come.
+      UserError: it says something else, or nothing is detected. If the others do not come within
+        `START_S`, JAX ends the process.
     """
-    place = None if text == AUTO else Place.parse(text)
-    given = {}
-    if place:
-        given = dict(
-            coordinator_address=place.coordinator,
-            num_processes=place.count,
-            process_id=place.index,
-            cluster_detection_method="deactivate",
-        )
-        if place.coordinator.startswith(("127.0.0.1:", "localhost:")):
-            given["coordinator_bind_address"] = place.coordinator  # nobody else has to reach it
+    given = {} if text == AUTO else place(text)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # else JAX takes SIGTERM for itself, and one that comes before anybody listens is lost
-    jax.config.update("jax_enable_preemption_service", False)
-    # JAX ends the process by a signal if the others do not come: this says it first
-    alone = threading.Timer(START_S, _give_up, [text])
-    alone.daemon = True
-    alone.start()
+    # JAX ends the process by a signal if the others do not come: this says beforehand why
+    line = f"--distributed={text}: waiting for all processes, {START_S} s at most"
+    print(line, file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(
             **given,
-            initialization_timeout=int(2 * START_S) + 10,
+            initialization_timeout=START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=STOP_S,
         )
@@ -110,17 +66,24 @@ def start(text: str) -> None:
             f"the processes do not find each other ({reason:.200}): start all of them with one "
             f"coordinator that they can reach; give {EXAMPLE}"
         ) from None
-    finally:
-        alone.cancel()
 
 
-def _give_up(text: str) -> None:
-    line = (
-        f"error: --distributed={text}: not all processes have come within {START_S:g} s: start "
-        "all of them at the same time, with one coordinator that they can reach"
-    )
-    print(line, file=sys.stderr, flush=True)
-    os._exit(2)
+def place(text: str) -> dict[str, str | int]:
+    """Read "10.0.0.1:1234,4,0": what `jax.distributed.initialize` takes. `UserError` unless it is
+    one of its processes."""
+    match = re.fullmatch(r"(\S+:(\d{1,5})),(\d{1,6}),(\d{1,6})", text, re.ASCII)
+    if not match or not 0 < int(match[2]) < 2**16:
+        raise UserError(f"give {EXAMPLE}")
+    coordinator, count, index = match[1], int(match[3]), int(match[4])
+    if not 1 <= count <= MOST or index >= count:
+        raise UserError(
+            f"there is no process {index} of {count}: processes are counted from 0 on; give "
+            f"{EXAMPLE}"
+        )
+    found = {"coordinator_address": coordinator, "num_processes": count, "process_id": index}
+    if coordinator.startswith(("127.0.0.1:", "localhost:")):
+        found["coordinator_bind_address"] = coordinator  # nobody else has to reach it
+    return found | {"cluster_detection_method": "deactivate"}
 
 
 def count() -> int:
@@ -143,11 +106,6 @@ def is_first() -> bool:
     return index() == 0
 
 
-def mine(items: Sequence[Item]) -> list[Item]:
-    """Every N-th item, of N processes: those that this one does."""
-    return list(items[index() :: count()])
-
-
 def wait() -> None:
     """Wait for all processes. `LostProcess` if one does not answer."""
     say_all(np.zeros(1))
@@ -165,14 +123,32 @@ def say_all(values: np.ndarray) -> np.ndarray:
         return np.asarray(multihost_utils.process_allgather(values))
 
 
-def say_texts(text: str) -> list[str]:
-    """Exchange texts, of which `MESSAGE` bytes are told; return those of all processes."""
+def from_first(tree: Tree) -> Tree:
+    """Return the arrays of the first process, in all of them. The others give arrays of the same
+    shapes and types, of at most 32 bits."""
     if count() == 1:
-        return [text]
-    said = np.zeros(MESSAGE, np.uint8)
-    data = np.frombuffer(text.encode(errors="replace")[:MESSAGE], np.uint8)
-    said[: len(data)] = data
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+        return tree
+    from jax.experimental import multihost_utils
+
+    with answering():
+        return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def gathered(tree: Tree) -> Tree:
+    """Return arrays of all processes as every one of them can read them: in host memory, one after
+    the other. Arrays of one process stay where they are."""
+    if count() == 1:
+        return tree
+    with answering():
+        return jax.tree.map(_whole, tree)
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @contextlib.contextmanager
@@ -205,12 +181,20 @@ def together() -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         mine = str(error) or type(error).__name__
-    texts = say_texts(mine)
+    texts = _texts(mine)
     if mine:
         raise AgreedError(mine)
     failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]
     if failed:
         raise AgreedError(failed[0])
+
+
+def _texts(mine: str) -> list[str]:
+    """Exchange texts, of which `MESSAGE` bytes are told; return those of all processes."""
+    said = np.zeros(MESSAGE, np.uint8)
+    data = np.frombuffer(mine.encode(errors="replace")[:MESSAGE], np.uint8)
+    said[: len(data)] = data
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
 
 
 def agree(asked: Mapping[str, object]) -> None:
@@ -242,45 +226,10 @@ def _digest(value: object) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
 
 
-def post(topic: str, text: str) -> None:
-    """Leave a text for all processes, in place of what this one left under that topic before. It
-    waits for nobody. `LostProcess` if process 0, which keeps it, is gone."""
-    if count() > 1:
-        with answering():
-            _kept().key_value_set(f"varjax/{topic}/{index()}", text, allow_overwrite=True)
-
-
-def posted(topic: str) -> list[str]:
-    """Return what processes have left under a topic so far, in no order. It waits for nobody."""
-    if count() == 1:
-        return []
-    with answering():
-        return [text for _, text in _kept().key_value_dir_get(f"varjax/{topic}")]
-
-
-def _kept():
-    """Texts by name that the service of `jax.distributed` keeps for all processes; JAX itself has
-    no public way to them."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
 def leave(status: int) -> None:
     """End this process at once if it fails alone. Its connections close, so that the others notice;
     otherwise JAX would first wait for them."""
-    if status and count() > 1 and not _agreed:
+    if status and count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def rows_here(array: jax.Array) -> dict[int, np.ndarray]:
-    """{first row: rows} of an array that is divided along its first axis. What several devices
-    hold is given by one of them, so that every row is given by one process."""
-    found = {}
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            where = shard.index[0] if shard.index else slice(None)
-            found[where.start or 0] = np.asarray(shard.data)
-    return found

@@ -6,46 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.storage import lock
 
-TOKEN = ".process-"  # how the file begins that all have to see
-SEEN_WITHIN = (
-    20.0  # seconds after which a shared file system shows what another machine has written
-)
-
-
-def check(folder: Path, name: str, advice: str) -> None:
-    """Raise `UserError` in all processes unless all see a file that the first one makes in `folder`
-    and removes.
-
-    name: begins the name of the file. advice: what to do where they do not.
-    """
-    number = int(processes.say_all(np.random.default_rng().integers(10**9))[0])
-    token = folder / f"{name}{number}"
-    with processes.together():
-        if processes.is_first():
-            for left in folder.glob(f"{name}*"):  # by a process that was killed
-                left.unlink(missing_ok=True)
-            token.touch(exist_ok=False)  # follows no link
-    try:
-        with processes.together():
-            _look_for(token, advice)
-    finally:
-        if processes.is_first():
-            token.unlink(missing_ok=True)
-    processes.wait()  # nobody finds it any more
-
-
-def _look_for(token: Path, advice: str) -> None:
-    end = time.monotonic() + SEEN_WITHIN
-    while not token.exists():
-        if time.monotonic() > end:
-            raise UserError(f"{token.parent} is not the same folder as that of process 0: {advice}")
-        time.sleep(0.2)
+# Seconds after which a shared file system shows what another machine has written.
+SEEN_WITHIN = 20.0
 
 
 @contextlib.contextmanager
@@ -53,12 +19,22 @@ def held(folder: Path, message: str, advice: str) -> Iterator[None]:
     """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs.
 
     Raises:
-      UserError: in all of them, if another run holds it (`message`), or it is not one folder.
+      UserError: in all of them, if another run holds it (`message`), or it is not one folder
+        (`advice`).
     """
     with contextlib.ExitStack() as stack:
         with processes.together():
             if processes.is_first():
                 stack.enter_context(lock.held(folder, message))
-        if processes.count() > 1:
-            check(folder, TOKEN, advice)
+        with processes.together():
+            _look_for(folder / lock.NAME, advice)
         yield
+
+
+def _look_for(file: Path, advice: str) -> None:
+    """Wait until this process sees the file of the first one. `UserError` if it does not."""
+    end = time.monotonic() + SEEN_WITHIN
+    while not file.exists():
+        if time.monotonic() > end:
+            raise UserError(f"{file.parent} is not the same folder as that of process 0: {advice}")
+        time.sleep(0.2)

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,21 +26,6 @@ from varjax.parallel.split import REST, axis_sizes
 AXES = {"data": "pictures", "fsdp": "pictures, parameters and optimizer state"}
 DATA, FSDP = AXES
 Tree = TypeVar("Tree")
-
-
-def gathered(tree: Tree) -> Tree:
-    """Return arrays of all processes as every one of them can read them: in host memory, one after
-    the other. Arrays of one process stay where they are."""
-    if processes.count() == 1:
-        return tree
-    return jax.tree.map(_gathered, tree)
-
-
-def _gathered(array: jax.Array) -> np.ndarray:
-    if array.is_fully_replicated:
-        return np.asarray(array)
-    whole = NamedSharding(array.sharding.mesh, P())
-    return np.asarray(jax.jit(lambda a: a, out_shardings=whole)(array))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+import jax
+
 from varjax.errors import UserError
 
 LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add
@@ -210,9 +212,12 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
-    what is hidden is removed, and what was started is ended. Where somebody else handles it, and in
-    other threads, nothing changes."""
-    ours = threading.current_thread() is threading.main_thread()
+    what is hidden is removed, and what was started is ended. Where somebody else handles it, as JAX
+    does of many processes, and in other threads, nothing changes."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and not jax.distributed.is_initialized()
+    )
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return

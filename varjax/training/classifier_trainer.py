@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from varjax.evaluation import networks
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.parallel import processes
-from varjax.parallel.training import TrainingMesh, gathered
+from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
 from varjax.training import loop
@@ -113,7 +113,8 @@ def train(
         check_new_folder(model, replaces=checkpoint.written, flag="out")
         config = configuration(settings, pictures)
     stage = ClassifierStage(settings, config, pictures, mesh=mesh)
-    parts = {ClassifierStage.name: stage.model(gathered(loop.run(stage, out, quiet)["ema"]))}
+    averages = processes.gathered(loop.run(stage, out, quiet)["ema"])
+    parts = {ClassifierStage.name: stage.model(averages)}
     part = networks.CATALOGUE.parts[ClassifierStage.name]
     with processes.together():
         if processes.is_first():

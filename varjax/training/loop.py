@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
-from varjax.parallel import processes, shared_folder
-from varjax.parallel.stopping import Ending, Stop
+from varjax.parallel import processes
+from varjax.parallel.stopping import Stop
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
@@ -56,8 +56,7 @@ def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> Non
     if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
         raise UserError(f"out={out}: no permission to read and write there")
     found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
-    names = {path.name for path in out.iterdir()} - {lock.NAME}
-    if not found and any(not name.startswith(shared_folder.TOKEN) for name in names):
+    if not found and {path.name for path in out.iterdir()} - {lock.NAME}:
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
@@ -148,14 +147,9 @@ class StageFolder:
     def _restored(self, step: int, like: dict) -> dict:
         """Read a checkpoint, after comparing the checksums of its files where they are known."""
         folder = self._checkpoints / str(step)
-        problem = ""
-        if processes.is_first() and (records := self._records().get(str(step))):
-            try:
+        with processes.together():  # all go on from the same one
+            if processes.is_first() and (records := self._records().get(str(step))):
                 checksums.check_files(folder, records, self._advice())
-            except UserError as error:
-                problem = str(error)
-        if problem := processes.say_texts(problem)[0]:  # all go on from the same one
-            raise UserError(problem)
         with arrays.failed_reading(folder, self._advice()):
             ordinary.check_folder(folder)
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
@@ -255,9 +249,9 @@ def run(
             state = stage.first_state()
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
-        with Stop() as stop, processes.answering():
-            state = _loop(stage, folder, state, start, quiet, ending := Ending(stop))
-            if goes_on and ending.after_step(last=True):
+        with Stop(start) as stop, processes.answering():
+            state = _loop(stage, folder, state, start, quiet, stop)
+            if goes_on and stop.after_step():
                 raise Stopped(stage.name, stage.steps, stage.steps)
             return state
 
@@ -275,7 +269,7 @@ def _loop(
     state: dict,
     start: int,
     quiet: bool,
-    ending: Ending,
+    stop: Stop,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
     last, left = time.monotonic(), StageTimeLeft(stage, start)
@@ -303,7 +297,7 @@ def _loop(
                 last = time.monotonic()
                 left.validated(last - now)
             folder.append_history(entry)
-        stopped = not final and ending.after_step()
+        stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state)
         if stopped:

@@ -15,7 +15,7 @@ from varjax.models import registry
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
 from varjax.parallel import processes, shared_folder
-from varjax.parallel.training import TrainingMesh, gathered
+from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import classifier_trainer, data, loop
@@ -146,7 +146,7 @@ def _train(
         given = partial(start.transformer_parameters, rows, settings.seed)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
     state = loop.run(transformer_stage, out, quiet)
-    transformer = transformer_stage.model(gathered(state["ema"]))
+    transformer = transformer_stage.model(processes.gathered(state["ema"]))
     with processes.together():
         _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
     return Path(out) / MODEL
@@ -172,7 +172,7 @@ def _codec(
         state = _finished_state(codec_stage, out)
     else:
         state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
-    return codec_stage.model(gathered(state["ema"]))
+    return codec_stage.model(processes.gathered(state["ema"]))
 
 
 def _has_codec(out: Path) -> bool:
