@@ -282,8 +282,9 @@ class Generator:
         """Return the results of at most a batch of images, by their numbers, on the host. options:
         seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
         alike, and all of them have all results."""
-        results, _ = self.run_images(condition, index, keep_cache=False, **options)
-        return jax.tree.map(np.asarray, processes.gathered(results))
+        with processes.answering():
+            results, _ = self.run_images(condition, index, keep_cache=False, **options)
+            return jax.tree.map(np.asarray, processes.gathered(results))
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options

@@ -216,11 +216,11 @@ def test_sweep_in_parts_is_one_sweep(call, checkpoint, tmp_path):
     assert call("sweep", *flags, f"--out={whole}")[0] == 0
     assert arrays(out / "samples.npz") == arrays(whole / "samples.npz")
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
-    ours, theirs = (_without_times(report(f, "sweep.json")) for f in (out, whole))
+    ours, theirs = (without_times(report(f, "sweep.json")) for f in (out, whole))
     assert ours == theirs
 
 
-def _without_times(value):
+def without_times(value):
     if isinstance(value, dict):
-        return {key: _without_times(item) for key, item in value.items() if key != "time"}
-    return [_without_times(item) for item in value] if isinstance(value, list) else value
+        return {key: without_times(item) for key, item in value.items() if key != "time"}
+    return [without_times(item) for item in value] if isinstance(value, list) else value

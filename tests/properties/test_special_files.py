@@ -5,10 +5,8 @@ import os
 import re
 import signal
 import socket
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from experiments import batch_files, parts
@@ -21,7 +19,6 @@ from tests.conftest import ROOT
 from varjax.errors import UserError
 from varjax.evaluation import pictures as evaluated
 from varjax.io import pictures
-from varjax.parallel import shared_folder
 from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary
 from varjax.storage.atomic import new_file
 from varjax.text import t5
@@ -140,20 +137,13 @@ def test_temporary_files_follow_no_link(tmp_path, monkeypatch):
     assert victim.read_text() == "precious" and made.read_text() == "new"
 
 
-def test_files_that_are_made_for_a_while_follow_no_link(tmp_path, monkeypatch):
+def test_files_that_are_made_for_a_while_follow_no_link(tmp_path):
     victim, absent = tmp_path / "victim", tmp_path / "absent"
     victim.write_text("precious")
     for name, target in ((lock.NAME, absent), (loop.HISTORY, victim)):
         (tmp_path / name).symlink_to(target)
         with pytest.raises(OSError, match=f"no ordinary file.*{name}"):
             ordinary.opened(tmp_path / name, "ab")
-    monkeypatch.setattr(shared_folder, "_look_for", lambda *_: None)
-    monkeypatch.setattr(Path, "glob", lambda *_: [])  # one that comes after the look
-    number = types.SimpleNamespace(integers=lambda *_: 7)
-    monkeypatch.setattr(np.random, "default_rng", lambda: number)
-    (tmp_path / "token7").symlink_to(absent)
-    with pytest.raises(FileExistsError):
-        shared_folder.check(tmp_path, "token", "")
     assert victim.read_text() == "precious" and not absent.exists()
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.parallel import shared_folder
 from varjax.storage import lock
 from varjax.training import loop, session
 from varjax.training.data import Dataset
@@ -134,9 +133,7 @@ def test_checkpoints_without_settings(stage, tiny):
         session.train(settings, "both", out)
 
 
-def test_a_file_of_processes_that_were_killed(tmp_path):
-    (tmp_path / f"{shared_folder.TOKEN}123").write_bytes(b"")
-    loop.check_folder(tmp_path, {"var": {}})
+def test_a_folder_that_holds_something_else(tmp_path):
     (tmp_path / "mine").write_bytes(b"")
     with pytest.raises(UserError, match="is not empty"):
         loop.check_folder(tmp_path, {"var": {}})

@@ -9,8 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,7 +37,7 @@ def free_port() -> int:
 
 def start(folder, out, each, *flags, tiny=TINY):
     """Train in processes, whose own things are in `each`: [{"when": signal, "flags": ...}]. Returns
-    [(exit status, standard output, standard error, seconds after the first of them ended)]."""
+    [(exit status, standard output, standard error)]."""
     port, started = free_port(), []
     for i, own in enumerate(each):
         notes = folder / f"notes-{out}-{i}"
@@ -53,18 +51,11 @@ def start(folder, out, each, *flags, tiny=TINY):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
     try:
-        with ThreadPoolExecutor(len(started)) as waiting:
-            ended = list(waiting.map(_end_of, started))
+        texts = [process.communicate(timeout=1200) for process in started]
     finally:
         for process in started:
             process.kill()
-    first = min(when for *_, when in ended)
-    return [(*result, when - first) for *result, when in ended]
-
-
-def _end_of(process: subprocess.Popen) -> tuple[int, str, str, float]:
-    texts = process.communicate(timeout=1200)
-    return process.returncode, *texts, time.monotonic()
+    return [(p.returncode, *said) for p, said in zip(started, texts, strict=True)]
 
 
 def losses(out: pathlib.Path, stage: str) -> np.ndarray:
@@ -110,7 +101,7 @@ def steps_of(folder, out, process) -> list[int]:
 def test_many_processes_train_what_one_trains(folder, count, flags):
     found = start(folder, f"{count}", [{}] * count, *flags)
     assert [status for status, *_ in found] == [0] * count, found
-    assert ["images/s" in err for _, _, err, _ in found] == [True] + [False] * (count - 1), found
+    assert ["images/s" in err for *_, err in found] == [True] + [False] * (count - 1), found
     check_losses(folder / f"{count}", folder / "one")
 
 
@@ -120,7 +111,6 @@ def test_one_of_two_is_killed_and_three_go_on(folder, tokens):
     killed = start(folder, tokens, [{}, {"when": "SIGKILL:7"}], "--stage=var")
     assert killed[1][0] == -9 and killed[0][0] not in (0, 2), killed
     assert "another process is gone" in killed[0][2] or "died" in killed[0][2], killed
-    assert killed[0][3] < 60, killed  # seconds until the other one has ended, too
     three = start(folder, tokens, [{}] * 3, "--stage=var", "--mesh=fsdp=3")
     assert [status for status, *_ in three] == [0] * 3, three
     assert "resuming after step 5" in three[0][2], three
@@ -171,9 +161,6 @@ def test_two_fine_tune_from_files(folder):
             "process 1 was started with another data than process 0",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"flags": ["--var_batch_size=7"]}, "cannot be split evenly", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_what_one_process_is_asked_for_all_must_be(pictures, discs, tmp_path, own, message):
@@ -182,6 +169,6 @@ def test_what_one_process_is_asked_for_all_must_be(pictures, discs, tmp_path, ow
     images, labels = discs(64, seed=1)
     np.savez(tmp_path / "other" / "discs.npz", images=images, labels=labels)
     flags = [flag.replace("=other", f"={tmp_path}/other") for flag in own.get("flags", ())]
-    for status, _, err, _ in start(tmp_path, "out", [{}, {**own, "flags": flags}]):
+    for status, _, err in start(tmp_path, "out", [{}, {**own, "flags": flags}]):
         assert status == 2 and message in err and err.count("error:") == 1, err
     assert not (tmp_path / "out").exists() and not list((tmp_path / "elsewhere").iterdir())

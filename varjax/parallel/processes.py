@@ -139,8 +139,7 @@ def gathered(tree: Tree) -> Tree:
     the other. Arrays of one process stay where they are."""
     if count() == 1:
         return tree
-    with answering():
-        return jax.tree.map(_whole, tree)
+    return jax.tree.map(_whole, tree)
 
 
 def _whole(array: jax.Array) -> np.ndarray:
@@ -148,7 +147,8 @@ def _whole(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    with answering():
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @contextlib.contextmanager

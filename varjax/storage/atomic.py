@@ -214,10 +214,8 @@ def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
     what is hidden is removed, and what was started is ended. Where somebody else handles it, as JAX
     does of many processes, and in other threads, nothing changes."""
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and not jax.distributed.is_initialized()
-    )
+    ours = threading.current_thread() is threading.main_thread()
+    ours &= not jax.distributed.is_initialized()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
