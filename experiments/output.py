@@ -13,7 +13,7 @@ images are missing.
 import contextlib
 import os
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -162,17 +162,15 @@ class BatchStore:
         end = 0
         for start in sorted(map(int, starts)):
             with contextlib.suppress(Damaged, FileNotFoundError):
-                count = len(self._read(series, start, ("index", "images"))["index"])
+                count = len(self._read(series, start)["index"])
                 if start >= end:
                     end = start + count
                     found[start] = range(start, end)
         return found
 
-    def _read(
-        self, series: str, start: int, wanted: Collection[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        types, arrays = batch_files.read(self._path(series, start), wanted)
-        self.series[series].check(start, types, arrays)
+    def _read(self, series: str, start: int) -> dict[str, np.ndarray]:
+        arrays = batch_files.read(self._path(series, start))
+        self.series[series].check(start, arrays)
         return arrays
 
     def missing(self, series: str) -> list[np.ndarray]:
@@ -195,8 +193,7 @@ class BatchStore:
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep consecutive images."""
         start, arrays = int(index[0]), {"index": index, **results}
-        types = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        self.series[series].check(start, types, arrays)
+        self.series[series].check(start, arrays)
         batch_files.write(self._path(series, start), self.work.digest, arrays)
         self._files[series][start] = range(start, start + len(index))
 

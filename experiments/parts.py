@@ -37,7 +37,7 @@ def write(store: PartStore, content: Mapping, arrays: Mapping[str, np.ndarray]) 
 def is_written(store: PartStore) -> bool:
     """Return whether a part says that it is finished."""
     with contextlib.suppress(Damaged, OSError):
-        batch_files.read(store.work.path / PART, ())
+        batch_files.read(store.work.path / PART)
         return batch_files.settings_of(store.work.path / PART) == store.work.digest
     return False
 
@@ -124,7 +124,7 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
             "edited: remove it and make it again with the flags of the others"
         )
     try:
-        _, arrays = batch_files.read(folder / PART)
+        arrays = batch_files.read(folder / PART)
         content = parse_json(bytes(arrays.pop(CONTENT)).decode("utf-8", "surrogatepass"))
     except FileNotFoundError:
         raise UserError(f"{shard} in {folder} is not finished: {again(folder)}") from None

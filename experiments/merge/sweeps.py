@@ -52,7 +52,7 @@ def _cell(part: Part, key: str) -> dict:
     """Return what is stored of a cell, as `experiments.sweep.cell_files` reads it."""
     path = part.work.path / f"cell-{key}.npz"
     try:
-        _, arrays = batch_files.read(path)
+        arrays = batch_files.read(path)
         return arrays | {"row": parse_json(str(arrays.pop("row")))}
     except (Damaged, OSError, KeyError, ValueError):
         raise UserError(f"{path} is missing or damaged: {parts.again(part.work.path)}") from None

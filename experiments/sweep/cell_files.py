@@ -28,7 +28,7 @@ def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
     """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell; None if the file is
     missing or damaged."""
     try:
-        _, found = batch_files.read(path)
+        found = batch_files.read(path)
         row = parse_json(str(found.pop("row", "")))
         check_row(row, sweep, cell)
         check_arrays(found, sweep, cell)
