@@ -61,37 +61,19 @@ def read(out: pathlib.Path) -> list[Part]:
     """
     if not out.exists():
         raise UserError(f"there is no folder {out}: name the --out of the parts")
-    check_parts_folder(out, None)
-    found = parts_in(out)
-    if not found:
+    if (count := check_parts_folder(out)) is None:
         raise UserError(f"{out} holds no parts: name the --out of runs with --shard=I/N")
-    count = _count_of(out, found)
+    found = parts_in(out)
+    if missing := sorted(set(range(count)) - {index for index, _ in found}):
+        named = [f"{index}/{count}" for index in missing]
+        raise UserError(
+            f"{out} lacks {len(missing)} of {count} parts: start the same command with "
+            f"--shard={some(named, 5)}"
+        )
     first = _settings(found[0][1])
     parts = [_read(folder, Shard(index, count), first) for index, folder in found]
     _check_versions(parts)
     return parts
-
-
-def _count_of(out: pathlib.Path, found: list[tuple[int, pathlib.Path]]) -> int:
-    """Return how many parts there are, if each is there once."""
-    counts = sorted({int(folder.name.rpartition("-")[2]) for _, folder in found})
-    if len(counts) > 1:
-        raise UserError(
-            f"{out} holds parts of {some(map(str, counts), between=' and of ')}, so images are "
-            "doubled: keep the parts of one division and move the others away"
-        )
-    missing = sorted(set(range(counts[0])) - {index for index, _ in found})
-    if missing:
-        named = [f"{index}/{counts[0]}" for index in missing]
-        raise UserError(
-            f"{out} lacks {len(missing)} of {counts[0]} parts: start the same command with "
-            f"--shard={some(named, 5)}"
-        )
-    if found[-1][0] >= counts[0]:
-        raise UserError(
-            f"{found[-1][1]}: parts of {counts[0]} end at {counts[0] - 1}: move it away"
-        )
-    return counts[0]
 
 
 def _settings(folder: pathlib.Path) -> dict:

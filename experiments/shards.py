@@ -38,15 +38,10 @@ class Shard:
         """Read "2/8". `UserError` unless it names one of its parts."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
         index, count = map(int, match.groups()) if match else (0, 0)
-        if not 1 <= count <= MOST:
+        if not index < count <= MOST:
             raise UserError(
-                f"--shard={text:.60} is no part: write I/N, part I (from 0 on) of N, N at most "
+                f"--shard={text:.60} is no part: write I/N, part I (0 to N - 1) of N, N at most "
                 f"{MOST}, for example 0/8"
-            )
-        if index >= count:
-            raise UserError(
-                f"--shard={text}: there is no part {index} of {count}: parts are counted from 0 to "
-                f"{count - 1}"
             )
         return cls(index, count)
 
@@ -149,8 +144,9 @@ def parts_in(out: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def check_parts_folder(out: pathlib.Path, count: int | None) -> None:
-    """Raise `UserError` unless a folder holds parts and nothing else.
+def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | None:
+    """Raise `UserError` unless a folder holds parts of one division and nothing else. Return of how
+    many they are; None if there are none.
 
     count: of how many they have to be; None: of any number."""
     if out.is_symlink() or not out.is_dir():
@@ -160,14 +156,18 @@ def check_parts_folder(out: pathlib.Path, count: int | None) -> None:
             f"{out} holds finished results already: choose another folder, or move it away"
         )
     for path in sorted(out.iterdir()):
-        match = NAME.fullmatch(path.name)
-        if not match and path.name not in DESKTOP:
+        if path.name in DESKTOP:
+            continue
+        index, of = map(int, match.groups()) if (match := NAME.fullmatch(path.name)) else (0, 0)
+        if index >= of:
             raise UserError(
                 f"{out} holds {path.name!a:.80}, which is no part of a run: choose another folder, "
                 "or move that away"
             )
-        if match and count and int(match[2]) != count:
+        count = count or of
+        if of != count:
             raise UserError(
                 f"{out} holds {path.name}, a part of another division than of {count}: finish or "
                 "remove its parts, or choose another folder"
             )
+    return count

@@ -83,26 +83,14 @@ def _fidelity(part: Part) -> dict[str, np.ndarray]:
 
 
 def _report(found: Sequence[Part]) -> dict:
-    """Return the report of all parts: that of the first one, but for times and devices."""
+    """Return the report of all parts: that of the first one that drew images, but for devices and
+    the runs, which are those of all."""
     reports = [part.content["report"] for part in found if part.content["report"]]
-    base = reports[0]
+    base = next((report for report in reports if report["time"]["runs"]), reports[0])
+    runs = [seconds for report in reports for seconds in report["time"]["runs"]]
     return {
         **base,
         "resumed": any(report["resumed"] for report in reports),
         "device": parts.device_of(found),
-        "time": _times([report["time"] for report in reports], base["batch_size"]),
-    }
-
-
-def _times(each: Sequence[dict], batch_size: int) -> dict:
-    """Return the times of all parts: programs are compiled and first run in each."""
-    runs = [seconds for times in each for seconds in times["runs"]]
-    warm = [seconds for times in each for seconds in times["runs"][1:]] or runs
-    first = [times["first_run_s"] for times in each if times["runs"]]
-    steady = float(np.median(warm)) / batch_size if warm else None
-    return {
-        **each[0],
-        "first_run_s": first[0] if first else None,
-        "steady_s_per_image": steady,
-        "runs": runs,
+        "time": {**base["time"], "runs": runs},
     }

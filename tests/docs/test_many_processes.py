@@ -31,8 +31,8 @@ SECTIONS = (
     ("Parts", ["parts"], 1),
     ("Processes that work as one", ["together"], 0),
     ("Training", [], 0),
-    ("Example: one host with 8 GPUs", ["gpus", "gpus-cpu"], 0),
-    ("Example: a v5e-16 slice", ["slice", "slice-cpu"], 1),
+    ("Example: one host with 8 GPUs", ["gpus"], 0),
+    ("Example: a v5e-16 slice", ["slice"], 1),
     ("Example: a SLURM array", ["array"], 0),
 )
 

@@ -46,7 +46,7 @@ def test_no_such_part(text):
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"), [("--shard=2/2", "no part 2 of 2"), ("--shard=0/2", "with --out")]
+    ("flag", "message"), [("--shard=2/2", "is no part"), ("--shard=0/2", "with --out")]
 )
 def test_refused_before_anything_is_compiled(refused, checkpoint, flag, message):
     refused("run", message, checkpoint, *RUN, flag)
@@ -158,8 +158,8 @@ def foreign(path):
     ("damage", "message"),
     [
         (remove, "lacks 1 of 2 parts"),
-        (double, "doubled"),
-        (surplus, "end at 1"),
+        (double, "another division"),
+        (surplus, "is no part of a run"),
         (other_flags, "other settings than the first one (seed 1, now 0)"),
         (flip("main-00000002.npz"), "lacks image 2"),
         (flip("part.npz"), "is damaged"),

@@ -133,12 +133,6 @@ def test_checkpoints_without_settings(stage, tiny):
         session.train(settings, "both", out)
 
 
-def test_a_folder_that_holds_something_else(tmp_path):
-    (tmp_path / "mine").write_bytes(b"")
-    with pytest.raises(UserError, match="is not empty"):
-        loop.check_folder(tmp_path, {"var": {}})
-
-
 def test_pictures_elsewhere(tmp_path, monkeypatch):
     """Where they lie is compared in the first process alone: another machine may differ."""
     settings = {"data": "/here", "seed": 1}
