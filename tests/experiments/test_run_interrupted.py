@@ -77,30 +77,6 @@ def test_sigterm_ends_after_the_batch_and_can_be_resumed(call, checkpoint, tmp_p
     assert again[0] == 0 and drawn == [[0, 1], [2], [3]]
 
 
-def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
-    """One batch is one run; after a resumption that finds everything there is none."""
-    flags = (checkpoint, "--labels=3,7", "--batch_size=2", "--segments=1")
-    flags += (f"--out={tmp_path / 'out'}",)
-    finish, run_batch, ran = results.finish, Generator.run_batch, []
-
-    def counted(self, *args, **options):
-        ran.append(self)
-        return run_batch(self, *args, **options)
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Generator, "run_batch", counted)
-    monkeypatch.setattr(results, "finish", interrupted)
-    assert call("run", *flags)[0] == 130 and len(ran) == 1
-    monkeypatch.setattr(results, "finish", finish)
-    status, text, err = call("run", *flags)
-    assert status == 0 and len(ran) == 1, err
-    time = report_of(tmp_path / "out")["time"]
-    assert time["steady_s_per_image"] is time["first_run_s"] is None and time["runs"] == []
-    assert "time per image    -" in text
-
-
 def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkeypatch):
     """One line; started again, the same command only writes the results, or draws what is damaged
     by then."""
