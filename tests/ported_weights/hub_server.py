@@ -31,6 +31,18 @@ class Hub:
             siblings.append({"rfilename": short, "size": len(data), "lfs": lfs})
         return {"id": repository, "sha": self.revision, "siblings": siblings}
 
+    def tree(self, repository: str) -> list[dict]:
+        return [
+            {
+                "type": "file",
+                "path": file["rfilename"],
+                "oid": "0" * 40,
+                "size": file["size"],
+                "lfs": {**file["lfs"], "oid": file["lfs"]["sha256"]},
+            }
+            for file in self.listing(repository)["siblings"]
+        ]
+
     def digest(self, name: str) -> str:
         return self.lies.get(name) or hashlib.sha256(self.files[name]).hexdigest()
 
@@ -51,7 +63,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
                 return self.answer(401, {"error": "Invalid username or password."}, "RepoNotFound")
             if path.startswith("/api/models/"):
-                found = hub.listing("/".join(path.split("/")[3:5]))
+                name = "/".join(path.split("/")[3:5])
+                if "/tree/" in path:
+                    return self.answer(200, hub.tree(name), "")
+                found = hub.listing(name)
                 return self.answer(200 if found else 404, found or {}, "RepoNotFound")
             owner, name, _, _, *rest = path.split("/")[1:]
             key = "/".join([owner, name, *rest])
@@ -59,7 +74,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self.answer(404, {}, "EntryNotFound")
             self.send_file(key)
 
-        def answer(self, status: int, content: dict, code: str) -> None:
+        def answer(self, status: int, content: dict | list, code: str) -> None:
             data = json.dumps(content).encode()
             self.send_response(status)
             if status != 200:

@@ -117,7 +117,7 @@ def test_other_files_than_expected(served, convert, entry, tmp_path):
 
 def test_what_the_hub_says_is_checked(served, convert):
     served.lies[f"{REPO}/var.safetensors"] = "1" * 64
-    refused(convert(), "var.safetensors of FoundationVision/var has the SHA-256")
+    refused(convert(), "var.safetensors of FoundationVision/var has other bytes", "'1111")
 
 
 @pytest.mark.parametrize("name", ["etag", "commit", "revision", "file"])
@@ -183,19 +183,14 @@ def test_no_network(served, convert, monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{port}")
-    refused(convert(), "the hub cannot be reached")
-
-
-def test_no_space(served, convert, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
-    refused(convert(), "GiB of downloads", "make room, or set HF_HOME")
+    refused(convert(), "check the network")
 
 
 def test_files_that_are_gone(served, convert):
     del served.files[f"{REPO}/vae.safetensors"]
     refused(convert(), "has no vae.safetensors", "it holds var.safetensors")
     served.files.clear()
-    refused(convert(), "the hub knows no such repository")
+    refused(convert(), "no such repository")
 
 
 def test_a_wheel_without_the_library(served, convert, monkeypatch):
@@ -227,11 +222,10 @@ def test_weights_of_a_folder():
         "tf_model.h5",
         "spiece.model",
     ]
-    listing = [hub.Remote("a/b", "c", name, 1, None) for name in [*names, "README.md"]]
-    chosen = [file.name for file in hub._chosen(listing, "a/b", "/")]
-    assert chosen == ["config.json", "model-1.safetensors", "spiece.model"]
+    listed = hub.Repository("a/b", "c", {name: (1, None) for name in [*names, "README.md"]})
+    assert listed.chosen("/") == ["config.json", "model-1.safetensors", "spiece.model"]
     with pytest.raises(UserError, match="has no x/ with weights"):
-        hub._chosen(listing, "a/b", "x/")
+        listed.chosen("x/")
 
 
 def test_a_converted_model_is_found_by_its_name(tmp_path, monkeypatch):
