@@ -1,24 +1,87 @@
-"""What papers print about memory, beside the bytes of our plans; `experiments.plan` shows it."""
+"""Memory that papers print, beside the bytes of our plans; `experiments.plan` shows it.
 
-from collections.abc import Iterable
-from functools import singledispatch
+A printed total of a model that draws token by token is keys and values, weights, and a rest. The
+first two are known: the keys and values of the tokens that a cache holds in the end (all that are
+read again, or the papers' part of the image tokens), and the parameters. The rest is taken by
+decoding and the framework, and has to be about the same in all numbers of a table if the count is
+the authors'. The numbers and their sources are in `published.json`.
+"""
 
-from experiments import published_totals
-from experiments.published_totals import FULL, GIB, Totals
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
-MIB = 2**20
-# HeatKV's table: how many of 6425 tokens (Infinity, 1M, square) each row keeps per head, which is
-# not exactly the share that the row is named after.
-HEATKV_FULL = 6425
-HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
+WEIGHT_BYTES = 2
+MIB, GIB = 2**20, 2**30
 NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 
-@singledispatch
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """One model's row of a table. The fields are those of `published.json`."""
+
+    table: str
+    model: str
+    sizes: tuple[int, int, int]
+    tokens: int
+    batch: int
+    parameters: float
+    text: int
+    pair: int
+    printed: Mapping[float, Mapping[str, float]]
+
+    @property
+    def full(self) -> float:
+        """GiB in all with the full cache."""
+        (total,) = self.printed[1.0].values()
+        return total
+
+    @property
+    def weights(self) -> float:
+        """GiB of the parameters."""
+        return self.parameters * WEIGHT_BYTES / GIB
+
+    def keys_and_values(self, part: float) -> float:
+        """GiB of keys and values when a picture is done. The last token is never stored."""
+        layers, heads, size = self.sizes
+        image = self.tokens - 1 if part == 1.0 else part * self.tokens
+        return 2 * self.batch * layers * heads * size * (image + self.text) * self.pair / GIB
+
+    def rest(self, part: float, method: str) -> float:
+        """GiB of a printed total that are neither weights nor keys and values."""
+        return self.printed[part][method] - self.weights - self.keys_and_values(part)
+
+
+@functools.cache
+def numbers() -> dict:
+    """Return the content of `published.json`, its totals as `Totals`."""
+    content = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    for row in content["totals"]:
+        row["sizes"] = tuple(row["sizes"])
+        row["printed"] = {float(Fraction(part)): gib for part, gib in row["printed"].items()}
+    return {**content, "totals": [Totals(**row) for row in content["totals"]]}
+
+
+def rows_near(geometry: Geometry, budget: float) -> Iterator[tuple[Totals, float]]:
+    """Yield the tables' rows for a model, each with its part of the cache that is within `NEAR` of
+    the budget."""
+    sizes = geometry.num_layers, geometry.num_heads, geometry.head_dim
+    for totals in numbers()["totals"]:
+        nearest = min(totals.printed, key=lambda part: abs(part - budget))
+        same = (sizes, geometry.schedule.image_tokens) == (totals.sizes, totals.tokens)
+        if same and abs(nearest - budget) <= NEAR:
+            yield totals, nearest
+
+
 def memory_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
@@ -27,11 +90,14 @@ def memory_lines(
 
     steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
     """
-    raise NotImplementedError(type(plan))
+    if isinstance(plan, TokenPlan):
+        return _token_lines(plan, kv_dtype)
+    return _scale_lines(plan, batch_size, kv_dtype, steady_tokens)
 
 
-@memory_lines.register
-def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
+def _scale_lines(
+    plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
+) -> list[str]:
     """Return the bytes as AMS-KV and HeatKV count them."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
@@ -51,11 +117,12 @@ def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 
 def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) -> list[str]:
     """Return the row of HeatKV's table that is nearest to a plan, if it has the same schedule."""
-    share = min(HEATKV_ROWS, key=lambda row: abs(row - plan.budget))
-    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > NEAR:
+    table = numbers()["heatkv"]
+    share = min(map(float, table["rows"]), key=lambda row: abs(row - plan.budget))
+    if plan.geometry.schedule.persistent_tokens != table["full"] or abs(share - plan.budget) > NEAR:
         return []
-    tokens = HEATKV_ROWS[share]
-    published = full * tokens / HEATKV_FULL
+    tokens = table["rows"][str(share)]
+    published = full * tokens / table["full"]
     return [
         f"          HeatKV's table, {share:.0%}: {tokens} tokens per head = {_show(published, 0)} "
         f"MB of {_show(full, 0)} MB; ours, {plan.fraction:.2%} in {kv_dtype}: "
@@ -63,13 +130,12 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
     ]
 
 
-@memory_lines.register
-def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
+def _token_lines(plan: TokenPlan, kv_dtype: str) -> list[str]:
     """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget: what
     their totals are made of, and what our pool saves at their batch sizes. Other models and budgets
     have none."""
     lines = []
-    for totals, budget in published_totals.rows_near(plan.geometry, plan.budget, NEAR):
+    for totals, budget in rows_near(plan.geometry, plan.budget):
         lines += [_printed(totals, budget, plan, kv_dtype), *_parts(totals, budget)]
     return [f"{'' if at else 'papers':10s}{line}" for at, line in enumerate(lines)]
 
@@ -84,7 +150,7 @@ def _printed(totals: Totals, budget: float, plan: TokenPlan, kv_dtype: str) -> s
     more = "" if budget == 1 else f"; at 1/{round(1 / budget)} {compressed}"
     ours, dense = plan.num_bytes(batch, kv_dtype) / GIB, plan.dense_bytes(batch, kv_dtype) / GIB
     return (
-        f"{totals.table}'s table, batch {batch}, GiB in all: {FULL} {full:.2f}{more};"
+        f"{totals.table}'s table, batch {batch}, GiB in all: full cache {full:.2f}{more};"
         f" ours, keys and values: {ours:.2f} of {dense:.2f} ({dense - ours:.2f} less)"
     )
 

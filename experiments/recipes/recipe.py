@@ -75,15 +75,11 @@ class Recipe:
             )
         return found
 
-    @property
-    def family(self) -> str:
-        """The family of all models of the table."""
-        return registry.preset(self.content["models"][0]).family
-
     def check_model(self, model: Model) -> None:
         """Raise `UserError` for a model of another family, which has other flags."""
-        condition = registry.preset(self.content["models"][0]).configs["transformer"].condition
-        if (model.family.name, model.condition) != (self.family, condition):
+        preset = registry.preset(self.content["models"][0])
+        condition = preset.configs["transformer"].condition
+        if (model.family.name, model.condition) != (preset.family, condition):
             raise UserError(
                 f"recipe {self.name} is of {', '.join(self.content['models'])}; {model.name} is a"
                 f" model of the family {model.family.name} that draws from {model.condition}: give"
@@ -135,7 +131,7 @@ class Recipe:
         made = made if isinstance(made, Mapping) else {}
         if made.get("name") != self.name:
             return [f"the samples were not drawn with --recipe={self.name}"]
-        deviations = [made.get(name) for name in ("changed", "added")]  # older runs have no second
+        deviations = [made.get(name) for name in ("changed", "added")]
         flags = [flag for d in deviations if isinstance(d, Mapping) for flag in _written(d)]
         return [f"the samples were drawn with {flag}" for flag in flags]
 
@@ -207,10 +203,10 @@ def _equal(value: object, setting: object) -> bool:
     """Compare the value of a flag with a recipe's setting. Recipes write lists with commas. Texts
     are equal if they hold the same numbers."""
     if isinstance(value, list):
-        return value == setting.split(",")
-    if isinstance(setting, str) and isinstance(value, str):
-        try:
-            return [float(x) for x in value.split(",")] == [float(x) for x in setting.split(",")]
-        except ValueError:
-            return value == setting
-    return value == setting
+        value = ",".join(value)
+    if not isinstance(setting, str):
+        return value == setting
+    try:
+        return [float(x) for x in value.split(",")] == [float(x) for x in setting.split(",")]
+    except ValueError:
+        return value == setting
