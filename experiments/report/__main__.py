@@ -69,8 +69,7 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
     there = len(full)
     if IMAGES.value is not None:
         return min(IMAGES.value, there)
-    sets = sum(array.ndim == 4 for array in samples.values())  # the rest are labels and numbers
-    pixels = sets * full.shape[1] * full.shape[2]
+    pixels = len(samples) * full.shape[1] * full.shape[2]
     return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
 
 
@@ -84,15 +83,13 @@ def main(argv: list[str]) -> None:
         for holder in (CALIBRATION, IMAGES):
             if holder.present:
                 raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
-        require("jinja2", extra="eval", purpose="the leaderboard")
-        from experiments.report import leaderboard  # which imports it
-
-        _write(target, leaderboard.build(LEADERBOARD.value))
-        return
     for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
-    from experiments.report import page  # which imports them
+    from experiments.report import leaderboard, page  # which import them
 
+    if LEADERBOARD.value:
+        _write(target, leaderboard.build(LEADERBOARD.value))
+        return
     folder = pathlib.Path(SWEEP.value)
     report, samples, geometry = sweep_files.read(folder)
     calibration = read_calibration(folder, geometry)

@@ -53,23 +53,24 @@ def chart_of(
 # --- fidelity against bytes ---
 
 
-def labels(report: dict) -> list[str]:
-    """Return the labels of the cells that have run, in order. A label's place decides its style."""
-    done = (cell["label"] for cell in report["cells"] if cell["status"] == "done")
-    return list(dict.fromkeys(done))
+def labels(rows: Sequence[dict]) -> list[str]:
+    """Return the labels of the rows that have run, in order. A label's place decides its style."""
+    return list(dict.fromkeys(row["label"] for row in rows if row["status"] == "done"))
 
 
-def fidelity(report: dict) -> list[alt.LayerChart]:
+def fidelity(rows: Sequence[dict], of: str = "a batch") -> list[alt.LayerChart]:
     """Return a chart for each metric that has values. Its parameter `front` brings a policy to the
-    front."""
-    done = tables.rows(report)[1:]  # without the full cache
-    curves = {metric: tables.curves(done, metric) for metric in tables.METRICS}
-    names = labels(report)
-    return [_fidelity(metric, found, names) for metric, found in curves.items() if found]
+    front.
+
+    rows: of the table. of: whose bytes they are, "a batch" or "an image".
+    """
+    curves = {metric: tables.curves(rows, metric) for metric in tables.METRICS}
+    names = labels(rows)
+    return [_fidelity(metric, found, names, of) for metric, found in curves.items() if found]
 
 
 def _fidelity(
-    metric: str, curves: dict[str, list[tuple[float, ...]]], names: list[str]
+    metric: str, curves: dict[str, list[tuple[float, ...]]], names: list[str], of: str
 ) -> alt.LayerChart:
     shown = tables.METRICS[metric]
     title, unit, better = shown.title, shown.unit, shown.better
@@ -82,7 +83,7 @@ def _fidelity(
     shown_on_point = ("MiB", "value", "low", "high") if known else ("MiB", "value")
     sizes = alt.Scale(type="log", nice=False, padding=14)
     base = chart_of(points).encode(
-        alt.X("MiB:Q", title="KV cache of a batch, MiB (log)", scale=sizes).axis(tickCount=4),
+        alt.X("MiB:Q", title=f"KV cache of {of}, MiB (log)", scale=sizes).axis(tickCount=4),
         alt.Y("value:Q", title=unit or "index").scale(zero=zero, padding=0 if zero else 8),
         alt.Color("policy:N", legend=None).scale(domain=names),
         tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],

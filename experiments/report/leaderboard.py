@@ -1,4 +1,4 @@
-"""Results of several sweeps, of any models and machines, on one page that can be filtered.
+"""Results of several sweeps, of any models and machines: the report's table and charts on one page.
 
 Numbers that compare with a full cache are comparable where model, weights, pictures and sampling
 are the same: such sweeps make a group. What differs between groups is said. Times are comparable on
@@ -8,14 +8,14 @@ one device only, which is a column.
 import glob
 import hashlib
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 
-from experiments.report import sweep_files
+from experiments.report import charts, page, sweep_files
 from experiments.report.templates import template
-from varjax.errors import UserError, about, show, some
+from experiments.sweep import tables
+from varjax.errors import UserError, some
 from varjax.metrics import METRICS
 
 # {what may differ: entries of a sweep's settings}
@@ -26,104 +26,49 @@ DECIDING = {
     "sampling": ("sampling",),
     "types": ("dtype", "weights_dtype", "decode_dtype", "matmul_precision"),
 }
-MOST_RUNS = 1000
-TOLERANCE = 1e-6  # of a fraction that follows from two numbers of bytes
-SCORES = "psnr kl ssim token_agreement lpips class_agreement fid".split()
-# {number of a row: the least and the greatest plausible value}
-RANGES = {
-    "fraction": (0, 10),
-    "psnr": (-100, 100),
-    "kl": (0, 1e6),
-    "ssim": (-1, 1),
-    "token_agreement": (0, 1),
-    "lpips": (0, 10),
-    "class_agreement": (0, 1),
-    "fid": (0, 1e6),
-}
+BESIDE = ("device", "cache", "versions", "run")  # columns that a single sweep has no need of
 
 
 def folders(given: Sequence[str]) -> list[pathlib.Path]:
-    """Return the folders of sweeps that names and patterns mean, each once, in order.
-
-    Raises:
-      UserError: a name is no folder of a sweep; a pattern finds none; there are too many.
-    """
+    """Return the folders of sweeps that names and patterns mean, each once, in order. `UserError`
+    if a pattern finds none."""
     found: dict[pathlib.Path, None] = {}
     for text in given:
-        places = sorted(glob.glob(text)) if glob.has_magic(text) else [text]
-        places = [pathlib.Path(place) for place in places]
+        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
         if glob.has_magic(text):
             places = [place for place in places if (place / sweep_files.REPORT).is_file()]
             if not places:
                 raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
-        for place in places:
-            found[place.parent if place.name == sweep_files.REPORT else place] = None
-    if len(found) > MOST_RUNS:
-        raise UserError(f"--leaderboard names {len(found)} sweeps: at most {MOST_RUNS}")
+        found |= dict.fromkeys(places or [pathlib.Path(text)])
     return list(found)
 
 
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
-    """Return ({what decides the numbers: digest}, rows of the table) of a sweep.
+    """Return ({what decides the numbers: digest}, rows of the table that have run) of a sweep.
+    Bytes are per image.
 
     Raises:
-      UserError: it is not finished, of another version, damaged, or its numbers contradict each
-        other.
+      UserError: it is not finished, of another version, or damaged.
     """
     report, _, _ = sweep_files.read(folder)
-    settings = report["settings"]
+    settings, versions = report["settings"], report["versions"]
     decides = {what: _digest({n: settings.get(n) for n in of}) for what, of in DECIDING.items()}
-    cells = [c for c in report["cells"] if c["status"] == "done"]
-    rows = [_row(folder, report, cell) for cell in cells]
-    full = {"label": "full", "policy": "full", "budget": 1.0, **report["reference"]}
-    return decides, [_row(folder, report, full), *rows]
-
-
-def _row(folder: pathlib.Path, report: dict, cell: dict) -> dict:
-    versions, settings = report["versions"], report["settings"]
-    with about(f"{folder}: {show(cell['label'])} at {cell['budget']}"):
-        numbers = _numbers(cell)
-    return {
-        "run": str(folder),
+    where = {
         "model": settings["model"],
-        "policy": cell["label"],
-        "budget": cell["budget"],
-        "bytes": cell["kv"]["allocated_bytes"] // settings["batch_size"],
-        "speed": 1 / cell["time"]["steady_s_per_image"],
         "device": report["device"],
         "cache": settings["kv_dtype"],
         "versions": f"varjax {versions.get('varjax')}, jax {versions.get('jax')}",
-        **numbers,
+        "run": str(folder),
     }
-
-
-def _numbers(cell: dict) -> dict[str, float | None]:
-    """Return the numbers of `RANGES` of a cell; `UserError` for one that cannot be."""
-    kv, close = cell["kv"], cell.get("fidelity") or {}
-    allocated, dense = kv["allocated_bytes"], kv["dense_bytes"]
-    fraction = allocated / max(1, dense)
-    if abs(kv["fraction"] - fraction) > TOLERANCE:
-        raise UserError(
-            f"the fraction {kv['fraction']:g} is not {allocated} of {dense} bytes: the file was "
-            "edited, run the sweep again"
-        )
-    found = {"fraction": fraction, **{key: _number(close.get(key)) for key in SCORES}}
-    for key, (low, high) in RANGES.items():
-        if found[key] is not None and not low <= found[key] <= high:
-            raise UserError(
-                f"{key} is {found[key]:g}, it must be from {low:g} to {high:g}: run the sweep again"
-            )
-    return found
-
-
-def _number(value: object) -> float | None:
-    """Return a number for JSON. Infinite ones are texts in sweep.json."""
-    number = None if value is None else float(value)
-    return number if number is None or math.isfinite(number) else None
+    rows = [row | where for row in tables.rows(report) if row["status"] == "done"]
+    for row in rows:
+        for name in ("planned_bytes", "allocated_bytes"):
+            row[name] /= settings["batch_size"]
+    return decides, rows
 
 
 def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
@@ -140,20 +85,38 @@ def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
         apart = [w for w in DECIDING if same and same[0]["decides"][w] != group["decides"][w]]
         group["why"] = f"other {', '.join(apart)}" if apart else "another model" if before else ""
         group["name"] = f"{i + 1}: {group['rows'][0]['model']}"
-        for row in group["rows"]:
-            row["group"] = group["name"]
     return ordered
+
+
+def _shown(group: dict) -> dict:
+    """Return what the page shows of a group: table, charts, and the labels of their lines."""
+    rows = group["rows"]
+    columns = [metric for key, metric in METRICS.items() if any(key in row for row in rows)]
+    header = ["policy", "budget", "KV planned", "KV allocated", *(m.column for m in columns)]
+    texts = [
+        [*tables.cells_as_text(row, columns)[:-1], *(row[name] for name in BESIDE)] for row in rows
+    ]
+    apart = len({row["device"] for row in rows}) > 1  # then a line is a policy on a device
+    lines = [
+        row | {"label": f"{row['label']}, {row['device']}" if apart else row["label"]}
+        for row in rows
+        if row["policy"] != tables.FULL
+    ]
+    return {
+        "name": group["name"],
+        "why": group["why"],
+        "header": [*header, "s/image", *BESIDE],
+        "rows": texts,
+        "charts": charts.fidelity(lines, "an image"),
+        "labels": charts.labels(lines),
+    }
 
 
 def usable(
     given: Sequence[str],
 ) -> tuple[list[tuple[dict[str, str], list[dict]]], list[str]]:
     """Return what `rows_of` finds in every sweep, and why others are left out, which stderr also
-    says.
-
-    Raises:
-      UserError: no sweep can be used.
-    """
+    says. `UserError` if no sweep can be used."""
     found, left_out = [], []
     for folder in folders(given):
         try:
@@ -170,13 +133,9 @@ def usable(
 def build(given: Sequence[str]) -> str:
     """Return the page as HTML."""
     sweeps, left_out = usable(given)
-    found = groups(sweeps)
-    rows = [row for group in found for row in group["rows"]]
-    scores = [key for key in SCORES if any(row[key] is not None for row in rows)]
-    columns = {key: METRICS[key].column if key in METRICS else "FID" for key in scores}
-    better = {key: METRICS[key].better if key in METRICS else "lower" for key in scores}
-    return template("leaderboard.html", sort_keys=False).render(
-        groups=[{"name": g["name"], "why": g["why"], "count": len(g["rows"])} for g in found],
-        data={"rows": rows, "scores": columns, "better": better},
+    return template("leaderboard.html", separators=(",", ":")).render(
+        title="Leaderboard of KV-cache policies",
+        groups=[_shown(group) for group in groups(sweeps)],
         left_out=left_out,
+        library=page.library(),
     )

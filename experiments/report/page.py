@@ -35,7 +35,10 @@ def build(
     """Return the page as HTML. count: how many of the sweep's samples are shown."""
     full, columns = samples[tables.FULL], tables.shown(report)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
-    return template("page.html", separators=(",", ":")).render(
+    return template(
+        "page.html", separators=(",", ":")
+    ).render(
+        title=f"KV-cache policies on {report['settings']['model']}",
         report=report,
         facts=facts(report, calibration),
         header=tables.header(report)[:-1],
@@ -44,9 +47,9 @@ def build(
         differences=tables.differences_as_text(report),
         intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
         budgets=[f"{share:g}" for share in budgets],
-        fidelity=charts.fidelity(report),
+        fidelity=charts.fidelity(tables.rows(report)[1:]),  # without the full cache
         judged=[metric.name for metric in columns if metric.is_judged],
-        legend=charts.labels(report),
+        legend_names=charts.labels(tables.rows(report)[1:]),
         names=report["sample_names"][:count],
         full=[data_uri(image) for image in full[:count]],
         tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],
@@ -54,12 +57,12 @@ def build(
         left_out=len(full) - count,
         live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
-        library=_library(),
+        library=library(),
     )
 
 
 @functools.cache
-def _library() -> markupsafe.Markup:
+def library() -> markupsafe.Markup:
     """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
     element."""
     code = vl_convert.javascript_bundle()

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
-from experiments.sweep import intervals
+from experiments.sweep import intervals, tables
 from tests.experiments import made_up_sweep
 from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
@@ -107,7 +107,7 @@ def test_intervals_are_shown(sweep):
     assert "[20.00, 22.00]" in found.texts and "best" in found.texts
     assert "is defined below the table.\nBars are 95 % intervals" in text
     assert found.tags.count("table") == 2
-    (psnr, *others) = charts.fidelity(report)
+    (psnr, *others) = charts.fidelity(tables.rows(report)[1:])
     assert len(psnr.to_dict()["layer"]) == 3 and len(others[0].to_dict()["layer"]) == 2
 
 
@@ -174,7 +174,7 @@ def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
 
 def test_the_browser_test_notices_requests_and_errors(tmp_path):
     """What the page's own rule refuses is on the console, and so are errors."""
-    template = pathlib.Path(page.__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = pathlib.Path(page.__file__).with_name("base.html").read_text(encoding="utf-8")
     rule = re.search(r"<meta http-equiv[^>]*>", template)[0]
     for wrong in (
         "<script>fetch('http://127.0.0.1:9/')</script>",
@@ -188,7 +188,6 @@ def test_the_browser_test_notices_requests_and_errors(tmp_path):
 def test_large_pictures_are_left_out():
     samples = {name: np.zeros((8, 512, 512, 3), np.uint8) for name in range(16)}
     samples["full"] = samples.pop(0)
-    samples |= {"labels": np.arange(8), "1/psnr": np.zeros(100)}  # which are no pictures
     assert report_module.number_of_images(samples) == 4
 
 
@@ -244,11 +243,11 @@ def test_charts_hold_the_numbers(sweep, calibration):
 def test_series_look_alike_in_all_charts_and_the_legend(sweep):
     """Without the same domain, colours and shapes would be dealt out in different orders."""
     report, _, _ = sweep_files.read(sweep)
-    for chart in charts.fidelity(report):
+    for chart in charts.fidelity(tables.rows(report)[1:]):
         for layer in chart.to_dict()["layer"]:
             scales = [layer["encoding"].get(k) for k in ("color", "shape", "strokeDash")]
             domains = [scale["scale"]["domain"] for scale in scales if scale]
-            assert domains == [charts.labels(report)] * 2
+            assert domains == [charts.labels(tables.rows(report)[1:])] * 2
 
 
 @pytest.mark.parametrize("package", ["altair", "jinja2", "vl_convert", "PIL.Image"])
