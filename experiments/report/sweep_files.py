@@ -1,10 +1,8 @@
-"""Reading a sweep's files. Everything that a report shows, or that a sweep continues from, must be
-there with the right type, size and range; else the message names the file and the place in it."""
+"""Reading a sweep's files. Everything that a report shows must be there with the right type, size
+and range; else the message names the file and the place in it."""
 
+import json
 import pathlib
-import zipfile
-from collections.abc import Callable
-from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -14,13 +12,12 @@ from varjax import sequence
 from varjax.arguments import LARGEST_BATCH
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
-from varjax.storage import ordinary
+from varjax.storage import npz, ordinary
 from varjax.storage.manifest import parse_json
 
 REPORT, SAMPLES = "sweep.json", "samples.npz"
 LARGEST_REPORT = 2**26  # bytes of sweep.json
 LARGEST_SIDE = 16383  # pixels; the most that WebP takes
-Content = TypeVar("Content")
 
 # --- what must be there; other keys are ignored ---
 
@@ -32,7 +29,7 @@ SETTINGS = {
     "seed": "a whole number",
     "batch_size": f"a whole number from 1 to {LARGEST_BATCH}",
     "calibration": "text or null",
-    "sampling": "an object of single values or lists",
+    "sampling": "an object",
 }
 GEOMETRY = dict.fromkeys(
     ("num_layers", "num_heads", "head_dim", "rows_per_image"), "a whole number"
@@ -55,52 +52,48 @@ NAMES = {
 }
 SIZES = "fraction dense_bytes planned_bytes slot_bytes dense_slots".split()
 MEASURED = {
-    "kv": dict.fromkeys((*SIZES, "allocated_bytes"), "a number of at least 0"),
+    "kv": dict.fromkeys(SIZES, "a number of at least 0") | {"allocated_bytes": "a positive number"},
     "time": {"steady_s_per_image": "seconds from 1e-9 to 1e9"},
 }
 IN_USE = dict.fromkeys(("live_tokens", "used_slots"), [["a number of at least 0"]])
 SHOWN_PER_IMAGE = ("psnr", "ssim", "kl")
-COMPARED = {
-    "fidelity": "an object",
-    "samples_fidelity": dict.fromkeys(SHOWN_PER_IMAGE, ["a number or infinite"]),
-}
 ENDS = ("", "_low", "_high", "_difference", "_difference_low", "_difference_high")
 
 
 def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     """Return (content of sweep.json, arrays of samples.npz, the model's geometry) of a sweep.
     `UserError` if it is not finished, was written by another version, or has damaged files."""
-    report = _open(folder, REPORT, _load_json)
+    try:
+        report = _load_json(folder)
+    except OSError as error:
+        raise UserError(
+            f"--sweep={folder} is no finished sweep ({error.strerror}: {REPORT}): give the folder "
+            "that `python -m experiments.sweep` has written"
+        ) from None
+    except (Damaged, ValueError) as error:
+        raise _damaged(folder, REPORT, error) from None
     version = report.get("format_version") if isinstance(report, dict) else None
     if version != tables.FORMAT_VERSION:
         raise UserError(
             f"--sweep={folder}: {REPORT}: format_version is {version!r:.80}, this version of "
             f"varjax reads {tables.FORMAT_VERSION}: run the sweep again"
         )
-    samples = _open(folder, SAMPLES, load_arrays)
     name = REPORT
     try:
         geometry = check_report(report)
         name = SAMPLES
+        done = [cell["samples"] for cell in report["cells"] if cell["status"] == "done"]
+        samples = npz.load(folder / SAMPLES, {tables.FULL, *done})
         check_samples(report, samples)
-    except Damaged as error:
+    except (Damaged, UserError) as error:
         raise _damaged(folder, name, error) from None
     return report, samples, geometry
 
 
-def _open(folder: pathlib.Path, name: str, load: Callable[[BinaryIO], Content]) -> Content:
-    try:
-        file = ordinary.opened(folder / name)
-    except OSError as error:
-        raise UserError(
-            f"--sweep={folder} is no finished sweep ({error.strerror}: {name}): give the folder "
-            "that `python -m experiments.sweep` has written"
-        ) from None
-    with file:
-        try:
-            return load(file)
-        except Exception as error:  # json, zipfile and NumPy raise many types
-            raise _damaged(folder, name, error) from None
+def _load_json(folder: pathlib.Path) -> object:
+    content = parse_json(ordinary.read(folder / REPORT, LARGEST_REPORT).decode("utf-8"))
+    json.dumps(content, ensure_ascii=False).encode()  # no page can hold half of a surrogate pair
+    return content
 
 
 def _damaged(folder: pathlib.Path, name: str, reason: Exception) -> UserError:
@@ -109,28 +102,6 @@ def _damaged(folder: pathlib.Path, name: str, reason: Exception) -> UserError:
     return UserError(
         f"--sweep={folder}: its files are damaged: {name}: {said:.300}: run the sweep again"
     )
-
-
-def _load_json(file: BinaryIO) -> object:
-    text = file.read(LARGEST_REPORT + 1)
-    if len(text) > LARGEST_REPORT:
-        raise Damaged(f"it is larger than {LARGEST_REPORT} bytes")
-    return parse_json(text.decode("utf-8"))
-
-
-def load_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Read all arrays of an npz file that is not compressed, as varjax writes it. So they take no
-    more memory than the file has bytes. `Damaged`, or a NumPy error, for other files."""
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-    if packed := [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]:
-        raise Damaged(f"{packed[0]!r:.80} is compressed, which varjax never writes")
-    if sum(m.file_size for m in members) > file.seek(0, 2):
-        raise Damaged("it says to hold more bytes than it has")
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as archive:
-        found = {name: archive[name] for name in archive.files}
-    return {name: array for name, array in found.items() if isinstance(array, np.ndarray)}
 
 
 # --- a finished sweep ---
@@ -158,44 +129,36 @@ def check_report(report: dict) -> Geometry:
         place = f"cells[{i}]"
         check(cell, NAMES, place)
         if cell["status"] == "done":
-            check(cell, {"samples": "text"}, place)
             check_cell(cell, geometry, place)
-            if not cell["kv"]["allocated_bytes"]:  # its axis is logarithmic
-                raise Damaged(f"{place}.kv.allocated_bytes is 0, it must be a positive number")
         else:
             check(cell, {"reason": "text"}, place)
     return geometry
 
 
-def check_cell(row: dict, geometry: Geometry, place: str) -> None:
+def check_cell(cell: dict, geometry: Geometry, place: str) -> None:
     """Raise `Damaged` unless a cell that has run has its sizes, times, tokens and fidelity."""
-    check_sizes(row, geometry, place)
-    check(row, COMPARED, place)
-    check_judged(row["samples_fidelity"], f"{place}.samples_fidelity")
-    check_fidelity(row, place)
-
-
-def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
-    """Raise `Damaged` unless sizes, times and tokens are there; the full cache has no fidelity."""
-    check(row, MEASURED | IN_USE, place)
+    check(cell, {"samples": "text", "samples_fidelity": "an object"} | MEASURED | IN_USE, place)
     layers = geometry.num_layers
-    scales = geometry.schedule.num_stages or len(row["live_tokens"])
+    scales = geometry.schedule.num_stages or len(cell["live_tokens"])
     for name in IN_USE:
-        if [len(counts) for counts in row[name]] != [layers] * scales:
+        if [len(counts) for counts in cell[name]] != [layers] * scales:
             raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")
+    numbers = cell["samples_fidelity"]
+    per_image = dict.fromkeys(_shown_per_image(numbers), ["a number or infinite"])
+    check(numbers, per_image, f"{place}.samples_fidelity")
+    check_fidelity(cell, place)
 
 
-def check_judged(found: dict, place: str) -> None:
-    """Raise `Damaged` unless the numbers of networks, where there are any, are lists of numbers."""
-    known = [name for name in tables.JUDGED if name in found]
-    check(found, {name: ["a number or infinite"] for name in known}, place)
+def _shown_per_image(numbers: dict) -> list[str]:
+    """Return the metrics that a page shows of every picture."""
+    return [*SHOWN_PER_IMAGE, *(name for name in tables.JUDGED if name in numbers)]
 
 
 def check_fidelity(row: dict, place: str) -> None:
     """Raise `Damaged` unless means and intervals are numbers; older sweeps may lack some."""
     found, place = row.get("fidelity", {}), f"{place}.fidelity"
     check(found, "an object", place)
-    names = (f"{key}{end}" for key in (*tables.METRICS, "fid") for end in ENDS)
+    names = (f"{key}{end}" for key in tables.METRICS for end in ENDS)
     check(found, {name: "a number or infinite" for name in names if name in found}, place)
 
 
@@ -211,8 +174,7 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
         if found.shape != full.shape:
             raise Damaged(f"{cell['samples']} has shape {found.shape}, {full.shape} is expected")
         numbers = cell["samples_fidelity"]
-        names = {*SHOWN_PER_IMAGE, *(name for name in tables.JUDGED if name in numbers)}
-        if any(len(numbers[name]) != len(full) for name in names):
+        if any(len(numbers[name]) != len(full) for name in _shown_per_image(numbers)):
             raise Damaged(f"{len(full)} images of {cell['label']}, other counts in {REPORT}")
 
 

@@ -116,7 +116,7 @@ class Runner:
 
     def results(self, cell: Cell) -> dict | None:
         """Return the stored results of a cell (`cell_files.read`); None if it must be run."""
-        return cell_files.read(self.path(cell), self.sweep, cell)
+        return cell_files.read(self.path(cell), cell)
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""

@@ -17,7 +17,7 @@ from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
-from varjax.metrics import BUILT_IN, METRICS, Metric
+from varjax.metrics import METRICS, Metric
 from varjax.storage.atomic import Written, new_folder, write_text
 
 FORMAT_VERSION = 1
@@ -40,32 +40,18 @@ _TIME = ["steady_s_per_image", "compile_s"]
 
 def parts() -> dict[str, list[str]]:
     """Return {part of a cell in sweep.json: its entries that the table takes}."""
-    means = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]]
-    intervals = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
-    differences = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
-    fidelity = [*means, "identical_images", *intervals, *differences]
+    fidelity = ["identical_images"]
+    for key, metric in METRICS.items():
+        ends = ["", *["_std"][: metric.per_image], "_low", "_high"]
+        ends += [f"_difference{end}" for end in ("", "_low", "_high")]
+        fidelity += [f"{key}{end}" for end in ends]
     return {"kv": [*_KV, "read_fraction"], "fidelity": fidelity, "time": _TIME}
 
 
 def csv_fields() -> list[str]:
-    """Return the columns of sweep.csv. New ones are at the end, so that the others keep their
-    places in all versions; those of metrics of the user's own come last."""
-    fidelity = parts()["fidelity"]
-    later = {*JUDGED, *(key for key in METRICS if key not in BUILT_IN)}
-    new = [
-        name
-        for name in fidelity
-        if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in later
-    ]
-    old = [name for name in fidelity if name not in new]
-    mine = [n for n in new if n.split("_difference")[0] not in BUILT_IN and _own(n)]
-    new = [name for name in new if name not in mine]
-    return [*ASKED, *_KV, *old, *_TIME, "note", *new, "read_fraction", *mine]
-
-
-def _own(name: str) -> bool:
-    """Whether a column belongs to a metric of the user's own."""
-    return any(name == key or name.startswith(f"{key}_") for key in METRICS if key not in BUILT_IN)
+    """Return the columns of sweep.csv; those of metrics of the user's own come last."""
+    found = parts()
+    return [*ASKED, *found["kv"], *found["time"], "note", *found["fidelity"]]
 
 
 # --- content ---

@@ -120,7 +120,7 @@ def test_metrics_that_cannot_be(tmp_path, text, message):
 
 
 def test_a_sweep_has_its_columns(tmp_path):
-    """Those of the metrics that were always there keep their places."""
+    """They come last."""
     from experiments.sweep import tables
 
     before = tables.csv_fields()

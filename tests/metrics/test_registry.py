@@ -16,10 +16,9 @@ def test_every_metric_is_in_every_table():
     columns = [metric.column for metric in own]
     assert header[4:] == [*columns, "s/image", "note"]  # and what networks judge, where they did
     means = [f"{m.key}{end}" for m in own for end in ("", "_std")[: 1 + m.per_image]]
-    assert fields[9 : 10 + len(means)] == [*means, "identical_images"]
+    assert {*means, "identical_images"} <= set(fields)
     report["cells"][0] = {"fidelity": {judged[1].key: 1.0, judged[0].key: 0.1}}
     assert tables.header(report)[4:-2] == [*columns, judged[0].column, judged[1].column]
-    assert all(fields.index(metric.key) > fields.index("note") for metric in judged)
     explained = metrics.definitions()
     assert all(metric.definition in explained.values() for metric in METRICS.values())
     assert sorted(name for names in explained for name in names.split(", ")) == sorted(
