@@ -10,7 +10,7 @@ from experiments.run import __main__ as run_command
 from varjax import progress as progress_module
 from varjax.errors import UserError
 from varjax.parallel.stopping import Stop
-from varjax.progress import Progress, TimeLeft, reporter, show_seconds
+from varjax.progress import Progress, reporter, show_seconds
 
 
 def test_progress_lines():
@@ -62,16 +62,14 @@ def test_progress_is_rare_on_request():
 
 
 def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
-    clock = iter(
-        [100.0, 110.0, 111.0, 112.0]
-    )  # start, then 10 s for the first and 1 s for each more
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    stream = io.StringIO()
-    progress = Progress("images", 12, first=2, stream=stream)
-    for done in (3, 4, 5):
+    now, stream = [100.0], io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress("images", 60, first=2, stream=stream)
+    for done, seconds in ((3, 10), (4, 1), (5, 1), (25, 60)):
+        now[0] += seconds
         progress.update(done)
     left = [line.split("about ")[1] for line in stream.getvalue().splitlines()]
-    assert left == ["90 s left", "8 s left", "7 s left"]
+    assert left == ["10 min left", "56 s left", "55 s left", "99 s left"]  # 62 s for 22
 
 
 @pytest.mark.parametrize(
@@ -81,23 +79,6 @@ def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
 )
 def test_units(seconds, shown):
     assert show_seconds(seconds) == shown
-
-
-def test_several_kinds_of_work():
-    left = TimeLeft()
-    assert left.text(step=10, validation=1) == ""
-    left.measured("step", 50.0, 10)  # compilation included
-    assert left.text(step=10, validation=1) == "at least 50 s left"
-    for _ in range(30):
-        left.measured("step", 20.0, 10)
-    left.measured("validation", 30.0)
-    assert left.text(step=10, validation=1) == "about 50 s left"
-    assert left.text(step=0, validation=0) == ""
-    for _ in range(10):  # it became slower for good
-        left.measured("step", 80.0, 10)
-    assert left.text(step=10) == "about 80 s left"
-    left.measured("step", 180.0, 10)
-    assert left.text(step=10) == "about 90 s left"
 
 
 def test_what_the_python_api_takes(capsys):

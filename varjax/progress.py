@@ -10,11 +10,14 @@ from typing import TextIO
 from varjax.errors import UserError, show
 from varjax.parallel import processes
 
-RECENT = 10  # measurements of each kind of work that an estimate uses
+RECENT = 10  # reports that an estimate uses
 
 
 class Progress:
     """Plain lines `what 3/8  12.3 s, about 20 s left` on standard error.
+
+    The time left follows from the last `RECENT` reports. The first one counts only until there is a
+    second one, because it includes work that is done once, such as compiling.
 
     Args:
       what: what is counted, for example "images".
@@ -35,68 +38,37 @@ class Progress:
     ):
         self.what, self.total, self.every, self.last = what, total, every, (0.0, first)
         self.stream = sys.stderr if stream is None else stream
-        self.start, self.printed, self.ahead = time.monotonic(), -float("inf"), TimeLeft()
+        self.start, self.printed = time.monotonic(), -float("inf")
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (seconds, count)
+        self._reports = 0
 
     def update(self, done: int, note: str = "") -> None:
         """Report that `done` of `total` are finished."""
-        elapsed = time.monotonic() - self.start
-        since, before = self.last
+        line, now = self.line(done, note), time.monotonic()
+        if done >= self.total or now - self.printed >= self.every:
+            self.printed = now
+            self.note(line)
+
+    def line(self, done: int, note: str = "") -> str:
+        """Note that `done` of `total` are finished, and return the line that says so."""
+        elapsed, (since, before) = time.monotonic() - self.start, self.last
         if done > before:
-            self.ahead.measured("one", elapsed - since, done - before)
-            self.last = (elapsed, done)
-        if done < self.total and elapsed - self.printed < self.every:
-            return
-        self.printed = elapsed
+            if self._reports == 1:
+                self._recent.clear()
+            self._recent.append((elapsed - since, done - before))
+            self._reports += 1
+            self.last = elapsed, done
         line = f"{self.what} {done}/{self.total}  {elapsed:.1f} s"
-        if left := self.ahead.text(one=self.total - done):
-            line += f", {left}"
-        self.note(f"{line}  {note}" if note else line)
+        if self._recent and done < self.total:
+            seconds, count = (sum(part) for part in zip(*self._recent, strict=True))
+            line += f", about {show_seconds((self.total - done) * seconds / count)} left"
+        return f"{line}  {note}" if note else line
 
     def note(self, message: str) -> None:
         """Print one line outside the count, for example that a compilation started, in the first
         process."""
         if processes.is_first():
             print(message, file=self.stream, flush=True)
-
-
-class TimeLeft:
-    """Estimates how long several kinds of work will take, from recent measurements of each kind.
-
-    The first measurement of a kind counts only until there is a second one, because it includes
-    work that is done once, such as compiling.
-    """
-
-    def __init__(self):
-        self._recent: dict[str, deque[tuple[float, int]]] = {}  # (seconds, units)
-        self._measured_once: set[str] = set()  # kinds that were measured once
-
-    def measured(self, kind: str, seconds: float, count: int = 1) -> None:
-        """Note that `count` units of a kind took `seconds` together."""
-        found = self._recent.setdefault(kind, deque(maxlen=RECENT))
-        if kind in self._measured_once:
-            self._measured_once.remove(kind)
-            found.clear()
-        elif not found:
-            self._measured_once.add(kind)
-        found.append((seconds, count))
-
-    def seconds(self, **ahead: int) -> tuple[float, bool]:
-        """Estimate so many units of each kind: (seconds, whether all kinds are known)."""
-        total, complete = 0.0, True
-        for kind, count in ahead.items():
-            found = self._recent.get(kind, ())
-            units = sum(n for _, n in found)
-            total += count * sum(s for s, _ in found) / units if units else 0.0
-            complete &= bool(units) or not count
-        return total, complete
-
-    def text(self, **ahead: int) -> str:
-        """Return `about 3 min left`, or `at least 3 min left` where a kind was never measured. The
-        text is empty if nothing is ahead or nothing is known."""
-        seconds, complete = self.seconds(**ahead)
-        if not any(ahead.values()) or not (seconds or complete):
-            return ""
-        return f"{'about' if complete else 'at least'} {show_seconds(seconds)} left"
 
 
 def show_seconds(seconds: float) -> str:

@@ -7,7 +7,6 @@ Letters: N images, L tokens, K scales.
 import functools
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 
 import jax
@@ -21,7 +20,6 @@ from experiments.stopping import Stopped
 from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
-from experiments.sweep.progress import SweepProgress
 from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
@@ -30,6 +28,7 @@ from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
+from varjax.progress import Progress
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
@@ -90,7 +89,7 @@ class Runner:
         self.sweep, self.store, self.stop = sweep, store, stop or Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = shard.of(distinct) if shard else distinct
-        self.progress: SweepProgress | None = None  # while it runs
+        self.finished = 0  # of these cells
         self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
     @functools.cached_property
@@ -107,7 +106,6 @@ class Runner:
         program = CellProgram(self.sweep, self.model, cell)
         timing = program.generator.timing
         _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
-        self.progress.compiled(cell, timing.compile_s)
         return program
 
     def path(self, cell: Cell) -> pathlib.Path:
@@ -152,23 +150,23 @@ class Runner:
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
         if stored and not missing:
             return
-        done = [cell for cell in cells if cell not in missing] + [full] * bool(stored)
-        self.progress = SweepProgress(self.sweep, done, (full, *missing))
-        _say(self.progress.text())
+        self.finished = len(cells) - len(missing)
         if not (stored or self._run_full()) or missing and not self._run_cells(missing):
-            raise Stopped(len(cells) - self.progress.missing, len(cells), "cells")
+            raise Stopped(self.finished, len(cells), "cells")
 
     def _run_cells(self, missing: list[Cell]) -> bool:
         """Run cells. Return whether all are done; not so if the system asked to end."""
         count, reference = len(self.cells), self._reference()
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
-        _say(self.progress.text())
+        progress = Progress("cells", count, first=count - len(missing))
         for number, cell in enumerate(missing, count - len(missing) + 1):
             if self.stop.asked:  # before it is compiled
                 return False
             _say(f"cell {number}/{count}: {cell.label} at {cell.budget:g}")
             if not self._run_cell(cell, reference):
                 return False
+            self.finished = number
+            _say(progress.line(number))
         self._logits.clear()
         return True
 
@@ -224,7 +222,7 @@ class Runner:
 
         reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         tokens = reference["tokens"]
-        sweep, program, start = self.sweep, self._program(cell), time.monotonic()
+        sweep, program = self.sweep, self._program(cell)
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in self._until_asked(program.batches()):
@@ -248,8 +246,7 @@ class Runner:
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
         self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
-        self.progress.finished(time.monotonic() - start)
-        _say(f"  {', '.join(shown)}\n{self.progress.text()}")
+        _say(f"  {', '.join(shown)}")
         return True
 
 

@@ -4,13 +4,12 @@ import csv
 import json
 import pathlib
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments.report import sweep_files
-from experiments.sweep import plan, progress, tables
+from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
@@ -33,7 +32,7 @@ def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch)
     flags = (checkpoint, "--labels=3", policies, "--budgets=0.05,1", f"--out={tmp_path / 'out'}")
     status, _, err = call("sweep", *flags)
     assert status == 0 and "3 of 4 cells can run" in err, err
-    assert "0 of 3 cells done" in err and "0 of 3 cells are stored" in err
+    assert "0 of 3 cells are stored" in err
 
 
 def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
@@ -55,17 +54,14 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     status, _, err = call("sweep", *flags, to, policies, budgets)
     assert status == 130 and not out.exists(), err
     # at a budget of 1 both policies keep everything, as the full cache does: the same program
-    said = "4 compilations ahead (2 programs, 2 expected from the compilation cache)"
-    assert f"0 of 3 cells done, {said}\n" in err
     cells = err.split("\ncell ")[1:]
     assert "(compilation cache warm)" in cells[1] and "(compilation cache warm)" in cells[2]
-    assert "2 of 3 cells done, 1 compilation ahead (1 expected from the compilation cache), " in err
+    assert "cells 2/3" in err and " left" in err
     assert call("sweep", *flags, to, policies, budgets, "--seed=1")[0] == 2  # other settings
     ran[:] = ["again"]
     status, text, err = call("sweep", *flags, to, policies, budgets)
     assert status == 0 and "2 of 3 cells are there already" in err
-    assert "2 of 3 cells done, 2 compilations ahead (1 program, 2 expected from the" in err
-    assert "3 of 3 cells done, no compilations ahead\n" in err
+    assert "cells 2/3" not in err and "cells 3/3" in err
     assert "swa" not in ran and "streaming" in ran
     assert sorted(p.name for p in out.iterdir()) == FILES
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -158,40 +154,6 @@ def test_a_place_that_cannot_be_written(call, checkpoint, monkeypatch):
     flags = (checkpoint, "--policies=swa", "--labels=1", "--out=/proc/x")
     status, _, err = call("sweep", *flags)
     assert status == 2 and "cannot write /proc/x: nothing can be created in /proc" in err
-
-
-def test_what_is_ahead(monkeypatch):
-    """Compilations by whether their program is new, and the time that they and the cells take."""
-    names = iter(["full", "a", "b", "a", "c"])
-    monkeypatch.setattr(progress, "program_of", lambda sweep, cell: next(names))
-    monkeypatch.setattr(progress.compilation_cache, "is_on", lambda: True)
-    full, *cells = (SimpleNamespace(key=str(i)) for i in range(5))
-    ahead = progress.SweepProgress(SimpleNamespace(full=full), [], [full, *cells])
-    first = "5 compilations ahead (4 programs, 1 expected from the compilation cache)"
-    assert ahead.text() == f"0 of 4 cells done, {first}"
-    ahead.compiled(full, 100.0)
-    # cells and the known program were not measured yet: three new programs
-    assert ahead.text().endswith("from the compilation cache), at least 5 min left")
-    ahead.compiled(cells[0], 40.0)
-    ahead.finished(10.0)
-    assert "1 of 4 cells done, 3 compilations ahead" in ahead.text()
-    assert ahead.text().endswith("at least 2 min left")  # 2 * 40 + 3 * 10 s
-    ahead.compiled(cells[1], 40.0)
-    ahead.finished(20.0)
-    ahead.compiled(cells[2], 5.0)
-    ahead.finished(20.0)
-    assert ahead.text() == "3 of 4 cells done, 1 compilation ahead, about 60 s left"
-    ahead.compiled(cells[3], 5.0)
-    ahead.finished(20.0)
-    assert ahead.text() == "4 of 4 cells done, no compilations ahead"
-
-
-def test_without_a_cache_everything_is_compiled(monkeypatch):
-    monkeypatch.setattr(progress, "program_of", lambda sweep, cell: "the same")
-    monkeypatch.setattr(progress.compilation_cache, "is_on", lambda: False)
-    full, cell = (SimpleNamespace(key=str(i)) for i in range(2))
-    ahead = progress.SweepProgress(SimpleNamespace(full=full), [full], [full, cell])
-    assert ahead.text() == "0 of 1 cells done, 2 compilations ahead (1 program)"
 
 
 def test_entries():

@@ -27,10 +27,10 @@ import orbax.checkpoint as ocp
 from varjax.errors import UserError, some
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
+from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
-from varjax.training.time_left import StageTimeLeft
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS, WINDOW = "records.json", "window.json"
@@ -272,30 +272,23 @@ def _loop(
     stop: Stop,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
-    last, left = time.monotonic(), StageTimeLeft(stage, start)
+    last, progress = time.monotonic(), Progress(stage.name, stage.steps, first=start)
     window, settings = folder.kept_window(start), stage.settings
     earlier = len(window)  # steps that another run has made
     for n in range(start, stage.steps):
-        before = time.monotonic()
         state, metrics = stage.step(state, n)
-        left.called(n, time.monotonic() - before)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
-            now = time.monotonic()
-            steps, earlier = len(window) - earlier, 0
-            pace = round(steps * stage.batch_size / (now - last), 2)
-            left.logged(steps, now - last)
-            line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
-            say(f"{stage.name} {line}  {left.text(done)}".rstrip(), quiet)
+            seconds = time.monotonic() - last
+            pace = round((len(window) - earlier) * stage.batch_size / seconds, 2)
+            say(progress.line(done, f"{_numbers(means)}  {pace:.1f} images/s"), quiet)
             entry = {"step": done, **means, "images_per_second": pace}
-            window, last = [], now
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
-                last = time.monotonic()
-                left.validated(last - now)
+            window, earlier, last = [], 0, time.monotonic()
             folder.append_history(entry)
         stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:

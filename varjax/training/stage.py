@@ -69,11 +69,6 @@ class TrainingStage:
     def batch_size(self) -> int:
         return getattr(self.settings, f"{self.name}_batch_size")
 
-    @property
-    def new_programs(self) -> tuple[int, ...]:
-        """Steps from which another program runs, for estimates of the time that is left."""
-        return ()
-
     def first_parameters(self) -> dict:
         """Return the parameters before step 0."""
         return parameters.named(self.network(self.config, rngs=nnx.Rngs(self.settings.seed)))

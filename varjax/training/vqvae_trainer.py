@@ -44,10 +44,6 @@ class VQVAEStage(TrainingStage):
         rate = learning_rate(self.settings.vqvae_lr, self.steps, warm_up=20, flat_until=0.5)
         return adamw(rate, b2=0.99, clip=1.0)
 
-    @property
-    def new_programs(self) -> tuple[int, ...]:
-        return (self.settings.autoencoder_steps,)
-
     def state_of(self, params: Mapping) -> dict:
         """Add `usage` [V], how often each code was used since codes were last moved."""
         return {**super().state_of(params), "usage": jnp.zeros(self.config.vocab_size)}
