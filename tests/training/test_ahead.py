@@ -72,7 +72,7 @@ def test_batches_from_any_step_on(folder, grain):
         return pictures_of_step(len(pictures), 7, 3, step)
 
     for order in (range(12), [5, 6, 7], [2, 9, 10, 0, 11]):
-        reader = ahead.Ahead(pictures, rows_of, 12)
+        reader = ahead.Ahead(pictures, rows_of)
         for step in order:
             assert np.array_equal(reader.batch(step), pictures[rows_of(step)]), (order, step)
 
@@ -86,7 +86,7 @@ def test_processes_share_a_batch(folder, grain, processes):
         return pictures_of_step(len(pictures), 8, 3, step)
 
     parts = np.split(np.arange(8), processes)
-    batches = [ahead.OwnRows(pictures, rows_of, 4, own).batch(2) for own in parts]
+    batches = [ahead.Ahead(pictures, rows_of, own).batch(2) for own in parts]
     assert np.array_equal(np.sum(batches, axis=0), pictures[rows_of(2)])
     others = np.delete(batches[0], parts[0], axis=0)
     assert not others.any()
@@ -121,8 +121,8 @@ def test_losses_are_those_of_memory(folder, grain, tiny, tmp_path, monkeypatch):
     settings = tiny(**SHORT, data=str(folder), val_fraction=0.25, image_size=4, ch_mult=(1,))
     session.train(settings, "both", tmp_path / "memory", quiet=True)
     monkeypatch.setattr(data, "MEMORY", 0)  # from here on `auto` is grain
-    step, batch, read = VQVAEStage.step, ahead.OwnRows.batch, []
-    monkeypatch.setattr(ahead.OwnRows, "batch", lambda *given: read.append(1) or batch(*given))
+    step, batch, read = VQVAEStage.step, ahead.Ahead.batch, []
+    monkeypatch.setattr(ahead.Ahead, "batch", lambda *given: read.append(1) or batch(*given))
 
     def dying(self, state, n):
         if n == 7:
@@ -147,7 +147,7 @@ def test_a_damaged_picture_is_named(folder, grain, tmp_path):
         (tmp_path / "a" / file.name).write_bytes(file.read_bytes())
     damaged = tmp_path / "a" / _load(tmp_path, "grain").train.names[2].rpartition("/")[2]
     damaged.write_bytes(damaged.read_bytes()[:30])
-    reader = ahead.Ahead(_load(tmp_path, "grain").train, lambda step: np.arange(3), 2)
+    reader = ahead.Ahead(_load(tmp_path, "grain").train, lambda step: np.arange(3))
     with pytest.raises(UserError, match=f"{damaged} is no picture, damaged or cut short"):
         reader.batch(0)
 

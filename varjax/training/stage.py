@@ -20,7 +20,7 @@ from varjax.nn import parameters
 from varjax.parallel import processes
 from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
-from varjax.training.ahead import OwnRows
+from varjax.training.ahead import Ahead
 from varjax.training.data import Dataset
 from varjax.training.decoding import InFiles
 from varjax.training.settings import TrainingSettings
@@ -155,18 +155,18 @@ class TrainingStage:
         return _take(self._train_data, index)
 
     @cached_property
-    def ahead(self) -> OwnRows | None:
+    def ahead(self) -> Ahead | None:
         """The steps' pictures where these stay in their files."""
         if not isinstance(self.data.train, InFiles):
             return None
-        return OwnRows(self.data.train, lambda n: self.pictures(n)[0], self.steps, self._rows_here)
+        return Ahead(self.data.train, lambda n: self.pictures(n)[0], self._rows_here)
 
     @property
-    def _rows_here(self) -> np.ndarray:
-        """Which pictures of a step this process's devices take, int [rows]."""
-        every = np.arange(self.batch_size)
+    def _rows_here(self) -> np.ndarray | None:
+        """Which pictures of a step this process's devices take, int [rows]; None: all."""
         if processes.count() == 1:
-            return every
+            return None
+        every = np.arange(self.batch_size)
         parts = self.mesh.batch().addressable_devices_indices_map((self.batch_size,))
         return np.unique(np.concatenate([every[index] for index in parts.values()]))
 

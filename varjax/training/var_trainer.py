@@ -163,7 +163,7 @@ def _tokens(
         own = together * batch + size * processes.index()
         return np.minimum(np.arange(own, own + size), len(images) - 1)
 
-    ahead = Ahead(images, rows_of, batches) if isinstance(images, InFiles) else None
+    ahead = Ahead(images, rows_of) if isinstance(images, InFiles) else None
     for batch in range(batches):
         pixels = to_float(ahead.batch(batch) if ahead else images[rows_of(batch)])
         views = (pixels, pixels[:, :, ::-1]) if mirrored else (pixels,)
