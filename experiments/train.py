@@ -71,17 +71,15 @@ def _define_flags() -> None:
         tuple: FLAGS.list,
     }
     for field in dataclasses.fields(TrainingSettings):
-        default, least = field.default, field.metadata["least"]
+        default = field.default
         if isinstance(default, tuple):
             default = [str(item) for item in default]
         text = field.metadata["help"] + _family_defaults(field)
         text = f"{text[0].upper()}{text[1:]}."
         if field.name in REQUIRED:
             define[type(field.default)](field.name, None, text, required=True)
-        elif least is None:
-            define[type(field.default)](field.name, default, text)
         else:
-            define[type(field.default)](field.name, default, text, lower_bound=least)
+            define[type(field.default)](field.name, default, text)
 
 
 def _family_defaults(field: dataclasses.Field) -> str:

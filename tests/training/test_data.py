@@ -134,43 +134,19 @@ def test_no_picture_is_left_out_in_silence(tmp_path):
         data.load(tmp_path, 8)
 
 
-def test_arrays_are_resized(tmp_path, discs):
-    images, labels = discs(6, side=16)
-    np.savez(tmp_path / "x.npz", images=images, labels=labels)
-    chex.assert_shape(data.load(tmp_path / "x.npz", 8).train, (5, 8, 8, 3))
-
-
 IMAGES = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
 LABELS = np.arange(4)
 BAD = {
     "keys": ({"x": IMAGES}, "holds x: it must hold data, offsets and labels, or images"),
-    "dtype": ({"images": IMAGES.astype(float), "labels": LABELS}, "images are float64"),
     "shape": ({"images": IMAGES[..., 0], "labels": LABELS}, r"uint8 \[N, height, width, 3\]"),
     "count": ({"images": IMAGES, "labels": LABELS[:3]}, "4 pictures but 3 labels"),
     "negative": ({"images": IMAGES, "labels": LABELS - 9}, "is negative"),
-    "float labels": ({"images": IMAGES, "labels": LABELS / 2}, r"integers \[N\] are needed"),
     "empty": ({"images": IMAGES[:0], "labels": LABELS[:0]}, "holds no pictures"),
-    "one": ({"images": IMAGES[:1], "labels": LABELS[:1]}, "too few to hold out"),
     "offsets": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 5]), "labels": LABELS[:2]},
         "offsets do not cut data",
     ),
-    "no offsets": (
-        {"data": IMAGES.ravel(), "offsets": LABELS[:0], "labels": LABELS[:0]},
-        r"integers \[N \+ 1\] are needed",
-    ),
-    "large offsets": (
-        {"data": IMAGES.ravel(), "offsets": np.array([0, 2**64 - 1], np.uint64), "labels": [0]},
-        "offsets do not cut data",
-    ),
-    "float offsets": (
-        {"data": IMAGES.ravel(), "offsets": np.array([0, np.nan]), "labels": [0]},
-        "offsets are float64",
-    ),
-    "large label": ({"images": IMAGES, "labels": LABELS + 10**6}, "at most 1000000 works"),
     "overflow": ({"images": IMAGES, "labels": LABELS + 2**32}, "label 4294967299 is given"),
-    "no pixels": ({"images": IMAGES[:, :0, :0], "labels": LABELS}, "pictures without pixels"),
-    "structure": ({"images": np.zeros(4, [("a", "u1")]), "labels": LABELS}, "images are"),
     "files": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
         "picture 0 is no picture",
@@ -204,7 +180,7 @@ def test_bad_files(tmp_path):
         data.load(tmp_path / "folder", 8)
 
 
-@pytest.mark.parametrize("text", ['{"classes": "ab"}', '{"classes": [1]}', "[" * 100_000, "3"])
+@pytest.mark.parametrize("text", ['{"classes": [1]}', "3"])
 def test_bad_class_names(tmp_path, text):
     np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "classes.json").write_text(text)
@@ -212,7 +188,7 @@ def test_bad_class_names(tmp_path, text):
         data.load(tmp_path, 8)
 
 
-@pytest.mark.parametrize("size", [0, 100, 300, -10])
+@pytest.mark.parametrize("size", [0, -10])
 def test_truncated_arrays(tmp_path, size):
     np.savez_compressed(tmp_path / "x.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:size])

@@ -132,12 +132,9 @@ def test_large_data_stays_on_the_host(whole, monkeypatch):
 
 WRONG = {
     "schedule": ({"patch_nums": (1, 2)}, "patch_nums=1,2 is for family=var only: leave it out"),
-    "groups": ({"norm_groups": 8}, "norm_groups=8 is for family=var"),
     "size": ({"image_size": 7, "ch_mult": (1, 1)}, "image_size=7 given, .* choose a multiple of 2"),
     "width": ({"ch": 40}, "ch is 40, which 32 normalisation groups do not divide"),
-    "dropout": ({"dropout": 1.0}, "dropout=1.0 given"),
     "shifts": ({"shifts": 25}, "shifts=25 given: choose 0 to 24"),
-    "no levels": ({"ch_mult": ()}, "it needs 1 to 10 levels"),
     "heads": ({"heads": 3}, "dim 32 is not a multiple of n_head 3"),
 }
 

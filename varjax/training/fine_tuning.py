@@ -172,7 +172,7 @@ class Start:
 class FineTuning(TrainingSettings):
     """Settings of a run that begins with a checkpoint; make them by `settings`."""
 
-    start: Start = field(metadata={"stages": (), "family": None, "help": "", "least": None})
+    start: Start = field(metadata={"stages": (), "family": None, "least": None, "most": None})
 
     @property
     def codec(self) -> VQVAEConfig | VQConfig:

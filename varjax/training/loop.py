@@ -35,7 +35,6 @@ from varjax.training.stage import TrainingStage
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS, WINDOW = "records.json", "window.json"
 LARGEST_HISTORY = 2**30  # bytes
-EARLIER = {"family": "var", "shifts": 0}  # the meaning of settings.json without these settings
 
 
 def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> None:
@@ -79,7 +78,6 @@ def _compare(path: Path, settings: Mapping) -> None:
             raise ValueError("it must hold a JSON object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): choose another folder") from error
-    stored = {n: EARLIER[n] for n in EARLIER if n in settings} | stored
     if not processes.is_first():
         # another machine may have the pictures elsewhere; their content is compared
         stored["data"] = settings.get("data")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
@@ -78,6 +77,8 @@ def train(
     ):
         with processes.together():
             loop.check_folder(out, stored)  # again: another process may have ended just now
+            if "var" in needed and _is_complete(settings, Path(out)):
+                return Path(out) / MODEL
         pictures = _pictures(settings, stage, needed, Path(out))
         if stage == "classifier":
             classifier_trainer.train(settings, pictures, Path(out), Path(out) / MODEL, quiet, mesh)
@@ -112,7 +113,7 @@ def _pictures(
 
 
 def _is_complete(settings: TrainingSettings, out: Path) -> bool:
-    """Whether `out` holds a model and nothing is left to train, so that the model may stay."""
+    """Whether `out` holds a model and nothing is left to train, so that the model stays."""
     if not (out / MODEL / manifest.NAME).is_file():
         return False
     return (out / "var" / loop.CHECKPOINTS / str(settings.var_steps)).is_dir()
@@ -211,11 +212,11 @@ def _save_model(
     codec: ImageCodec,
     model: Path,
 ) -> None:
-    """Write the folder `model` in one process, unless the same parts lie there already."""
+    """Write the folder `model` in one process."""
+    if not processes.is_first():
+        return
     dtype = jnp.dtype(settings.save_dtype)
     parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
-    if _is_saved(model, parts) or not processes.is_first():  # all processes read alike
-        return
     metadata = {
         "sampling": _sampling(settings),
         "training": {
@@ -242,22 +243,3 @@ def _sampling(settings: TrainingSettings) -> dict:
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
         found["cfg"] = 1.0
     return found
-
-
-def _is_saved(model: Path, parts: dict) -> bool:
-    """Whether `model` holds these parts. Users may have added files or changed its description."""
-    try:
-        found, _ = checkpoint.load(model, registry.CATALOGUE, on_host=True)
-    except UserError:
-        return False
-    return all(_is_same(found.get(name), part) for name, part in parts.items())
-
-
-def _is_same(found: nnx.Module | None, part: nnx.Module) -> bool:
-    """Whether two modules have one configuration and equal parameters of equal types."""
-    if found is None or found.config != part.config:
-        return False
-    stored, own = parameters.named(found), parameters.named(part)
-    return stored.keys() == own.keys() and all(
-        stored[n].dtype == own[n].dtype and np.array_equal(stored[n], own[n]) for n in own
-    )

@@ -35,31 +35,21 @@ FAMILIES = {
     },
 }
 
-AT_LEAST_ONE = (
-    "log_every",
-    "checkpoint_every",
-    "validate_every",
-    "max_validation",
-    "vqvae_batch_size",
-    "var_batch_size",
-    "reseed_every",
-    "classifier_batch_size",
-)
-
 
 def _flag(
     default: str | int | float | bool | tuple[int, ...],
     text: str,
     stages: tuple[str, ...] = BOTH,
     least: int | None = None,
+    most: int | None = None,
     only: str | None = None,
 ):
-    """Return a field with its help text and smallest value.
+    """Return a field with its help text and the values that it may have.
 
     stages: the training stages whose result it decides.
     only: the one family that has it; None: all families have it.
     """
-    described = {"help": text, "stages": stages, "least": least, "family": only}
+    described = {"help": text, "stages": stages, "least": least, "most": most, "family": only}
     return field(default=default, metadata=described)
 
 
@@ -82,35 +72,37 @@ class TrainingSettings:
     data: str = _flag("", "folder or .npz file of pictures", ALL)
     image_size: int = _flag(64, "side of the pictures in pixels", ALL)
     val_fraction: float = _flag(0.05, "part held out where the data has no validation set", ALL)
-    max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL)
+    max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL, 0)
     loader: str = _flag(
         "auto",
         "where training pictures are kept: memory; grain (in a folder of pictures, and decoded"
         " while steps run); auto: memory, unless they would take more than half of it",
         (),
     )
-    shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
-    max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
+    shifts: int = _flag(
+        0, "copies of every training picture, moved by up to two pixels", BOTH, 0, MOST_SHIFTS
+    )
+    max_validation: int = _flag(512, "use at most so many validation pictures", ALL, 1)
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", only="var")
     accumulate: int = _flag(
         1, "parts of a step that run one after the other, which takes less memory", (), least=1
     )
     remat: bool = _flag(False, "compute the transformer's layers twice, to store less", ())
-    seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL)
+    seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL, 0, 2**31 - 1)
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
     save_dtype: str = _flag("float32", "type of the finished weights: float32 or bfloat16", ())
 
-    vocab_size: int = _flag(512, "codes in the codebook")
+    vocab_size: int = _flag(512, "codes in the codebook", BOTH, 2)
     z_channels: int = _flag(16, "channels of a code")
     ch: int = _flag(64, "channels of the codec's first level, a multiple of norm_groups")
     ch_mult: tuple[int, ...] = _flag((1, 1, 2, 2), "channels of the codec's levels in units of ch")
     num_res_blocks: int = _flag(2, "residual blocks per level of the codec")
     norm_groups: int = _flag(32, "groups of the codec's normalisation", only="var")
-    vqvae_steps: int = _flag(3400, "training steps of the codec")
-    vqvae_batch_size: int = _flag(16, "pictures per step of the codec")
+    vqvae_steps: int = _flag(3400, "training steps of the codec", BOTH, 1, MOST_STEPS)
+    vqvae_batch_size: int = _flag(16, "pictures per step of the codec", BOTH, 1)
     vqvae_lr: float = _flag(6e-4, "peak learning rate of the codec")
     autoencoder_steps: int = _flag(250, "first steps of the codec, without quantiser")
-    reseed_every: int = _flag(100, "steps between moves of seldom used codes")
+    reseed_every: int = _flag(100, "steps between moves of seldom used codes", BOTH, 1)
 
     depth: int = _flag(4, "layers of the transformer", SECOND)
     width: int = _flag(256, "width of the transformer", SECOND)
@@ -118,13 +110,15 @@ class TrainingSettings:
     shared_aln: bool = _flag(True, "one modulation for all layers: smaller", SECOND, only="var")
     dropout: float = _flag(0.1, "share of a branch's numbers left out", SECOND, only="llamagen")
     label_drop: float = _flag(0.1, "how often the label is dropped", SECOND)
-    var_steps: int = _flag(2600, "training steps of the transformer", SECOND)
-    var_batch_size: int = _flag(32, "pictures per step of the transformer", SECOND)
+    var_steps: int = _flag(2600, "training steps of the transformer", SECOND, 1, MOST_STEPS)
+    var_batch_size: int = _flag(32, "pictures per step of the transformer", SECOND, 1)
     var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", SECOND)
     weight_decay: float = _flag(0.05, "weight decay of the transformer", SECOND)
 
-    classifier_steps: int = _flag(2000, "training steps of the classifier", CLASSIFIER)
-    classifier_batch_size: int = _flag(64, "pictures per step of the classifier", CLASSIFIER)
+    classifier_steps: int = _flag(
+        2000, "training steps of the classifier", CLASSIFIER, 1, MOST_STEPS
+    )
+    classifier_batch_size: int = _flag(64, "pictures per step of the classifier", CLASSIFIER, 1)
     classifier_lr: float = _flag(3e-3, "peak learning rate of the classifier", CLASSIFIER)
 
     def __post_init__(self):
@@ -186,28 +180,25 @@ class TrainingSettings:
 
     def _conditions(self) -> Iterator[tuple[str, bool, str]]:
         """Yield (what is given, whether it is allowed, what is allowed) for single values."""
+        for f in fields(self):
+            value, (least, most) = getattr(self, f.name), (f.metadata["least"], f.metadata["most"])
+            if most is not None:
+                yield f"{f.name}={value}", least <= value <= most, f"choose {least} to {most}"
+            elif least is not None:
+                yield f"{f.name}={value}", value >= least, f"it must be at least {least}"
         sides, decay = self.patch_nums, self.weight_decay
         listed = ",".join(map(str, sides))
         increasing = bool(sides) and sides[0] >= 1 and all(a < b for a, b in pairwise(sides))
         part = 0 < self.val_fraction < 1
         yield f"val_fraction={self.val_fraction}", part, "it must be between 0 and 1"
-        yield f"max_images={self.max_images}", self.max_images >= 0, "it must be at least 0"
         yield f"dropout={self.dropout}", 0 <= self.dropout < 1, "it must be in [0, 1)"
-        yield f"shifts={self.shifts}", 0 <= self.shifts <= MOST_SHIFTS, f"choose 0 to {MOST_SHIFTS}"
-        yield f"seed={self.seed}", 0 <= self.seed < 2**31, f"choose 0 to {2**31 - 1}"
-        yield f"vocab_size={self.vocab_size}", self.vocab_size >= 2, "at least 2 codes are needed"
         yield f"patch_nums={listed}", increasing, "sides must increase, from 1 or more"
-        for name in AT_LEAST_ONE:
-            value = getattr(self, name)
-            yield f"{name}={value}", value >= 1, "it must be at least 1"
-        for steps in (self.vqvae_steps, self.var_steps, self.classifier_steps):
-            yield f"{steps} training steps", steps >= 1, "at least 1 is needed"
-            yield f"{steps} training steps", steps <= MOST_STEPS, f"at most {MOST_STEPS} work"
-        for rate in (self.vqvae_lr, self.var_lr, self.classifier_lr):
+        for name in ("vqvae_lr", "var_lr", "classifier_lr"):
+            rate = getattr(self, name)
             fits = rate > 0 and math.isfinite(rate)
-            yield f"learning rate {rate}", fits, "it must be positive and finite"
+            yield f"{name}={rate}", fits, "it must be positive and finite"
         fits = decay >= 0 and math.isfinite(decay)
-        yield f"weight decay {decay}", fits, "it must be at least 0 and finite"
+        yield f"weight_decay={decay}", fits, "it must be at least 0 and finite"
 
     @property
     def schedule(self) -> Schedule:

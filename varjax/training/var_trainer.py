@@ -17,7 +17,7 @@ import optax
 
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae.model import Quantizer
-from varjax.errors import UserError, some
+from varjax.errors import UserError
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
 from varjax.parallel import processes
@@ -182,28 +182,14 @@ def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfi
 
     `UserError` unless the file holds tokens of such pictures for a model of this configuration.
     """
-    most = 8 * 2 * len(pictures.train) * config.total_tokens  # bytes; they may pack well
+    count, length = len(pictures.train), config.total_tokens
+    most = 8 * 2 * count * length  # bytes; they may pack well
     try:
-        arrays = npz.load(path, TOKENS, max(most, npz.LARGEST))
-        missing = [name for name in TOKENS if name not in arrays]
-        problem = f"it has no {some(missing)}" if missing else None
-    except UserError as error:
-        problem = str(error)
-    found = pictures if problem else replace(pictures, **arrays)
-    if problem := problem or _problem(found, pictures, config):
-        raise UserError(f"{path} is damaged ({problem}): delete it to make it again")
-    return found
-
-
-def _problem(tokens: Dataset, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> str | None:
-    """Say why these are no tokens of the pictures; None: they are."""
-    length, count = config.total_tokens, np.size(tokens.val_labels)
-    shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
-    for name, shape in shapes.items():
-        array = getattr(tokens, name)
-        if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
-            return f"{name} is {array.dtype} {array.shape}, not integers {shape}"
-        if array.min(initial=0) < 0 or array.max(initial=0) >= config.vocab_size:
-            return f"{name} has tokens outside 0 to {config.vocab_size - 1}"
-    sound = np.array_equal(tokens.train_labels, pictures.train_labels)
-    return None if sound else "it was made of other pictures"
+        found = npz.load(path, TOKENS, max(most, npz.LARGEST))
+        train, labels, val, val_labels = (found[name] for name in TOKENS)
+    except (UserError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it to make it again") from None
+    shapes = train.shape == (2, count, length) and val.shape == (len(val_labels), length)
+    if not shapes or not np.array_equal(labels, pictures.train_labels):
+        raise UserError(f"{path} holds tokens of other pictures: delete it to make it again")
+    return replace(pictures, train=train, val=val, val_labels=val_labels)
