@@ -158,7 +158,7 @@ def _sweeps(model: str) -> Iterator[tuple[Path, dict]]:
 
 
 def _cost(sweep: tuple[Path, dict], policy: Policy) -> str | None:
-    """Say what a budget costs, between the two nearest budgets of a sweep."""
+    """Say what the nearest budget of a sweep costs."""
     folder, content = sweep
     with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
         cells = [
@@ -166,16 +166,8 @@ def _cost(sweep: tuple[Path, dict], policy: Policy) -> str | None:
             for cell in content["cells"]
             if cell["policy"] == policy.name and cell["status"] == "done"
         ]
-        cells.sort(key=lambda cell: cell[0])
-        below = [cell for cell in cells if cell[0] <= policy.budget]
-        above = [cell for cell in cells if cell[0] >= policy.budget]
-        if not below or not above:
-            near = (below or above)[-1 if below else 0]
-            return f"{_shown(near[1])} at {near[0]:g}, the nearest in {folder}"
-        (a, low), (b, high) = below[-1], above[0]
-        if a == b:
-            return f"{_shown(low)} in {folder}"
-        return f"between {_shown(low)} at {a:g} and {_shown(high)} at {b:g} in {folder}"
+        near, fidelity = min(cells, key=lambda cell: abs(cell[0] - policy.budget))
+        return f"{_shown(fidelity)} at {near:g}, the nearest in {folder}"
     return None
 
 

@@ -95,10 +95,6 @@ def main(argv: list[str]) -> None:
     progress = Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
 
-    def report(done: int, total: int) -> None:
-        progress.total = total
-        progress.update(done)
-
     features, _ = condition.encode(
         folder,
         prompts,
@@ -106,7 +102,7 @@ def main(argv: list[str]) -> None:
         dtype=DTYPE.value or default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
-        progress=report,
+        progress=progress.report,
     )
     features.save(target)
     print(f"{summary(features)}\nwritten to {target}")

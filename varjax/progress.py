@@ -49,6 +49,11 @@ class Progress:
             self.printed = now
             self.note(line)
 
+    def report(self, done: int, total: int) -> None:
+        """Report that `done` are finished of so many, where the total was not known before."""
+        self.total = total
+        self.update(done)
+
     def line(self, done: int, note: str = "") -> str:
         """Note that `done` of `total` are finished, and return the line that says so."""
         elapsed, (since, before) = time.monotonic() - self.start, self.last
@@ -113,10 +118,4 @@ def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable
         raise UserError(f"progress={show(progress)}: give True, False, or a function (done, total)")
     if not progress:
         return lambda done, total: None
-    lines = Progress(what, 0)
-
-    def report(done: int, total: int) -> None:
-        lines.total = total
-        lines.update(done)
-
-    return report
+    return Progress(what, 0).report

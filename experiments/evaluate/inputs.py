@@ -121,9 +121,8 @@ def _reporter(where: pathlib.Path) -> Callable[[int, int], None]:
     progress = Progress(f"{where}: checked picture", 0, every=5.0)
 
     def report(done: int, total: int) -> None:
-        progress.total = total
         if total > 1000:
-            progress.update(done)
+            progress.report(done, total)
 
     return report
 
