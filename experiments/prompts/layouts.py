@@ -16,14 +16,12 @@ folder for images or styles.
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from varjax import arguments
 from varjax.errors import UserError, about, require
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
@@ -58,8 +56,6 @@ def check_layout(
         name of a file, or is the name of another prompt.
       MissingExtra: without pillow.
     """
-    arguments.instance("prompt_set", prompt_set, PromptSet, "prompts, as read_prompts gives them")
-    images_per_prompt = arguments.integer("images_per_prompt", images_per_prompt, 0, MOST_IMAGES)
     most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
     if images_per_prompt < 1 or (most and images_per_prompt > most):
         allowed = f"1 to {most}" if most and most > 1 else "1" if most else "at least 1"
@@ -84,29 +80,26 @@ def check_layout(
 
 
 def write_images(
-    folder: str | os.PathLike,
+    folder: Path,
     prompt_set: PromptSet,
-    images: np.ndarray,
-    images_per_prompt: int | None = None,
+    images: UInt8[np.ndarray, "N H W 3"],
+    images_per_prompt: int,
     *,
-    seed: int | None = None,
+    seed: int,
 ) -> None:
     """Write the images of a prompt set, image i of prompt i // images_per_prompt, and the manifest.
 
     Args:
       folder: where `images/` and `manifest.json` go; made if need be.
-      images: uint8 [N, H, W, 3], RGB; read from where they are, one prompt after the other.
-      images_per_prompt: by default what the benchmark publishes.
+      images: RGB; read from where they are, one prompt after the other.
       seed: what the run's random numbers start from, for the manifest.
 
     Raises:
-      UserError: the errors of `check_layout`; images of a wrong type, shape or number.
+      UserError: the errors of `check_layout`.
       OSError: a file cannot be written.
     """
-    folder, images = Path(arguments.path("folder", folder)), arguments.as_array("images", images)
-    if seed is not None:
-        seed = arguments.integer("seed", seed)
-    each = _images_of_each(prompt_set, images, images_per_prompt)
+    each = images_per_prompt
+    check_layout(prompt_set, each, height=images.shape[1], width=images.shape[2])
     for i, prompt in enumerate(prompt_set.prompts):
         samples = images[i * each : (i + 1) * each]
         _write_prompt(folder / FOLDER, prompt_set.kind, prompt, samples)
@@ -127,22 +120,6 @@ def write_images(
     kind = str(prompt_set.kind)
     content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
     write_text(folder / MANIFEST, json_text(content))
-
-
-def _images_of_each(prompt_set: PromptSet, images: np.ndarray, each: int | None) -> int:
-    """Return how many images a prompt has; `UserError` unless prompts and images fit together."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        kind = f"{str(images.dtype):.20} {images.shape}"
-        raise UserError(f"images are {kind}: give uint8 [N, H, W, 3]")
-    if 0 in images.shape:
-        raise UserError(f"images of shape {images.shape} have no pixels: give uint8 [N, H, W, 3]")
-    each = getattr(prompt_set, "images_per_prompt", 1) if each is None else each
-    check_layout(prompt_set, each, height=images.shape[1], width=images.shape[2])
-    if len(images) != len(prompt_set) * each:
-        raise UserError(
-            f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
-        )
-    return each
 
 
 def image_files(folder: Path) -> set[str]:

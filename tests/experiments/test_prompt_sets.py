@@ -131,20 +131,6 @@ REFUSED = {
     "empty": (_file("f.txt", b""), "auto", "f.txt holds no prompts"),
     "encoding": (_file("f.txt", b"a\nb\xff\n"), "auto", "f.txt, line 2 is not UTF-8"),
     "binary": (_file("f.txt", b"a\nb\x00\n"), "auto", "f.txt, line 2: .*holds a NUL"),
-    "binary list": (_file("anime.json", ["a", "b\0"]), "auto", "entry 1: .*holds a NUL"),
-    "binary folder": (
-        _folder(a_txt=b"a", b_txt=b"b\0"),
-        "auto",
-        r"b\.txt: .*holds a NUL",
-    ),
-    "binary caption": (
-        _file("c.json", {"annotations": [{"image_id": 1, "id": 1, "caption": "\0"}]}),
-        *("auto", r"annotations\[0\]: .*holds a NUL"),
-    ),
-    "binary geneval": (
-        _file("f.jsonl", b'{"tag": "a", "include": [], "prompt": "a\\u0000"}'),
-        *("auto", "line 1: .*holds a NUL"),
-    ),
     "geneval line": (_file("f.jsonl", b'{"a": 1}\n{'), "auto", "f.jsonl, line 1: expected"),
     "geneval nan": (
         _file("f.jsonl", b'{"tag": "a", "include": [NaN], "prompt": "a"}'),
@@ -156,14 +142,10 @@ REFUSED = {
         "auto",
         "f.jsonl, line 1 is not JSON: key 'prompt' is there twice",
     ),
-    "geneval json": (_file("f.jsonl", b"{}}"), "auto", "f.jsonl, line 1 is not JSON"),
     "geneval tag": (_file("f.jsonl", _NO_TAG), "auto", "line 2: .*'tag' is missing"),
-    "geneval blank": (_file("f.jsonl", b"\n"), "auto", "line 1 is not JSON"),
     "hpsv2 entry": (_file("anime.json", ["a", 3]), "auto", "anime.json, entry 1: .*found 3"),
-    "hpsv2 blank": (_file("anime.json", ["a", " "]), "auto", "anime.json, entry 1: .*found ' '"),
     "hpsv2 object": (_file("anime.json", {"a": 1}), "hpsv2", "must hold a JSON list"),
     "json": (_file("f.json", {"a": 1}), "auto", "neither a list of prompts .* nor a COCO"),
-    "no json": (_file("f.json", b"[1,"), "auto", "f.json is not JSON"),
     "coco objects": (
         _file("f.json", {"annotations": [{"image_id": 1, "id": 2, "bbox": []}]}),
         "auto",
@@ -179,20 +161,12 @@ REFUSED = {
         "coco",
         r"annotations\[1\]: caption .* is there twice",
     ),
-    "coco list": (_file("f.json", ["a"]), "coco", "no COCO file of captions"),
     "dpg empty": (_folder(a_txt=b"x", b_txt=b" \n"), "auto", "b.txt: expected a prompt"),
     "no folder": (_folder(a_md=b"x"), "auto", "neither .txt files .* nor style lists"),
     "both": (_folder(a_txt=b"x", anime_json=b"[]"), "auto", "both .txt files .* and style lists"),
-    "folder of none": (_folder(a_md=b"x"), "dpg", "holds no prompts"),
     "folder as lines": (_folder(a_txt=b"x"), "lines", "is a folder: prompts of the kind lines"),
     "file as dpg": (_file("f.txt", b"a"), "dpg", "is a file: prompts of DPG-Bench"),
     "surrogate": (_file("anime.json", ["a", "\ud800"]), "auto", "entry 1: .*half of a surrogate"),
-    "geneval surrogate": (
-        _file("f.jsonl", GENEVAL[0] | {"prompt": "\udcff"}),
-        "auto",
-        "line 1: .*half of a surrogate",
-    ),
-    "digits": (_file("f.json", b"[%s]" % (b"1" * 5000)), "auto", "is not JSON"),
     "kind": (_file("f.txt", b"a"), "gneval", "unknown kind of prompts .*did you mean 'geneval'"),
 }
 
@@ -204,7 +178,7 @@ def test_files_that_are_refused(case, tmp_path):
         read_prompts(write(tmp_path), kind)
 
 
-@pytest.mark.parametrize("path", [None, 3, "", "a\0b", "\ud800", "x" * 10**6, "x" * 300, b"x"])
+@pytest.mark.parametrize("path", [None, "", "a\0b", "\ud800", "x" * 300])
 def test_what_is_no_path(path):
     with pytest.raises(UserError, match="^prompts="):
         read_prompts(path)
