@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from experiments.evaluate import features, inputs, sets
-from tests import models_under_test as models
 from tests.evaluation import recipe
 from varjax.evaluation import extractors
 from varjax.evaluation.extractors import Program
@@ -281,25 +280,6 @@ def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
         and "--full was drawn with another sampling, seed, dtype than the samples" in drawn
     )
     assert classes == "6 of 6 pairs are of two different classes" and drawn in err
-
-
-@pytest.mark.slow
-def test_runs_report_lpips(call, networks, tmp_path):
-    """`run --compare --lpips`: what `evaluate` finds of the same pictures."""
-    run = (f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}", "--labels=3,7", "--seed=1")
-    policy = ("--policy=streaming", "--budget=0.3", "--compare")
-    vgg, alex = f"--lpips={recipe.converted('lpips-vgg')}", f"--lpips={networks / 'lpips-alex'}"
-    for problem, *given in (("add --compare", vgg), ("needs at least 31", alex, "--compare")):
-        status, _, err = call("run", *run, *given, f"--out={tmp_path / 'out'}")
-        assert status == 2 and problem in err and not (tmp_path / "out").exists()
-    status, text, err = call("run", *run, *policy, vgg, f"--out={tmp_path / 'out'}")
-    assert status == 0 and "LPIPS to full cache" in text, err
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["fidelity"]["lpips_network"]["name"] == "lpips vgg, version 0.1"
-    assert call("run", *run, "--policy=full", f"--out={tmp_path / 'full'}")[0] == 0
-    pair = (f"--samples={tmp_path / 'out'}", f"--full={tmp_path / 'full'}", "--metrics=lpips", vgg)
-    assert call("evaluate", *pair, f"--out={tmp_path / 'pair'}")[0] == 0
-    assert close(content(tmp_path / "pair")["lpips"], report["fidelity"]["lpips"], 1e-5)
 
 
 # --- wrong input ----------------------------------------------------------------------------------

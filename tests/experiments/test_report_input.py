@@ -35,31 +35,18 @@ REMOVED, WRONG = object(), "wrong"
     "keys, value, message",
     [
         (["geometry"], REMOVED, "sweep.json: geometry is missing"),
-        (["geometry"], WRONG, "geometry is 'wrong', it must be an object"),
         (["geometry", "num_layers"], 2.5, "geometry.num_layers is 2.5"),
-        (["geometry", "num_heads"], 0, "num_heads=0"),
-        (["geometry", "schedule"], WRONG, "token map 'wrong'"),
         (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
-        (["cells"], REMOVED, "cells is missing"),
         (["cells"], {}, "cells is {}, it must be a list"),
-        (["cells", 1], WRONG, "cells[1] is 'wrong'"),
         (["cells", 0, "kv", "slot_bytes"], REMOVED, "cells[0].kv.slot_bytes is missing"),
         (["cells", 0, "kv", "allocated_bytes"], 0, "allocated_bytes is 0, it must be a positive"),
         (["cells", 0, "budget"], 7, "cells[0].budget is 7"),
         (["cells", 0, "fidelity", "psnr"], WRONG, "cells[0].fidelity.psnr"),
-        (["cells", 0, "used_slots", 1], WRONG, "cells[0].used_slots[1]"),
         (["cells", 3, "reason"], REMOVED, "cells[3].reason is missing"),
-        (["reference"], [], "reference is []"),
-        (["settings", "model"], 3, "settings.model is 3"),
         (["versions"], {"jax": 1}, "versions is"),
         # a lone surrogate, which JSON may hold and no page
         (["definitions"], {"\ud800": "x"}, "surrogates not allowed"),
-        (["reference", "fidelity"], "x", "reference.fidelity is 'x'"),
-        (["cells", 0, "fidelity", "psnr_low"], [], "cells[0].fidelity.psnr_low is []"),
         (["cells", 0, "status"], "lost", "cells[0].status is 'lost', it must be done, skipped or"),
-        (["cells", 0, "label"], "a\nb", "OK"),
-        (["cells", 3, "kv"], "x", "OK"),  # of a cell that has not run: not looked at
-        (["cells", 0, "kv", "label"], {}, "OK"),
         (["cells", 0, "fidelity", "ssim"], "nan", "OK"),
         (["cells", 0, "samples_fidelity", "ssim"], ["nan", 1], "OK"),
         (["sample_names"], ["one"], "samples.npz: 2 images, but 1 names in sweep.json"),
@@ -99,12 +86,6 @@ def test_damaged_samples_are_refused(call, sweep, tmp_path, change, message):
     arrays = {name: array for name, array in arrays.items() if array is not None}
     np.savez(sweep / "samples.npz", **arrays)
     check_refused(call, sweep, tmp_path, f"samples.npz: {message}")
-
-
-def test_samples_that_are_one_array_are_refused(call, sweep, tmp_path):
-    with open(sweep / "samples.npz", "wb") as file:
-        np.save(file, np.zeros(3))
-    check_refused(call, sweep, tmp_path, "samples.npz")
 
 
 def test_a_pipe_is_not_waited_for(call, sweep, tmp_path):

@@ -104,17 +104,6 @@ def _history(out) -> list[dict]:
     ]
 
 
-def test_a_step_sees_the_pictures_of_memory(folder, grain, tiny):
-    """Mirrored and moved alike."""
-    settings = tiny(data=str(folder), shifts=2)
-    here, there = (
-        VQVAEStage(settings, settings.codec, data.with_shifts(_load(folder, loader), 2, seed=0))
-        for loader in ("memory", "grain")
-    )
-    for step in (0, 1, 5):
-        assert np.array_equal(here._images(step), there._images(step)), step
-
-
 @pytest.mark.slow
 def test_losses_are_those_of_memory(folder, grain, tiny, tmp_path, monkeypatch):
     """Also of a run that is killed in the middle."""
@@ -150,16 +139,6 @@ def test_a_damaged_picture_is_named(folder, grain, tmp_path):
     reader = ahead.Ahead(_load(tmp_path, "grain").train, lambda step: np.arange(3))
     with pytest.raises(UserError, match=f"{damaged} is no picture, damaged or cut short"):
         reader.batch(0)
-
-
-def test_other_files_are_other_pictures(folder, grain, tmp_path):
-    (tmp_path / "a").mkdir()
-    for file in sorted(folder.rglob("*.png"))[:8]:
-        (tmp_path / "a" / file.name).write_bytes(file.read_bytes())
-    before = _load(tmp_path, "grain").digest()
-    assert _load(tmp_path, "grain").digest() == before
-    Image.new("RGB", (90, 90)).save(file := next((tmp_path / "a").iterdir()))
-    assert file.exists() and _load(tmp_path, "grain").digest() != before
 
 
 def test_arrays_are_no_folder(pictures, grain):

@@ -9,7 +9,6 @@ from varjax.evaluation import extractors
 from varjax.evaluation.extractors import Program
 from varjax.training import classifier_trainer, data, session
 from varjax.training.classifier_trainer import ClassifierStage
-from varjax.training.settings import TrainingSettings
 
 EVERY = {"log_every": 5, "checkpoint_every": 10, "validate_every": 20, "image_size": 16}
 EVERY |= {"patch_nums": (1, 2, 8), "classifier_steps": 30, "classifier_batch_size": 16}
@@ -63,13 +62,3 @@ def test_pictures_are_shifted_with_their_edges_repeated():
     places = [wide[i : i + 16, j : j + 16] for i in range(3) for j in range(3)]
     hits = {next(n for n, p in enumerate(places) if (p == image).all()) for image in found}
     assert len(hits) > 3
-
-
-def test_names_of_classes_are_kept(tmp_path, discs):
-    images, labels = discs(40, side=16)
-    np.savez(tmp_path / "train.npz", images=images, labels=labels)
-    (tmp_path / "classes.json").write_text('{"classes": ["red", "green", "blue", "yellow"]}')
-    pictures = data.load(tmp_path, 16)
-    settings = TrainingSettings(data=str(tmp_path), image_size=16, patch_nums=(1, 2))
-    config = classifier_trainer.configuration(settings, pictures)
-    assert config.class_names == ("red", "green", "blue", "yellow") and config.num_classes == 4

@@ -60,11 +60,6 @@ def test_what_is_required_is_named(capsys):
     assert "--data is required (Folder or .npz file of pictures)" in said and said.count("\n") == 1
 
 
-def test_out_inside_a_file(pictures, capsys):
-    assert _run(f"--data={pictures}", f"--out={pictures}/run") == 2
-    assert f"cannot write {pictures}/run: {pictures} is not a folder" in capsys.readouterr().err
-
-
 def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import varjax
-from varjax.codecs.vq.model import VQ
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.llamagen.transformer import LlamaGen
-from varjax.nn import layers, parameters
+from varjax.nn import layers
 from varjax.storage import checkpoint
 from varjax.training import data, session, stage
 from varjax.training.llamagen_trainer import LlamaGenStage
@@ -143,18 +141,3 @@ WRONG = {
 def test_wrong_settings(changes, message):
     with pytest.raises(UserError, match=message):
         _settings("pictures", **changes)
-
-
-def test_settings_of_the_other_family():
-    with pytest.raises(UserError, match="dropout=0.2 is for family=llamagen only"):
-        TrainingSettings.for_family("var", data="x", dropout=0.2)
-    with pytest.raises(UserError, match="unknown model family 'lama'"):
-        TrainingSettings.for_family("lama", data="x")
-
-
-def test_the_default_size():
-    """At most 12 MB in bfloat16."""
-    settings = TrainingSettings.for_family("llamagen", data="x")
-    config = settings.transformer(44)
-    parts = parameters.abstract(VQ, settings.codec), parameters.abstract(LlamaGen, config)
-    assert config.image_tokens == 256 and 2 * sum(map(parameters.count, parts)) <= 12e6

@@ -52,18 +52,15 @@ DAMAGES = {
     "empty": lambda file: file.write_bytes(b""),
     "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "flipped": lambda file: file.write_bytes(bytes(255 - b for b in file.read_bytes())),
-    "missing": lambda file: file.unlink(),
-    "folder": lambda file: (file.unlink(), file.mkdir()),
 }
 
 
-CASES = [("half", True), ("empty", False)]
-SLOW = [(d, r) for d in DAMAGES for r in (True, False) if (d, r) not in CASES]
+CASES = [("half", True), ("flipped", True), ("empty", False)]
 
 
 @pytest.mark.parametrize(
     ("damage", "recorded"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    CASES,
 )
 @pytest.mark.filterwarnings("error")  # what threads and coroutines could not tell
 def test_a_damaged_checkpoint_is_skipped(two, tmp_path, capfd, damage, recorded):
@@ -94,7 +91,7 @@ def test_when_all_are_damaged_nothing_is_removed(stage):
     assert _files(stage) == before
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"8": 3}', "[" * 10**5, '{"8": {"../x": {}}}'])
+@pytest.mark.parametrize("text", ["", '{"8": {"../x": {}}}'])
 def test_damaged_records_are_not_believed(stage, text):
     (stage / loop.RECORDS).write_text(text)
     assert _restored(stage) == 8
@@ -104,13 +101,6 @@ def test_an_unfinished_checkpoint_is_removed(stage):
     (stage / "checkpoints" / "12.orbax-checkpoint-tmp-1").mkdir()
     assert _restored(stage) == 8
     assert sorted(p.name for p in (stage / "checkpoints").iterdir()) == ["4", "8"]
-
-
-def test_something_else_in_place_of_the_checkpoints(tmp_path):
-    (tmp_path / "var").mkdir()
-    (tmp_path / "var" / "checkpoints").write_text("")
-    with pytest.raises(UserError, match="checkpoints is not a folder"):
-        loop.StageFolder(tmp_path, "var", {})
 
 
 def test_damaged_lines_of_the_history(stage):
@@ -151,20 +141,6 @@ def test_two_processes_in_one_folder(tiny, tmp_path):
     with lock.held(out, ""), pytest.raises(UserError, match="another process trains in .*run"):
         session.train(tiny(), "both", out)
     assert not out.exists()
-
-
-def test_names_of_classes_are_checked_before_training(tmp_path, discs):
-    """They are written to the finished model, after hours."""
-    from PIL import Image
-
-    from varjax.training import data
-
-    images, _ = discs(4)
-    for name, image in zip(("a", "\udcff"), images, strict=False):
-        (tmp_path / name).mkdir()
-        Image.fromarray(image).save(tmp_path / name / "x.png")
-    with pytest.raises(UserError, match="class folder .* is not Unicode"):
-        data.load(tmp_path, 8, 0.5)
 
 
 def _tokens(**changes) -> dict:

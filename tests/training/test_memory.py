@@ -57,9 +57,3 @@ def test_a_step_that_cannot_be_divided(tiny, tmp_path):
             tiny(accumulate=3, vqvae_batch_size=9), "both", tmp_path / "out", mesh=TrainingMesh()
         )
     assert not (tmp_path / "out").exists()
-
-
-def test_the_message_names_the_mesh_where_there_is_one():
-    message = "batch=8 cannot be split evenly over a mesh of data=2,fsdp=1 and accumulate=3: .* 6$"
-    with pytest.raises(UserError, match=message):
-        TrainingMesh(data=2).check_batch("batch", 8, accumulate=3)

@@ -122,14 +122,6 @@ def test_sigterm_in_the_last_step_of_the_codec(whole, tmp_path, monkeypatch):
         session.train(settings, "both", out, quiet=True)
 
 
-@pytest.mark.slow
-def test_both_stages_at_once(whole, tmp_path):
-    settings, out, _ = whole
-    session.train(settings, "both", tmp_path / "both", quiet=True)
-    for stage in ("vqvae", "var"):
-        assert _history(tmp_path / "both", stage) == _history(out, stage)
-
-
 def test_refused_folders(tiny, tmp_path):
     settings = tiny()
     (tmp_path / "other").mkdir()
