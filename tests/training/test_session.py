@@ -90,6 +90,24 @@ def test_killed_run_resumes_exactly(whole, tmp_path, monkeypatch, capsys):
     assert "vqvae 40/40  " in capsys.readouterr().err
 
 
+def test_a_run_that_was_asked_to_end_goes_on_exactly(whole, tmp_path, monkeypatch):
+    """By SIGTERM between two log lines: no line averages fewer steps."""
+    settings, out, _ = whole
+    step = VQVAEStage.step
+
+    def asked(self, state, n):
+        if n == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, state, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VQVAEStage, "step", asked)
+        with pytest.raises(loop.Stopped, match="21 of 40 steps are stored"):
+            session.train(settings, "vqvae", tmp_path / "asked", quiet=True)
+    session.train(settings, "vqvae", tmp_path / "asked", quiet=True)
+    assert _history(tmp_path / "asked", "vqvae") == _history(out, "vqvae")
+
+
 def test_nothing_is_left_to_do(whole):
     settings, out, model = whole
     _, described = checkpoint.describe(model, registry.CATALOGUE)

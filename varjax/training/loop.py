@@ -4,7 +4,6 @@
     OUT/STAGE/history.jsonl     one JSON object per log step
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files
-    OUT/STAGE/window.json       of a run that was asked to end: metrics since the last log line
 
 A run that was killed continues from its last sound checkpoint. History after that step is dropped,
 so that every step appears once. Many processes share the folder: all write their parts of the
@@ -17,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -33,7 +32,7 @@ from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import TrainingStage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
-RECORDS, WINDOW = "records.json", "window.json"
+RECORDS, WINDOW = "records.json", "window"
 LARGEST_HISTORY = 2**30  # bytes
 
 
@@ -165,15 +164,25 @@ class StageFolder:
     def _advice(self) -> str:
         return f"to train this stage from its start, remove {self.path}"
 
-    def save(self, step: int, state: dict) -> None:
+    def save(self, step: int, state: dict, window: Sequence[Mapping] = ()) -> None:
         """Write a checkpoint and keep the two newest. All processes call it.
+
+        window: metrics of steps that no line of the history has.
 
         `OSError` if it cannot be written; earlier checkpoints stay.
         """
+        values = [{name: float(value) for name, value in metrics.items()} for metrics in window]
         with arrays.failed_writing(self._checkpoints / str(step)):
-            self._manager.save(step, args=ocp.args.StandardSave(state))
+            self._manager.save(
+                step, args=ocp.args.StandardSave(state), custom_metadata={WINDOW: values}
+            )
         if processes.is_first():
             self._record(step)
+
+    def window(self, step: int) -> list[dict]:
+        """Return the metrics that were saved with the checkpoint after a step."""
+        found = self._manager.metadata(step).custom_metadata if step else None
+        return list((found or {}).get(WINDOW, ()))
 
     def _record(self, step: int) -> None:
         known = self._records() | {str(step): checksums.file_records(self._checkpoints / str(step))}
@@ -195,18 +204,6 @@ class StageFolder:
             return
         with ordinary.opened(self.path / HISTORY, "ab") as file:
             file.write(json.dumps(entry).encode() + b"\n")
-
-    def keep_window(self, step: int, window: list[Mapping]) -> None:
-        """Keep metrics of steps that no line of the history has, of a run that ends at `step`."""
-        values = [{name: float(value) for name, value in metrics.items()} for metrics in window]
-        self._write(WINDOW, json.dumps({"step": step, "metrics": values}))
-
-    def kept_window(self, step: int) -> list[dict]:
-        """Return what `keep_window` kept at this step."""
-        with contextlib.suppress(UserError, KeyError, TypeError):  # damaged: a mean of fewer steps
-            found = manifest.read_json(self.path / WINDOW)
-            return list(found["metrics"]) if found["step"] == step else []
-        return []
 
     def _write(self, name: str, text: str) -> None:
         if not processes.is_first():
@@ -271,7 +268,7 @@ def _loop(
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
     last, progress = time.monotonic(), Progress(stage.name, stage.steps, first=start)
-    window, settings = folder.kept_window(start), stage.settings
+    window, settings = folder.window(start), stage.settings
     earlier = len(window)  # steps that another run has made
     for n in range(start, stage.steps):
         state, metrics = stage.step(state, n)
@@ -290,9 +287,8 @@ def _loop(
             folder.append_history(entry)
         stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:
-            folder.save(done, state)
+            folder.save(done, state, jax.device_get(window))
         if stopped:
-            folder.keep_window(done, jax.device_get(window))
             raise Stopped(stage.name, done, stage.steps)
     return state
 
