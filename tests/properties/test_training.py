@@ -41,6 +41,7 @@ def test_checkpoints_of_training(tmp_path, trained, draw):
         with loop.StageFolder(out, "vqvae", {}) as folder:
             state, step = folder.restore(_state(0))
             folder.keep_history(step)
+            assert folder.window(step) == []
             folder.save(step + 1, _state(step + 1))
             assert folder.restore(_state(0))[1] == step + 1
     except UserError:

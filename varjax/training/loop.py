@@ -181,8 +181,12 @@ class StageFolder:
 
     def window(self, step: int) -> list[dict]:
         """Return the metrics that were saved with the checkpoint after a step."""
-        found = self._manager.metadata(step).custom_metadata if step else None
-        return list((found or {}).get(WINDOW, ()))
+        if not step:
+            return []
+        damaged = arrays.failed_reading(self._checkpoints / str(step), self._advice())
+        with contextlib.suppress(UserError), damaged:  # then a mean of fewer steps
+            return list((self._manager.metadata(step).custom_metadata or {}).get(WINDOW, ()))
+        return []
 
     def _record(self, step: int) -> None:
         known = self._records() | {str(step): checksums.file_records(self._checkpoints / str(step))}
