@@ -133,7 +133,7 @@ def usable(
 def build(given: Sequence[str]) -> str:
     """Return the page as HTML."""
     sweeps, left_out = usable(given)
-    return template("leaderboard.html", separators=(",", ":")).render(
+    return template("leaderboard.html").render(
         title="Leaderboard of KV-cache policies",
         groups=[_shown(group) for group in groups(sweeps)],
         left_out=left_out,

@@ -36,7 +36,7 @@ def build(
     full, columns = samples[tables.FULL], tables.shown(report)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
     return template(
-        "page.html", separators=(",", ":")
+        "page.html"
     ).render(
         title=f"KV-cache policies on {report['settings']['model']}",
         report=report,

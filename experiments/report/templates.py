@@ -5,8 +5,8 @@ import pathlib
 import jinja2
 
 
-def template(name: str, **dumps) -> jinja2.Template:
-    """Return a template of this folder. dumps: how `tojson` writes, as for `json.dumps`."""
+def template(name: str) -> jinja2.Template:
+    """Return a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
@@ -14,5 +14,5 @@ def template(name: str, **dumps) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, **dumps}
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return environment.get_template(name)

@@ -43,22 +43,17 @@ def settings(init: str, **given) -> "FineTuning":
     """
     start = Start.read(init)
     if given.get("family", start.family) != start.family:
-        raise UserError(
-            f"family={given['family']} given, but init={init} is of the family {start.family}:"
-            f" leave family out"
-        )
-    for name, has in start.sizes.items():
-        if given.get(name, has) != has:
-            raise UserError(
-                f"{name}={_shown(given[name])} given, but init={init} has {name}={_shown(has)},"
-                " which training does not change: leave it out"
-            )
-    for name in FROM_NOTHING:
-        if name in given:
-            raise UserError(
-                f"{name}={given[name]} given, but the codec of init={init} has its codes: leave it"
-                " out"
-            )
+        refused = {"family": f"init={init} is of the family {start.family}"}
+    else:
+        refused = {
+            name: f"init={init} has {name}={_shown(has)}, which training does not change"
+            for name, has in start.sizes.items()
+            if given.get(name, has) != has
+        }
+        codes = f"the codec of init={init} has its codes"
+        refused |= {name: codes for name in FROM_NOTHING if name in given}
+    for name, why in refused.items():
+        raise UserError(f"{name}={_shown(given[name])} given, but {why}: leave it out")
     if given.get("label_drop") and not start.label_drop:
         raise UserError(
             f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
