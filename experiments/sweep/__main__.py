@@ -23,8 +23,8 @@ Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` 
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
 (default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
 again with the same settings; policies and budgets may change. SIGTERM ends it after the batch that
-is drawn, with status 0. With --shard=I/N it runs part I of N
-of the cells; experiments.merge joins them. With --distributed all processes draw each batch.
+is drawn, with status 0. With --shard=I/N it runs part I of N of the cells; experiments.merge joins
+them. With --distributed all processes draw each batch.
 """
 
 import pathlib
