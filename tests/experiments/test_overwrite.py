@@ -97,8 +97,12 @@ def a_run_and_notes(folder):
     somebodys(folder)
 
 
+DESCRIBED = {"format_version": 1, "dtype": "float32", "parameters": 1}
+RECORD = {"size": 0, "crc32": "00000000"}
+
+
 def a_checkpoint(folder):
-    content = {"format_version": 1, "family": "var", "files": {"d/x": {}}}
+    content = DESCRIBED | {"family": "var", "files": {"d/x": RECORD}}
     (folder / "model.json").write_text(json.dumps(content))
     (folder / "params" / "d").mkdir(parents=True)
     (folder / "params" / "d" / "x").write_bytes(b"")
@@ -128,7 +132,7 @@ def a_linked_checkpoint(folder):
 
 
 def an_encoder(folder):
-    content = {"format_version": 1, "kind": "t5", "files": {"params/x": {}, "spiece.model": {}}}
+    content = DESCRIBED | {"kind": "t5", "files": {"params/x": RECORD, "spiece.model": RECORD}}
     (folder / "text_encoder.json").write_text(json.dumps(content))
     (folder / "params").mkdir()
     (folder / "params" / "x").write_bytes(b"")

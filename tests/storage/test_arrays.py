@@ -1,8 +1,6 @@
-"""Orbax on a full disk: one error, nothing on standard error, nothing left behind."""
+"""Orbax on a full disk: an error of the system that names the folder."""
 
-import asyncio
 import errno
-import gc
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +8,14 @@ import orbax.checkpoint
 import pytest
 
 from tests.properties.limits import run_limited
-from varjax.storage import arrays, orbax_errors
+from varjax.storage import arrays
 
 # A limit on the size of a file fails as a full disk does, in the threads of Orbax.
 WRITE = """
-import gc, resource, signal, sys
+import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from varjax.storage import arrays, orbax_errors
+from varjax.storage import arrays
 from varjax.storage.atomic import new_folder
 from varjax.training.loop import StageFolder
 
@@ -35,7 +33,6 @@ def attempt(write, limit):
     except OSError as error:
         print(error.errno, error.filename)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    gc.collect()  # writes that waited for their turn are dropped, and say nothing
 
 def checkpoint(values=values):
     with new_folder(out / "model") as folder:
@@ -56,7 +53,7 @@ with StageFolder(out, "var", {}) as folder:
 
 def test_a_full_disk_is_one_error(tmp_path):
     ended = run_limited("-c", WRITE, str(tmp_path))
-    assert ended.status == 0 and ended.stderr == "", ended.stderr[-3000:]
+    assert ended.status == 0, ended.stderr[-3000:]
     *failed, resumed = ended.stdout.splitlines()
     places = [tmp_path / "model"] * 7 + [tmp_path / "var" / "checkpoints" / "2"]
     assert failed == [f"{errno.EFBIG} {place}" for place in places] and resumed == "1 True"
@@ -84,7 +81,6 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
     for said, raised in ((text, OSError), ("shapes differ", kind)):
 
         def fail(self, folder, tree, save_args, said=said):
-            (folder.parent / f"{folder.name}.orbax-checkpoint-tmp-1").mkdir()
             raise kind(said)
 
         monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", fail)
@@ -92,40 +88,6 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
             arrays.write(tmp_path / "params", {"a": np.zeros(2)})
         assert raised is kind or caught.value.errno == errno.ENOSPC
         assert not list(tmp_path.iterdir())
-
-
-def test_the_hook_of_threads_hands_on(capsys):
-    seen = []
-
-    class Event:
-        object = None
-        exc_value = RuntimeError("Event loop is closed")
-
-    hook = orbax_errors._WithoutOrbax(seen.append)
-    hook(Event)
-    Event.exc_value = RuntimeError("something else")
-    hook(Event)
-    assert seen == [Event]
-
-
-@pytest.mark.parametrize(
-    ("text", "is_said"),
-    [
-        ("OUT_OF_RANGE: Error opening \"zarr\" driver [tensorstore_spec='{}']", False),
-        ("NOT_FOUND: Error writing [os_error_code='2']", False),
-        ("something else", True),
-    ],
-)
-def test_operations_that_were_given_up(caplog, text, is_said):
-    """asyncio reports what nobody waited for, whenever Python drops it."""
-    with pytest.raises(OSError), orbax_errors._one_report():
-        raise OSError
-    loop = asyncio.new_event_loop()
-    loop.create_future().set_exception(ValueError(text))
-    gc.collect()
-    loop.close()
-    assert bool(caplog.records) == is_said
-    assert all("was never retrieved" in record.getMessage() for record in caplog.records)
 
 
 def test_reading_what_is_not_there(tmp_path):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.errors import UserError, some
+from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
 from varjax.nn.quantized import Leaf, Quantized, quantize
 from varjax.nn.schemes import Scheme
@@ -39,7 +39,9 @@ def floating_dtype(dtype) -> np.dtype | None:
 
 def _type_of(leaf, floating: np.dtype | None):
     """The leaf's own type, or `floating` where it is given and the leaf has floating numbers."""
-    return floating if floating is not None and parameters.is_floating(leaf.dtype) else leaf.dtype
+    if floating is not None and parameters.is_floating(leaf.dtype):
+        return floating
+    return leaf.dtype
 
 
 def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
@@ -64,8 +66,11 @@ def totals(arrays: Mapping) -> dict:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`
-    if it cannot be written, for example because the disk is full; then nothing is left of it."""
+    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree.
+
+    Raises:
+      OSError: it cannot be written, for example because the disk is full. Nothing is left of it.
+    """
     import orbax.checkpoint as ocp  # here: 0.2 to 0.4 s that commands without weights save
 
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -100,53 +105,31 @@ def _alone():
 
 
 def _sparing_handler():
-    """Orbax's handler of NumPy arrays, but sparing memory, which models fill nearly alone.
+    """Orbax's handler of NumPy arrays, with little memory beside them.
 
     Orbax copies all arrays, in case that they change meanwhile, and compresses all of them at once.
-    Here there is no copy, and arrays are compressed and written together only up to
-    `TOGETHER_BYTES`; a larger one alone. (Small arrays one after the other would each leave a
-    version of the index: hundreds of files, and twice the bytes, of a small model.)
+    Here nothing is copied, and arrays are compressed and written together up to `TOGETHER_BYTES`; a
+    larger one alone. (Small arrays one after the other would each leave a version of the index:
+    hundreds of files, and twice the bytes, of a small model.)
     """
     import orbax.checkpoint as ocp
 
     class Sparing(ocp.type_handlers.NumpyHandler):
         def __init__(self):
             super().__init__(deepcopy_host_arrays=False)
-            self._room = _Room(TOGETHER_BYTES)
+            self._free, self._changed = TOGETHER_BYTES, asyncio.Condition()
 
         async def _open_and_write(self, value, *arguments):
-            size = await self._room.take(value.nbytes)
+            size = min(value.nbytes, TOGETHER_BYTES)
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._free >= size)
+                self._free -= size
             await super()._open_and_write(value, *arguments)
-            # not after an error: then Orbax leaves all that waits where it is, and nothing more is
-            # to be written
-            self._room.give(size)
+            async with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
     return Sparing()
-
-
-class _Room:
-    """So many bytes that may be under way at once. What needs more waits until it is alone."""
-
-    def __init__(self, size: int):
-        self._size = self._free = size
-        self._waiting = []
-
-    async def take(self, size: int) -> int:
-        """Wait for room, and return how much was taken: `size`, or all there is."""
-        size = min(size, self._size)
-        while self._free < size:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
-        self._free -= size
-        return size
-
-    def give(self, size: int) -> None:
-        self._free += size
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
 
 
 def read(
@@ -205,6 +188,7 @@ def read(
 def _on_disk(
     folder: Path, expected: Mapping, stored: Mapping, types: Mapping, in_8_bits: Mapping
 ) -> dict[str, Stored | Quantized]:
+    """The arrays named in {name: type}, read by part later; in 8 bits those with a scheme."""
     found = {}
     for name, kind in types.items():
         read_as = stored[name].dtype if name in in_8_bits else kind
@@ -217,6 +201,7 @@ def _on_disk(
 def _check(
     folder: Path, stored: Mapping, expected: Mapping, described_in: str, said: Mapping | None
 ) -> None:
+    """Raises one `UserError` that lists how a tree differs from what is expected and said of it."""
     problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(stored.keys() & expected.keys()):
@@ -227,8 +212,9 @@ def _check(
         if found != wanted and not all(map(parameters.is_floating, (found, wanted))):
             problems.append(f"wrong type: {name} is {found}, not {wanted}")
     for name, total in totals(stored).items() if said is not None else ():
-        if said[name] != total:
-            problems.append(f"{name}: {said[name]} in the description, {total} in the files")
+        if said.get(name) != total:
+            given = show(said.get(name))
+            problems.append(f"{name}: {given} in the description, {total} in the files")
     if problems:
         listed = some(problems, 100, between="\n  ")
         first = "\n  " if len(problems) > 1 else " "

@@ -38,12 +38,11 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
         cannot be written.
     """
     target = check_place(path, kind="file", flag=flag)
-    if target.is_dir():
-        raise UserError(f"{flag}={path} is a folder: name a file")
-    if os.path.lexists(target) and not overwrite:
+    if os.path.lexists(target) and not overwrite and not target.is_dir():
         raise UserError(f"{path} exists already: choose another file or set overwrite")
     if target.exists() and not target.is_file():
-        raise UserError(f"{flag}={path} is no ordinary file: choose another one")
+        what = "a folder: name a file" if target.is_dir() else "no ordinary file: choose another"
+        raise UserError(f"{flag}={path} is {what}")
     if not target.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {target.parent}: create it first")
     return Path(path)
@@ -66,42 +65,35 @@ def check_new_folder(
         raise UserError(f"{path} exists already: choose another folder or set overwrite")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
         raise UserError(f"{path} exists and is not a folder: choose another one")
-    if target.exists():
-        _check_contents(path, target, replaces(target))
+    if not target.exists():
+        return target
+    written = replaces(target)
+    if foreign := next(_foreign(target, set(written or ())), None):
+        wrote = "nothing there says that this command wrote it"
+        if written is not None:
+            wrote = "this command wrote the rest of it, but not that"
+        raise UserError(
+            f"{path} holds {foreign!a:.80} and is not replaced: {wrote}; move it away or choose "
+            "another folder"
+        )
     return target
-
-
-def _check_contents(path, folder: Path, written: Collection[str] | None) -> None:
-    foreign = next(_foreign(folder, set(written or ())), None)
-    if foreign is None:
-        return
-    wrote = "nothing there says that this command wrote it"
-    if written is not None:
-        wrote = "this command wrote the rest of it, but not that"
-    raise UserError(
-        f"{path} holds {foreign!a:.80} and is not replaced: {wrote}; move it away or choose "
-        "another folder"
-    )
 
 
 def _foreign(folder: Path, written: set[str]) -> Iterator[str]:
     """Files and folders below a folder that were not written there. Links are not followed.
+    `OSError` if a folder in it cannot be read."""
 
-    Raises:
-      OSError: a folder in it cannot be read.
-    """
+    def refuse(error: OSError) -> None:
+        raise error
+
     leading = {str(above) for name in written for above in PurePosixPath(name).parents}
-    for place, folders, files in os.walk(folder, onerror=_raise):
+    for place, folders, files in os.walk(folder, onerror=refuse):
         for name in sorted(folders + files):
             path = Path(place, name)
             below, mode = path.relative_to(folder).as_posix(), path.lstat().st_mode
             plain = stat.S_ISREG(mode) and (below in written or name in DESKTOP)
             if not plain and not (stat.S_ISDIR(mode) and below in leading):
                 yield below
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "path") -> Path:
@@ -123,26 +115,18 @@ def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "p
     parent = next((p for p in target.parents if p.exists()), target)
     if not parent.is_dir():
         raise UserError(f"cannot write {path}: {parent} is not a folder")
-    _check_writable(path, parent)
-    return target
-
-
-def _check_writable(path, parent: Path) -> None:
-    """Try to create a file: root has all permissions, even on a read-only file system."""
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write {path}: no write permission in {parent}")
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
+    try:  # asking for permissions is not enough: root has them even on a read-only file system
+        tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise UserError(
             f"cannot write {path}: nothing can be created in {parent} ({error.strerror})"
         ) from None
+    return target
 
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Give a binary file to fill; it becomes `path` on success and vanishes on any error.
+    """A binary file to fill, which becomes `path` on success and vanishes on any error.
 
     Raises:
       OSError: no such folder, no write permission, no space left.
@@ -160,15 +144,15 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file in UTF-8. Every text can be written: half of a surrogate pair, which is no
-    character, is written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
+    """Writes a file in UTF-8. Half of a surrogate pair, which is no character, is written as
+    \\udXXX, as JSON has it. `OSError` as `new_file`."""
     with new_file(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> Iterator[Path]:
-    """Give an empty folder to fill; it becomes `path` on success and vanishes on any error.
+    """An empty folder to fill, which becomes `path` on success and vanishes on any error.
 
     An old folder, which `replaces` must know (`check_new_folder`), stays in place until the new one
     is complete.
@@ -180,16 +164,15 @@ def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> I
     target = check_new_folder(path, replaces=replaces)
     made = [parent for parent in target.parents if not parent.exists()]  # deepest first
     target.parent.mkdir(parents=True, exist_ok=True)
+    work = _hidden(target)
     try:
-        with (
-            _errors_name(path, target),
-            exits_when_terminated(),
-            _work_folder(target) as work,
-        ):
+        with _errors_name(path, target), exits_when_terminated():
+            work.mkdir()
             yield work
             check_new_folder(path, replaces=replaces)  # somebody may have been here since
             _swap(work, target)
     except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: somebody else uses it now
                 folder.rmdir()
@@ -212,33 +195,22 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
-    what is hidden is removed, and what was started is ended. Where somebody else handles it, as JAX
-    does of many processes, and in other threads, nothing changes."""
+    hidden files are removed and started processes ended. Where somebody else handles it, as JAX does of
+    many processes, and in other threads, nothing changes."""
+
+    def exit_(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)  # the status that shells show for the signal
+
     ours = threading.current_thread() is threading.main_thread()
     ours &= not jax.distributed.is_initialized()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, exit_)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # the status that shells show for the signal
-
-
-@contextlib.contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that is gone afterwards, unless it was renamed."""
-    work = _hidden(target)
-    work.mkdir()
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _swap(work: Path, target: Path) -> None:

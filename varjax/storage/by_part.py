@@ -33,6 +33,7 @@ def _read(folder: Path, name: str, dtype, axis: int | None, ranges: Ranges) -> n
         return store[(*before, slice(*ranges[0]))].read().result()
     shape = list(store.shape)
     shape[axis] = sum(end - first for first, end in ranges)
+    # filled section by section: beside the result only one of them is in memory
     found, start = np.empty(shape, dtype), 0
     for first, end in ranges:
         section = store[(*before, slice(first, end))].read().result()

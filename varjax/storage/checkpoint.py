@@ -95,56 +95,43 @@ def save(
       UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
         Nothing is left behind.
     """
-    metadata = dict(metadata or {})
-    family = what if isinstance(what, Family) else None
-    own = {n: (what if family is None else family.parts[n]) for n in parts}
-    own = {name: part for name, part in own.items() if part.own_folder}
+    metadata, files, beside = dict(metadata or {}), files or {}, beside or {}
     sources = metadata.get("sources", [])
+    if isinstance(what, Part):
+        with new_folder(directory, replaces=written if overwrite else None) as folder:
+            for name, module in parts.items():
+                _write_part(folder, name, what, module, sources, files, dtype)
+        return
+    own = {name: what.parts[name] for name in parts if what.parts[name].own_folder}
     if own:
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
     with new_folder(directory, replaces=written if overwrite else None) as folder:
-        content = {}
-        if family is not None:
-            tree = {name: module for name, module in parts.items() if name not in own}
-            content = _write_tree(directory, folder, family, tree, metadata, dtype)
-            content |= _copy_beside(folder, beside or {})
+        tree = {name: module for name, module in parts.items() if name not in own}
+        content = _write_tree(directory, folder, what, tree, metadata, dtype)
+        for name, source in beside.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, folder / name)
+        if beside:
+            content["beside"] = {name: checksums.record(folder / name) for name in beside}
         for name, part in own.items():
-            place = folder if family is None else folder / name
-            place.mkdir(exist_ok=True)
-            for file, source in (files or {}).get(name, {}).items():
-                shutil.copyfile(source, place / file)
-            described = [s for s in sources if s.get("part") == name]
-            _write_part(place, name, part, parts[name], described, dtype)
-        if family is not None:
-            manifest.write(folder, content | _own_parts(folder, own))
-
-
-def _copy_beside(folder: Path, files: Mapping[str, str | os.PathLike]) -> dict:
-    """Copy files into a checkpoint, and return the entry of `model.json` about them."""
-    for name, source in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, folder / name)
-    return {"beside": {name: checksums.record(folder / name) for name in files}} if files else {}
-
-
-def _own_parts(folder: Path, names: Iterable[str]) -> dict:
-    """The entry of `model.json` for parts with a folder of their own: size and checksum of their
-    descriptions, which list their files. A part that was put there later is not in it."""
-    found = {name: checksums.record(folder / name / f"{name}.json") for name in names}
-    return {"own_folders": found} if found else {}
+            _write_part(folder / name, name, part, parts[name], sources, files, dtype)
+        if own:  # the descriptions, which list their files: a part put there later is not in it
+            described = {name: folder / name / f"{name}.json" for name in own}
+            content["own_folders"] = {n: checksums.record(file) for n, file in described.items()}
+        manifest.write(folder, content)
 
 
 def written(folder: Path) -> set[str] | None:
     """What `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
-    if content := _said(folder / manifest.NAME, "family"):
-        names = {manifest.NAME, *_listed(content, f"{PARAMS}/")}
-        names |= _listed({"files": content.get("beside")})
-        records = content.get("own_folders")
-        for part, record in records.items() if isinstance(records, dict) else ():
-            if part in OWN_FOLDERS:
-                names |= {f"{part}/{name}" for name in _part_files(folder / part, part, record)}
-        return names
-    return {name for part in OWN_FOLDERS for name in _part_files(folder, part)} or None
+    content = _said(folder / manifest.NAME, "family")
+    if content is None:
+        return {name for part in OWN_FOLDERS for name in _part_files(folder, part)} or None
+    found = {manifest.NAME, *(f"{PARAMS}/{name}" for name in content["files"])}
+    found |= set(content.get("beside", {}))
+    for part, record in content.get("own_folders", {}).items():
+        if part in OWN_FOLDERS:
+            found |= {f"{part}/{name}" for name in _part_files(folder / part, part, record)}
+    return found
 
 
 def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[str]:
@@ -153,31 +140,29 @@ def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[s
     content = _said(file, "kind")
     if content is None or record not in (None, checksums.record(file)):
         return set()
-    return {file.name, *_listed(content)}
+    return {file.name, *content["files"]}
 
 
-def _listed(content: Mapping, below: str = "") -> set[str]:
-    files = content.get("files")
-    return {f"{below}{name}" for name in files} if isinstance(files, dict) else set()
-
-
-def _said(file: Path, *entries: str) -> dict | None:
-    """The content of a description; None unless it is one, with these entries."""
+def _said(file: Path, entry: str) -> dict | None:
+    """The content of a description with this entry; None if there is no sound one."""
     with contextlib.suppress(UserError):
-        content = manifest.read_json(file)
-        if isinstance(content, dict) and {"format_version", *entries} <= content.keys():
-            return content
+        content = manifest.described(file)
+        return content if entry in content else None
     return None
 
 
 def _write_part(
-    folder: Path, name: str, part: Part, module: nnx.Module, sources: list[dict], dtype
+    folder: Path, name: str, part: Part, module: nnx.Module, sources: list[dict], files, dtype
 ) -> None:
-    """Write a part into its own folder, where the files that belong to it lie already."""
+    """Writes a part into its own folder, and copies the files there that belong to it. sources,
+    files: of all parts."""
+    folder.mkdir(exist_ok=True)
+    for file, source in files.get(name, {}).items():
+        shutil.copyfile(source, folder / file)
     params = arrays.host_arrays(module, dtype)
     arrays.write(folder / PARAMS, params)
-    free = {"sources": [{k: v for k, v in s.items() if k != "part"} for s in sources]}
-    content = {**free, **manifest.compose_part(part, module.config, params)}
+    own = [{k: v for k, v in s.items() if k != "part"} for s in sources if s.get("part") == name]
+    content = {"sources": own, **manifest.compose_part(part, module.config, params)}
     content["files"] = checksums.file_records(folder)
     manifest.write(folder, content, f"{name}.json")
 
@@ -185,7 +170,7 @@ def _write_part(
 def _write_tree(
     where, folder: Path, family: Family, parts: Mapping, metadata: Mapping, dtype
 ) -> dict:
-    """Write the parts that share a tree, and return the content of `model.json`. where: the
+    """Writes the parts that share a tree, and returns the content of `model.json`. where: the
     checkpoint, for messages."""
     configs = {name: module.config for name, module in parts.items()}
     free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, about, show
+from varjax.errors import UserError, about
 from varjax.nn.families import Family, Part
-from varjax.nn.published import Configuration, TransformerConfig
+from varjax.nn.published import Configuration
 from varjax.sampling import Sampling
 from varjax.storage import arrays as stored
 from varjax.storage import checksums, ordinary
@@ -21,12 +21,9 @@ from varjax.storage.atomic import write_text
 
 NAME = "model.json"
 FORMAT_VERSION = 1
-DTYPES = frozenset(("float32", "bfloat16", "float16"))  # of stored parameters
-# entries that a description may lack
-_OPTIONAL = {"sources": list, "beside": dict, "own_folders": dict}
+_OPTIONAL = {"sources": list, "beside": dict, "own_folders": dict}  # a description may lack them
 DEEPEST_JSON = 64
 LARGEST_JSON = 16 * 2**20  # bytes
-_TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
 
 
 def compose(
@@ -38,7 +35,7 @@ def compose(
         "format_version": FORMAT_VERSION,
         "family": family.name,
         **{name: configs[name].to_published() for name in family.tree},
-        "schedule": _maps(transformer),
+        "schedule": list(map(list, transformer.token_maps)),  # for readers
         **stored.totals(arrays),
     }
     if transformer.num_classes:
@@ -51,30 +48,21 @@ def compose_part(part: Part, config: Configuration, arrays: Mapping[str, np.ndar
     configuration and its arrays."""
     return {
         "format_version": FORMAT_VERSION,
-        "kind": _kind(part),
+        "kind": part.name.lower(),
         "config": config.to_published(),
         **stored.totals(arrays),
     }
 
 
-def _maps(transformer: TransformerConfig) -> list[list[int]]:
-    """The entry "schedule": it repeats the configuration, for readers."""
-    return [list(pair) for pair in transformer.token_maps]
-
-
-def _kind(part: Part) -> str:
-    return part.name.lower()
-
-
 def write(folder: Path, content: Mapping, name: str = NAME) -> None:
-    """Write a description. The entries that say what it describes come first."""
+    """Writes a description. Its format and kind come first."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
     write_text(folder / name, text + "\n")
 
 
 def read(folder: Path, families: Mapping[str, Family]) -> dict:
-    """Read `folder/model.json` of a model of one of these families, by name. `UserError` unless it
+    """Reads `folder/model.json` of a model of one of these families, by name. `UserError` unless it
     is there, of this version and consistent."""
     if not folder.exists():
         raise UserError(f"there is no checkpoint folder {folder}")
@@ -84,13 +72,7 @@ def read(folder: Path, families: Mapping[str, Family]) -> dict:
             f"{folder} is not a varjax checkpoint: it has no {NAME}; PyTorch weights are converted"
             " with `python -m ported_weights`"
         )
-    content = _json_object(file)
-    version = content.get("format_version")
-    if isinstance(version, bool) or version != FORMAT_VERSION:
-        raise UserError(
-            f"{file} has format version {version!r:.60}, this varjax reads version"
-            f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"
-        )
+    content = described(file)
     _require(file, content, {"family": str})
     if content["family"] not in families:
         known = ", ".join(families)
@@ -99,8 +81,8 @@ def read(folder: Path, families: Mapping[str, Family]) -> dict:
     _require(file, content, {**dict.fromkeys(family.tree, dict), "schedule": list})
     configs = configurations(file, content, family)
     transformer = configs["transformer"]
-    wanted = {"schedule": _maps(transformer), "num_classes": transformer.num_classes}
-    for name, value in wanted.items():
+    maps = list(map(list, transformer.token_maps))
+    for name, value in {"schedule": maps, "num_classes": transformer.num_classes}.items():
         given = content.get(name, 0)  # no classes, no entry
         if repr(given) != repr(value):  # true is not 1
             raise UserError(
@@ -108,12 +90,11 @@ def read(folder: Path, families: Mapping[str, Family]) -> dict:
                 f" configuration says {str(value)[:200]}"
             )
     check_entries(file, family, content, configs)
-    _check_computed(file, content)
     return content
 
 
 def read_part(folder: Path, name: str, part: Part) -> dict:
-    """Read `folder/NAME.json`, the description of a part with a folder of its own. `UserError` as
+    """Reads `folder/NAME.json`, the description of a part with a folder of its own. `UserError` as
     for `read`."""
     file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
@@ -121,40 +102,33 @@ def read_part(folder: Path, name: str, part: Part) -> dict:
         if folder.is_dir():
             raise UserError(f"{folder} is no {what} (no {file.name}): {advice}")
         raise UserError(f"there is no {what} in {folder.parent} (no {missing}): {advice}")
-    content, kind = _json_object(file), _kind(part)
-    version, given = content.get("format_version"), content.get("kind")
-    if isinstance(version, bool) or (version, given) != (FORMAT_VERSION, kind):
-        raise UserError(
-            f"{file} describes {given!r:.60} in format version {version!r:.60}, this varjax reads"
-            f" {kind!r} in version {FORMAT_VERSION}: {advice}"
-        )
-    _require(file, content, {"config": dict, "files": dict})
+    content, kind = described(file), part.name.lower()
+    if (given := content.get("kind")) != kind:
+        raise UserError(f"{file} describes {given!r:.60}, not {kind!r}: {advice}")
+    _require(file, content, {"config": dict})
     configuration(file, content, "config", part)
-    _check_computed(file, content)
     return content
 
 
-def _check_computed(file: Path, content: Mapping) -> None:
-    """Raise `UserError` unless the entries about arrays and files are there and can be true."""
-    if "files" not in content:
+def described(file: Path) -> dict:
+    """The content of a description. `UserError` unless it is an object of this version whose
+    computed entries have the right kinds; `arrays.read` compares them with the files."""
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged: it must hold a JSON object")
+    version = content.get("format_version")
+    if isinstance(version, bool) or version != FORMAT_VERSION:
         raise UserError(
-            f"{file} has no entry 'files' with the checksums of the weights, which cannot be"
-            " checked without: copy the whole checkpoint again, or convert it again with"
-            " `python -m ported_weights`"
+            f"{file} has format version {version!r:.60}, this varjax reads version"
+            f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"
         )
-    checksums.check_records(file, content["files"])
-    _require(file, content, {name: kind for name, kind in _OPTIONAL.items() if name in content})
+    kinds = {"files": dict, "dtype": str, "parameters": int}
+    _require(file, content, kinds | {n: k for n, k in _OPTIONAL.items() if n in content})
+    for name in ("files", "beside"):
+        checksums.check_records(file, content.get(name, {}), name)
     if not all(isinstance(source, dict) for source in content.get("sources", ())):
         raise UserError(f"{file} is damaged: entry 'sources' must list objects")
-    checksums.check_records(file, content.get("beside", {}), "beside")
-    types, count = content.get("dtype"), content.get("parameters")
-    if not isinstance(types, str) or not DTYPES.issuperset(types.split(", ")):
-        problem = f"'dtype' is {show(types)}: it must name types of {', '.join(sorted(DTYPES))}"
-    elif type(count) is not int or count < 1:
-        problem = f"'parameters' is {show(count)}: it must be a number of at least 1"
-    else:
-        return
-    raise UserError(f"{file}, entry {problem}; copy or convert the checkpoint again")
+    return content
 
 
 def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
@@ -174,25 +148,20 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"cannot read {path} as JSON: {reason:.200}") from error
 
 
-def _json_object(file: Path) -> dict:
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is damaged: it must hold a JSON object")
-    return content
-
-
 def parse_json(text: str):
     """The value of a JSON text; `ValueError` also if it is nested too deeply, or an object has a
     key twice."""
+    problem = f"lists and objects are nested more than {DEEPEST_JSON} deep"
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise ValueError(problem) from None
     level = [value]
     for _ in range(DEEPEST_JSON):
-        level = [inner for outer in level for inner in _inner(outer)]
+        lists = [x.values() if isinstance(x, dict) else x for x in level if type(x) in (dict, list)]
+        level = [inner for outer in lists for inner in outer]
     if level:
-        raise ValueError(_TOO_DEEP)
+        raise ValueError(problem)
     return value
 
 
@@ -204,11 +173,6 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"key {twice!a:.60} is there twice")
     return found
-
-
-def _inner(value) -> list:
-    """What a list or object holds."""
-    return list(value.values()) if isinstance(value, dict) else value if type(value) is list else []
 
 
 # --- what the entries have to be ------------------------------------------------------------------
@@ -236,23 +200,18 @@ def check_entries(
         family.check(configs)
     transformer = configs["transformer"]
     if "class_names" in content:
-        _check_class_names(where, content["class_names"], transformer.num_classes)
+        names, count = content["class_names"], transformer.num_classes
+        if not (isinstance(names, list) and len(names) == count and all(map(is_text, names))):
+            many = f"has {len(names)} names" if isinstance(names, list) else f"is {names!r:.60}"
+            raise UserError(
+                f"{where}, entry 'class_names' {many}: it must be a list of {count} texts, one for"
+                " each class, or be left out"
+            )
     if "sampling" in content:
         with about(f"{where}, entry 'sampling'"):
             transformer.check_sampling(Sampling.recommended(content["sampling"]))
 
 
-def _check_class_names(where, names, count: int) -> None:
-    if not isinstance(names, list) or not all(map(is_text, names)):
-        problem = f"is {names!r:.60}: it must be a list of {count} texts, one for each class"
-    elif len(names) != count:
-        problem = f"has {len(names)} names, the model has {count} classes: give one for each"
-    else:
-        return
-    raise UserError(f"{where}, entry 'class_names' {problem}, or leave it out")
-
-
 def is_text(value) -> bool:
-    """Whether this is a text that can be shown and written. A text with half of a surrogate pair
-    cannot."""
+    """Whether this is a text that can be shown and written: one without half a surrogate pair."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
