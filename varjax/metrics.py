@@ -342,18 +342,13 @@ def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def capped(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Replace per-image numbers above `Metric.largest` by that value."""
-    return {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
-
-
 def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
     """Return means over images, standard deviations as `*_std`, and the number of identical images.
 
     arrays: per-image numbers by metric, psnr among them.
     """
     identical = int(np.isinf(arrays["psnr"]).sum())
-    arrays = capped(arrays)
+    arrays = {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
     found: dict = {key: float(values.mean()) for key, values in arrays.items()}
     found |= {f"{key}_std": float(values.std()) for key, values in arrays.items()}
     return found | {"identical_images": identical}

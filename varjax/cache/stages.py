@@ -273,12 +273,6 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
     return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition
 
 
-def budget_of(geometry: Geometry, slots: int) -> float:
-    """The inverse of `image_slots` with accounting "bytes": a budget that pays for exactly these
-    slots."""
-    return (slots + geometry.schedule.condition) / geometry.schedule.persistent_tokens
-
-
 def fit_slots(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
 ) -> tuple[StageAllocation, int]:
@@ -291,7 +285,7 @@ def fit_slots(
     slots, size = _rounded(geometry, rule, wanted)
     # The rule divides a budget by itself, so it is told one that pays for the rounded slots.
     if slots < wanted and policy.shrinks:
-        budget = budget_of(geometry, slots)
+        budget = (slots + geometry.schedule.condition) / geometry.schedule.persistent_tokens
     allocation = allocate(budget)
     if ((allocation.slots + geometry.schedule.condition) % size).any():
         size = 1  # sizes that the policy was given, not the planner

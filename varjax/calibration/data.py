@@ -77,16 +77,6 @@ class Calibration:
         nothing but zeros."""
         if geometry in self._fitting:  # planning asks often
             return
-        self._check_model(geometry)
-        self._check_arrays(geometry)
-        self._check_examples(geometry)
-        if self.orders is not None:
-            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
-            if read_orders(lists, geometry).shape != np.shape(self.orders):
-                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
-        self._fitting.add(geometry)
-
-    def _check_model(self, geometry: Geometry) -> None:
         for name in ("schedule", "num_layers", "num_heads"):
             made_for, wanted = getattr(self, name), getattr(geometry, name)
             if made_for is not None and made_for != wanted:
@@ -94,6 +84,13 @@ class Calibration:
                     f"the calibration was made for another model: its {name} is {made_for}, this "
                     f"model has {wanted}; calibrate this model"
                 )
+        self._check_arrays(geometry)
+        self._check_examples(geometry)
+        if self.orders is not None:
+            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
+            if read_orders(lists, geometry).shape != np.shape(self.orders):
+                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
+        self._fitting.add(geometry)
 
     def _check_arrays(self, geometry: Geometry) -> None:
         size = {

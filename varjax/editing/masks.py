@@ -10,8 +10,9 @@ Letters: N images, H x W pixels, L tokens of an image.
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Float32, UInt8
+from jaxtyping import Bool, Float, Float32
 
+from varjax.arguments import as_array
 from varjax.codecs.maps import bilinear_matrix
 from varjax.errors import UserError, show
 from varjax.model import Model
@@ -33,7 +34,7 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
     Raises:
       UserError: they are no pictures, or of another size than the model draws.
     """
-    array = _array("images", images, PICTURES_WANTED)
+    array = as_array("images", images)
     whole = array.dtype == np.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
     if not whole or array.ndim not in (3, 4) or array.shape[-1] != 3 or not array.size:
         raise UserError(
@@ -57,7 +58,7 @@ def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H
     Raises:
       UserError: a mask that is none, grey, or of another size than the model draws.
     """
-    array = _array("mask", mask, MASK_WANTED)
+    array = as_array("mask", mask)
     number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
     complex_ = jnp.issubdtype(array.dtype, jnp.complexfloating)
     if not number or complex_ or array.ndim not in (2, 3) or not array.size:
@@ -65,15 +66,6 @@ def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H
     array = array[None] if array.ndim == 2 else array
     _check_size("mask", array.shape[1:], model)
     return _one_each("mask", array if array.dtype == bool else _white(array), count)
-
-
-def _array(name: str, value: object, wanted: str) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, OverflowError):  # lists of lists of different lengths
-        raise UserError(
-            f"{name} is no array of numbers, or its rows have different lengths: {wanted}"
-        ) from None
 
 
 def _white(array: np.ndarray) -> np.ndarray:
@@ -111,8 +103,12 @@ def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarr
     keep = (~drawn).astype(np.float64)
     parts = [_kept(keep, size, whole=not model.draws_tokens) for size in maps]
     kept = np.concatenate(parts, axis=1)
-    if model.draws_tokens:
-        _check_end(kept, model)
+    if model.draws_tokens and (kept[:, 1:] & ~kept[:, :-1]).any():
+        raise UserError(
+            f"{model.name} draws its tokens row by row and cannot look ahead: what is drawn must be"
+            f" the end of the picture, as all rows below a line; mask everything behind the first"
+            f" pixel that is to be drawn"
+        )
     return kept
 
 
@@ -126,16 +122,6 @@ def _kept(
     if whole and size[0] * size[1] <= WHOLE:
         found[:] = keep.any(axis=(1, 2))[:, None]
     return found
-
-
-def _check_end(kept: Bool[np.ndarray, "N L"], model: Model) -> None:
-    """Raise `UserError` unless kept tokens come before all drawn ones."""
-    if (kept[:, 1:] & ~kept[:, :-1]).any():
-        raise UserError(
-            f"{model.name} draws its tokens row by row and cannot look ahead: what is drawn must be"
-            f" the end of the picture, as all rows below a line; mask everything behind the first"
-            f" pixel that is to be drawn"
-        )
 
 
 def paste(
@@ -170,8 +156,3 @@ def weights(drawn: Bool[np.ndarray, "N H W"], feather: float) -> Float32[np.ndar
             np.minimum(behind, before[:, step:] + step**2, out=behind)
     fading = 1 - np.sqrt(squares, dtype=np.float32) / np.float32(feather + 1)
     return np.where(squares <= feather**2, fading, np.float32(0))
-
-
-def to_uint8_mask(drawn: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W"]:
-    """The mask as a picture: white is to be drawn."""
-    return drawn.astype(np.uint8) * 255

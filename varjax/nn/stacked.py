@@ -119,15 +119,11 @@ def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = F
     for variable in _parameters(blocks, once):
         value = variable.get_value()
         turn = turned and value.dtype == jnp.float32 and len(value.shape) == 3
-        turn = turn and not _in_8_bits(value)
+        turn = turn and not quantized.is_one(value[0] if is_one(value) else value)
         if is_one(value) and isinstance(value[0], Turned) == turn:
             continue
         value = value.stacked() if is_one(value) else value
         variable.set_value(Separate(tuple(_part(value, i, turn) for i in range(value.shape[0]))))
-
-
-def _in_8_bits(value: Leaf | Separate | Quantized) -> bool:
-    return quantized.is_one(value[0] if is_one(value) else value)
 
 
 def _part(value: Leaf | Quantized, index: int, turn: bool) -> Leaf | Turned | Quantized:

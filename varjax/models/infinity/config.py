@@ -109,20 +109,15 @@ class InfinityConfig(published.TransformerConfig):
         notes = {name: found.pop(name) for name in DERIVED if name in found}
         maps = _maps(found)  # takes its entries out
         config = cls(**found | maps, apply_spatial_patchify=bool(patchify))
-        config._check_derived(notes)
-        return config
-
-    def _check_derived(self, given: Mapping) -> None:
-        """`UserError` where a file says something else of a value that follows from others. given:
-        names in `DERIVED` and the file's values."""
-        for name, value in given.items():
+        for name, value in notes.items():
             ours, sources = DERIVED[name]
-            if value != getattr(self, ours):
-                follows = " and ".join(f"{s} {getattr(self, s):g}" for s in sources)
-                raise self.wrong(
-                    f"{name} is {value!r:.40}, but {follows} make it {getattr(self, ours)}: correct"
-                    f" them, or leave {name} out"
+            if value != getattr(config, ours):
+                follows = " and ".join(f"{s} {getattr(config, s):g}" for s in sources)
+                raise cls.wrong(
+                    f"{name} is {value!r:.40}, but {follows} make it {getattr(config, ours)}:"
+                    f" correct them, or leave {name} out"
                 )
+        return config
 
     def with_template(
         self, aspect: float | str | None, size: str | None, cell: int = 16

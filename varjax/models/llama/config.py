@@ -203,33 +203,28 @@ class LlamaConfig(DecoderConfig):
         """M: slots of the condition, padding included."""
         return self.prompt_tokens
 
-    @property
-    def max_context(self) -> int:
-        """Most tokens of prompt and image together."""
-        return self.max_position_embeddings
-
     def shaped(self, **changes) -> Self:
         """The configuration with other fields that say how large images are. Slots for a prompt
         that then have no room in the context go."""
         bare = replace(self, prompt_tokens=1, **changes)  # raises if the image alone has no room
-        room = self.max_context - bare.image_tokens
+        room = self.max_position_embeddings - bare.image_tokens
         return replace(bare, prompt_tokens=min(self.prompt_tokens, room))
 
     # --- prompts ----------------------------------------------------------------------------------
 
     def check_context(self, length: int) -> None:
         """Raise `UserError` if a prompt of this length and an image are too long together."""
-        if self.image_tokens >= self.max_context:
+        if self.image_tokens >= self.max_position_embeddings:
             raise UserError(
                 f"{self.image_tokens} image tokens leave no room for a prompt, {self.what} takes "
-                f"at most {self.max_context} tokens: choose a smaller image"
+                f"at most {self.max_position_embeddings} tokens: choose a smaller image"
             )
         total = length + self.image_tokens
-        if total > self.max_context:
+        if total > self.max_position_embeddings:
             raise UserError(
                 f"a prompt of {length} token{'s'[length == 1 :]} and {self.image_tokens} image "
-                f"tokens are {total}, {self.what} takes at most {self.max_context}: choose a "
-                f"shorter prompt or a smaller image"
+                f"tokens are {total}, {self.what} takes at most {self.max_position_embeddings}: "
+                f"choose a shorter prompt or a smaller image"
             )
 
     def with_prompt_tokens(self, count: int) -> Self:
