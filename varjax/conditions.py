@@ -59,7 +59,7 @@ class TakesCondition(Protocol):
     def with_prompt_tokens(self, count: int | None) -> "TakesCondition": ...
 
 
-class ConditionKind(Protocol):
+class ConditionKind:
     """A kind of condition, as a family of models takes it.
 
     name: as configurations have it (`config.condition`).
@@ -71,12 +71,15 @@ class ConditionKind(Protocol):
 
     def count(self, model: TakesCondition, **given) -> int:
         """How many images an argument asks for. `UserError` if it is not usable."""
+        raise NotImplementedError
 
     def resolve(self, model: TakesCondition, **given) -> Condition:
         """The condition that an argument gives. `UserError` if it is not usable."""
+        raise NotImplementedError
 
     def fitted(self, model: TakesCondition, **given) -> TakesCondition:
         """The model as it has to be for an argument. `UserError` if there is no such model."""
+        return model
 
 
 def check(model: TakesCondition, **given) -> int:

@@ -277,7 +277,6 @@ _METRICS = (
 )
 METRICS = {metric.key: metric for metric in _METRICS}
 BUILT_IN = frozenset(METRICS)
-_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
 
 
 def register(metric: Metric) -> None:
@@ -301,7 +300,7 @@ def register(metric: Metric) -> None:
 def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Import a module that registers metrics of your own, once, and return their keys. `UserError`:
     it is not there, fails while it is imported, or registers nothing or a taken key."""
-    return own_modules.load("metric", path_or_name, (METRICS,), _metrics_of, _LOADED)
+    return own_modules.load("metric", path_or_name, (METRICS,), _metrics_of)
 
 
 def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from varjax.errors import UserError
 
 # what a module has registered: (the module, what the first registry held before) -> names
 Found = Callable[[ModuleType, dict], tuple[str, ...]]
+_LOADED: dict[tuple[str, str], tuple[str, ...]] = {}  # (kind, file or import name): names
 
 
 def load(
@@ -22,16 +23,14 @@ def load(
     path_or_name: str | os.PathLike,
     registries: Sequence[MutableMapping],
     found: Found,
-    loaded: MutableMapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Import a module once, and return the names of what it registers.
+    """Imports a module once, and returns the names of what it registers.
 
     Args:
       kind: what it registers, for messages: "policy", "model", "metric".
       path_or_name: a .py file anywhere, or the import name of a module.
       registries: what it may add to; they are as before if anything fails.
       found: what is new; `UserError` if nothing is.
-      loaded: what was returned before, by file or import name.
 
     Raises:
       UserError: it is not there, or fails while it is imported.
@@ -39,11 +38,11 @@ def load(
     given = os.fspath(path(f"{kind} module", path_or_name))
     is_file = given.endswith(".py") or os.sep in given
     key = str(pathlib.Path(given).resolve()) if is_file else given
-    if key not in loaded:
+    if (kind, key) not in _LOADED:
         before = [dict(registry) for registry in registries]
         try:
             module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
-            loaded[key] = found(module, before[0])
+            _LOADED[kind, key] = found(module, before[0])
         except BaseException as error:
             for registry, content in zip(registries, before, strict=True):
                 registry.clear()
@@ -53,7 +52,7 @@ def load(
             if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
                 raise
             raise UserError(f"{kind} module {given}: {_what_is_wrong(error, key)}") from error
-    return loaded[key]
+    return _LOADED[kind, key]
 
 
 def _module_name(path: pathlib.Path) -> str:

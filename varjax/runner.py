@@ -80,46 +80,30 @@ class Runner:
     # --- compiling --------------------------------------------------------------------------------
 
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compile both programs, for arguments of these shapes (`Generator.compile`)."""
+        """Compiles both programs, for arguments of these shapes (`Generator.compile`)."""
         start = time.perf_counter()
+        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:
             with self._explained("compiling"), compilation_cache.kept():
                 self._arrange()
-                # in this order: pixels take the weights in the layout that the codes' program chose
-                self._compile_codes(*self.traced_arguments(condition, given))
-                self._compile_pixels()
+                state, arguments = self.traced_arguments(condition, given)
+                more = {"precision": self.precision, "auto_layout": automatic}
+                codes = program.trace_codes(
+                    self.networks, state, arguments, self.spec, sharded=self._sharded, **more
+                )
+                how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
+                self.compiled, self.timing.cache = program.compile_codes(codes, **how)
+                self._make_empty = None
+                if automatic:
+                    self._formats, self._cache_formats = self.compiled.input_formats[0][:2]
+                # after the codes: their program has chosen how the weights lie
+                maps = jax.ShapeDtypeStruct((self.batch_size, *self.model.code_map), jnp.float32)
+                where = {"formats": self._formats, "sharded": self._sharded}
+                traced = pixels.trace_pixels(self.networks, maps, self.decoding, **where)
+                self.compiled_decoder = pixels.compile_pixels(traced)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
-
-    def _compile_codes(self, state: PyTree, arguments: tuple) -> None:
-        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        traced = program.trace_codes(
-            self.networks,
-            state,
-            arguments,
-            self.spec,
-            precision=self.precision,
-            auto_layout=automatic,
-            sharded=self._sharded,
-        )
-        how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
-        self.compiled, self.timing.cache = program.compile_codes(traced, **how)
-        formats = self.compiled.input_formats[0][:2] if automatic else (None, None)
-        self._formats, self._cache_formats = formats
-        self._make_empty = None
-
-    def _compile_pixels(self) -> None:
-        maps = (self.batch_size, *self.model.code_map)
-        code_map = jax.ShapeDtypeStruct(maps, jnp.float32)
-        traced = pixels.trace_pixels(
-            self.networks,
-            code_map,
-            self.decoding,
-            formats=self._formats,
-            sharded=self._sharded,
-        )
-        self.compiled_decoder = pixels.compile_pixels(traced)
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.attention or implementations.preferred()
@@ -142,17 +126,14 @@ class Runner:
             state, arguments = place(1, state), place(slice(2, None), arguments)
         return state, arguments
 
-    def _devices(self) -> list[jax.Device]:
-        """All devices if the mesh takes them all, else those of this process."""
-        every = jax.devices()
-        return every if self.mesh.num_devices == len(every) else jax.local_devices()
-
     def _split(self, arguments: tuple) -> None:
-        """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
+        """Divides the program and the weights over the mesh. Only shapes are kept of the model, so
         that its arrays go once nobody else holds them."""
         _, _, inputs, given = arguments
+        every = jax.devices()  # a smaller mesh takes those of this process
+        devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
         self._sharded = ShardedProgram.of(
-            sharding.make_mesh(self.mesh, self._devices()),
+            sharding.make_mesh(self.mesh, devices),
             self.spec,
             self.networks,
             plans.state_names(self.plan, self.mesh, self.kv_dtype),

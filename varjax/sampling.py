@@ -66,7 +66,11 @@ class Sampling:
         vocab_size: the most that `top_k` may keep. None: `top_k` may be any number; one that is too
           large keeps everything.
         """
-        self._check_types()
+        for name, check in _KINDS.items():
+            value = getattr(self, name)
+            many = isinstance(value, tuple) and name in LISTS
+            for one in value if many else (value,):
+                check(name, one)
         self._check_lists(num_scales)
         most = 2**31 - 1 if vocab_size is None else vocab_size
         if self.top_k < 0 or self.top_k > most:
@@ -79,13 +83,6 @@ class Sampling:
                 f"cfg_interval={show(self.cfg_interval)}: choose a number of tokens, or -1 for all"
             )
         return self
-
-    def _check_types(self) -> None:
-        for name, check in _KINDS.items():
-            value = getattr(self, name)
-            many = isinstance(value, tuple) and name in LISTS
-            for one in value if many else (value,):
-                check(name, one)
 
     def _check_lists(self, num_scales: int) -> None:
         for name in ("cfg", "tau"):

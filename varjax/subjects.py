@@ -52,7 +52,7 @@ class Classes:
     def of(self, prompt: str | None, label: int | None) -> np.ndarray:
         if (prompt is None) == (label is None):
             raise UserError("give either prompt (the name of a class) or class (its number)")
-        label = number_of(checked_prompt(prompt), self.names) if label is None else label
+        label = number_of(arguments.text("prompt", prompt), self.names) if label is None else label
         return Labels.of([label], len(self.names)).numbers
 
 
@@ -92,11 +92,7 @@ class TokenIds:
 
 
 def _only_prompt(prompt: str | None, label: int | None) -> str:
+    """The prompt. `UserError` without one, with a class, or for no text that can be written."""
     if label is not None or prompt is None:
         raise UserError("this model draws from text: give prompt")
-    return checked_prompt(prompt)
-
-
-def checked_prompt(prompt: str) -> str:
-    """Return a prompt. `UserError` if it is empty or no text that can be written."""
     return arguments.text("prompt", prompt)

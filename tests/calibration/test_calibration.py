@@ -41,12 +41,20 @@ def write(folder, content) -> pathlib.Path:
 # --- scores ---
 
 
+def attention_mass(probabilities, schedule: Schedule) -> np.ndarray:
+    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
+    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2)."""
+    beta = np.zeros((*probabilities[0].shape[:-2], *(schedule.num_scales,) * 2))
+    for k, attention in enumerate(probabilities):
+        columns = attention.mean(-2, dtype=np.float64)
+        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
+    return beta
+
+
 def test_attention_mass(scas):
     schedule = Schedule(tuple(map(tuple, scas["scale_hw"].tolist())))
     per_prompt = [
-        data.attention_mass(
-            [scas[f"probs_d{d}_k{k}"] for k in range(schedule.num_scales)], schedule
-        )
+        attention_mass([scas[f"probs_d{d}_k{k}"] for k in range(schedule.num_scales)], schedule)
         for d in range(int(scas["num_prompts"]))
     ]
     chex.assert_trees_all_close(np.stack(per_prompt), scas["beta_per_prompt"], atol=1e-7)

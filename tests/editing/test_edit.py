@@ -66,7 +66,7 @@ def reconstructed(model, picture):
     elif model.draws_tokens:
         found = codec.tokens_to_images(codec.images_to_tokens(images), model.config.grid)
     else:
-        found = codec.reconstruct(images)
+        found = codec.tokens_to_images(codec.images_to_tokens(images))
     return (np.asarray(found[0]) + 1) / 2
 
 

@@ -15,8 +15,7 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.engine import program
-from varjax.engine.inputs import program_inputs
+from varjax.engine import inputs, program
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
 from varjax.models.var.transformer import VAR, VARConfig
@@ -65,6 +64,7 @@ def test_pool_is_never_copied(policy, dtype, layers):
     segments = plan_segments(SCHEDULE)
     spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
+    shared = inputs.shared_inputs([plan], segments, transformer.resampling)
     compiled = (
         jax.jit(spec.generate, donate_argnums=1)
         .lower(
@@ -72,7 +72,7 @@ def test_pool_is_never_copied(policy, dtype, layers):
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            program_inputs(plan, segments, np.arange(batch), transformer.resampling),
+            inputs.for_images(shared, plan, segments, np.arange(batch)),
             None,
         )
         .compile()

@@ -10,7 +10,7 @@ import pytest
 
 import varjax
 from tests.conftest import ROOT
-from varjax import metrics
+from varjax import metrics, own_modules
 from varjax.errors import UserError
 from varjax.models import registry
 
@@ -24,8 +24,7 @@ MODEL = (f"--model_module={EXAMPLE}", "--model=my-model")
 def own_registries(monkeypatch):
     """What a test registers and imports is gone after it."""
     kept = [(d, dict(d)) for d in (registry.PRESETS, registry.FAMILIES, metrics.METRICS)]
-    monkeypatch.setattr(registry, "_LOADED", {})
-    monkeypatch.setattr(metrics, "_LOADED", {})
+    monkeypatch.setattr(own_modules, "_LOADED", {})
     modules = set(sys.modules)
     yield
     for content, before in kept:

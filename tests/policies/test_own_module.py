@@ -9,7 +9,7 @@ import pytest
 
 from tests.policies.observations import DEMO
 from tests.policies.test_docs import EXAMPLE
-from varjax import policies
+from varjax import own_modules, policies
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
@@ -18,7 +18,7 @@ from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
     """What a test registers and imports is gone after it."""
-    monkeypatch.setattr(registry, "_LOADED", {})
+    monkeypatch.setattr(own_modules, "_LOADED", {})
     known, modules = dict(POLICIES), set(sys.modules)
     yield
     POLICIES.clear()
@@ -114,7 +114,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
     path = write(tmp_path, f"{EXAMPLE}\nraise {error}")
     with pytest.raises(raised):
         load_module(path)
-    assert "best_attended" not in POLICIES and path not in registry._LOADED
+    assert "best_attended" not in POLICIES and ("policy", path) not in own_modules._LOADED
 
 
 @pytest.mark.parametrize(

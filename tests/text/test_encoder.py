@@ -156,9 +156,9 @@ BROKEN = {
     "configuration": (_edited(config={"feed_forward_proj": "relu"}), "entry 'config': .*'relu'"),
     "files": (_edited(files=["params"]), "entry 'files' is missing or malformed"),
     "no checksums": (_edited(files={}), "damaged or incomplete: there is no checksum of"),
-    "count": (_edited(parameters=-1), "'parameters' is -1"),
+    "count": (_edited(parameters=-1), "parameters: -1 in the description"),
     "other count": (_edited(parameters=7), "describes: parameters: 7 in the description, "),
-    "type": (_edited(dtype="x"), "'dtype' is 'x'"),
+    "type": (_edited(dtype="x"), "dtype: 'x' in the description"),
     "not JSON": (lambda f: (f / NAME).write_text("{"), "cannot read"),
 }
 

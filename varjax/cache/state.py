@@ -57,17 +57,24 @@ class KVState:
         assert isinstance(plan.allocation, RegionAllocation)
         # Heads start in their own regions. The map exists only where a policy will change it: a
         # table by rows takes a gather in every layer.
-        regions = None
+        regions = mass = keys = None
         if plan.allocation.regroup_scale is not None:
             heads = jnp.arange(g.num_heads, dtype=jnp.int32)
             regions = jnp.broadcast_to(heads, (g.num_layers, rows, g.num_heads))
+        if plan.rule.needs.total_mass:
+            mass = jnp.zeros((rows, plan.pool_tokens), jnp.float32)
+        if plan.rule.needs.key_similarity:
+            # only one scale is remembered, so the largest that another one follows sets the size
+            tokens = max(g.schedule.tokens[:-1], default=1)
+            shape = (g.num_layers, rows, g.num_heads, tokens, g.head_dim)
+            keys = jnp.zeros(shape, compute_dtype)
         return cls(
             pool,
             scale,
             position=jnp.full((rows, plan.pool_tokens), -1, jnp.int32),
             regions=regions,
-            total_mass=_empty_mass(plan, rows),
-            previous_keys=_empty_keys(plan, rows, compute_dtype),
+            total_mass=mass,
+            previous_keys=keys,
             policy_state=jax.tree.map(
                 lambda a: jnp.broadcast_to(jnp.asarray(a), (g.num_layers, *jnp.shape(a))),
                 plan.rule.init_state(g, rows),
@@ -81,24 +88,6 @@ class KVState:
     @property
     def num_slots(self) -> int:
         return self.kv_pool.shape[1] * self.kv_pool.shape[2]
-
-
-def _empty_mass(plan: CachePlan, rows: int) -> Array | None:
-    """Attention received by each slot's token, for policies that accumulate it."""
-    if not plan.rule.needs.total_mass:
-        return None
-    return jnp.zeros((rows, plan.pool_tokens), jnp.float32)
-
-
-def _empty_keys(plan: CachePlan, rows: int, dtype) -> Array | None:
-    """Keys of the previous scale, for policies that compare scales."""
-    if not plan.rule.needs.key_similarity:
-        return None
-    g = plan.geometry
-    # Only one scale is ever remembered, so the largest that another one follows sets the size. The
-    # last scale is left out: no scale follows that could be compared with it.
-    tokens = max(g.schedule.tokens[:-1], default=1)
-    return jnp.zeros((g.num_layers, rows, g.num_heads, tokens, g.head_dim), dtype)
 
 
 # --- storing ---
@@ -135,10 +124,6 @@ class EncodedTokens:
             return cls(values)
         flat = state.kv_scale.reshape(len(rows), -1)
         return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
-
-    def followed_by(self, later: "EncodedTokens") -> "EncodedTokens":
-        """Return these tokens, then the others, head by head."""
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), self, later)
 
     def take(self, index: Int[Array, "R N P"]) -> "EncodedTokens":
         """Return tokens by their number in each head. A negative number takes an arbitrary token,

@@ -229,8 +229,9 @@ class DecidingStep:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
             new = EncodedTokens.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
-            tokens = EncodedTokens.read(state, held.slots).followed_by(new).take(contents)
-            tokens = jax.lax.optimization_barrier(tokens)
+            both = EncodedTokens.read(state, held.slots), new
+            tokens = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *both)
+            tokens = jax.lax.optimization_barrier(tokens.take(contents))
             state = store_encoded(state, jnp.where(fresh, slots, state.num_slots), tokens)
         else:
             # Stored tokens keep their slots, so only the scale's own ones are written. Candidates

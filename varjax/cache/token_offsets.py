@@ -22,7 +22,6 @@ from pallas_kernels import target, token_attention
 from pallas_kernels.token_attention import NewToken, Query
 from varjax.cache import token_decision
 from varjax.cache.observation import Observation, Rule
-from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import RingStep
 
 
@@ -118,9 +117,3 @@ class OffsetStep(RingStep):
             total_mass=mass if total else None,
             implementation=self.attention,
         )
-
-
-def skipped_offsets(step: OffsetStep, cache: LayerCache, token: int) -> Bool[Array, "R N _"]:
-    """Which offsets every head skips, from offset 0 on. token: the newest one that has attended."""
-    slot = (token - step.protected - jnp.arange(cache.skipped.shape[-1])) % cache.skipped.shape[-1]
-    return cache.skipped[..., slot]

@@ -182,7 +182,12 @@ class StageStep(StageDecision):
         return CurrentToken(self.buffer + here, newest, place)
 
     def attend(self, cache, heads, current):
-        place, q = current.place, _computed_once(heads.q)
+        # XLA's TPU compiler would compute queries again for the policy, for all layers at the end
+        # of the token, and keep their projections until then (4 MiB per layer of LlamaGen-XL at
+        # batch 128).
+        once = jax.lax.optimization_barrier
+        q = jax.lax.platform_dependent(heads.q, tpu=once, default=lambda q: q)
+        place = current.place
         if place is not None:
             cache = self._observe_query(cache, replace(heads, q=q), place)
         query = Query(
@@ -261,12 +266,3 @@ class StageStep(StageDecision):
         drawn = cache.position <= self.condition + token
         position = jnp.where(drawn, cache.position, -1)
         return replace(cache, position=position, scores=None)
-
-
-def _computed_once(q: Float[Array, "R GN H"]) -> Float[Array, "R GN H"]:
-    """Queries that a policy observes, too.
-
-    XLA's TPU compiler would compute them again for the policy, for all layers at the end of the
-    token, and keep their projections until then (4 MiB per layer of LlamaGen-XL at batch 128).
-    """
-    return jax.lax.platform_dependent(q, tpu=jax.lax.optimization_barrier, default=lambda q: q)

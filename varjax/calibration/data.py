@@ -4,7 +4,6 @@ scores of heads and scales that follow from it.
 Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,8 +122,8 @@ class Calibration:
             integer("the calibration's num_samples", self.num_samples, 1)
         if self.pattern_scale is not None:
             integer("the calibration's pattern_scale", self.pattern_scale, 0, scales - 1)
-        names = ("pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
-        heads, maps, edges, dispersion = (
+        names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges")
+        dispersion, maps, heads, edges = (
             value if value is None else measured(f"the calibration's {name}", value, 2**31 - 1)
             for name, value in ((name, getattr(self, name)) for name in names)
         )
@@ -135,21 +134,15 @@ class Calibration:
             )
         if maps is None and heads is None and edges is None:
             return
-        shapes = [np.shape(array) for array in (maps, heads, edges)]
-        if len(shapes[0]) != 3 or shapes[1:] != [(shapes[0][0], 2), (shapes[0][2] + 1,)]:
+        first, *others = (np.shape(array) for array in (maps, heads, edges))
+        fits = len(first) == 3 and others == [(first[0], 2), (first[2] + 1,)]
+        fits = fits and (heads < (geometry.num_heads, geometry.num_layers)).all()
+        grows = fits and (np.diff(edges) > 0).all()
+        if not grows or edges[-1] > geometry.schedule.total_tokens:
             raise UserError(
-                f"the calibration's patterns, pattern_heads and pattern_edges have shapes "
-                f"{', '.join(map(str, shapes))}: they must be [E, Q, C], [E, 2] and [C + 1]"
-            )
-        if (heads >= (geometry.num_heads, geometry.num_layers)).any():
-            raise UserError(
-                f"the calibration's pattern_heads name a [head, layer] beyond this model's "
-                f"{geometry.num_heads} heads and {geometry.num_layers} layers"
-            )
-        if (np.diff(edges) <= 0).any() or edges[-1] > geometry.schedule.total_tokens:
-            raise UserError(
-                f"the calibration's pattern_edges must grow, up to at most "
-                f"{geometry.schedule.total_tokens} tokens"
+                "the calibration's patterns [E, Q, C], pattern_heads [E, 2] and pattern_edges "
+                "[C + 1] do not fit each other or this model: heads are [head, layer], edges are "
+                f"tokens that grow up to {geometry.schedule.total_tokens}"
             )
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
@@ -215,6 +208,7 @@ def read_orders(content: object, geometry: Geometry) -> np.ndarray:
 
 
 def show_guidance(guidance: float | str) -> str:
+    """Guidance in words of a message."""
     return guidance if isinstance(guidance, str) else f"{guidance:g}"
 
 
@@ -225,18 +219,6 @@ def _same_guidance(one: float | str, other: float | str) -> bool:
 
 
 # --- scores from the attention mass beta, and the removal orders that they give (HeatKV) ----------
-
-
-def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
-    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
-    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2). For attention
-    that is at hand; `Probe` sums up the same while generating."""
-    num_scales = schedule.num_scales
-    beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
-    for k, attention in enumerate(probabilities):
-        columns = attention.mean(-2, dtype=np.float64)
-        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
-    return beta
 
 
 def scas(beta: np.ndarray, sinks: int) -> np.ndarray:

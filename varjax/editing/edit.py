@@ -140,7 +140,8 @@ def edit(
     condition = conditions.resolve(model, **given)
     doubled = 1 if by_text is None else 2
     if by_text is not None:
-        condition = both_texts(condition, _source_condition(model, source))
+        name = "text_features" if isinstance(source, TextFeatures) else "prompts"
+        condition = both_texts(condition, conditions.resolve(model, **{name: source}))
     generator = Generator(
         model,
         policy,
@@ -173,11 +174,6 @@ def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"]
     if len(source) != count:
         raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
     return None
-
-
-def _source_condition(model: Model, source: Sequence[str] | TextFeatures) -> Condition:
-    name = "text_features" if isinstance(source, TextFeatures) else "prompts"
-    return conditions.resolve(model, **{name: source})
 
 
 def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:
@@ -256,12 +252,14 @@ class Editor:
         half, count = self.generator.batch_size // 2, len(pictures)
         self.generator.policy.check_images(len(condition))
         source = source_tokens(self.model, pictures)
-        found, same = [], []
+        found, same, scales = [], [], self.model.config.schedule.num_scales
+        # all scales are kept: the pictures as the codec reproduces them
+        nothing = replace(how, keep_scales=scales, mix_scales=scales)
         self._progress(0, count)
         for start in range(0, count, half):
             index = np.arange(start, min(start + half, count))
             padded = np.pad(index, (0, half - len(index)), mode="edge").astype(np.int32)
-            for results, way in ((found, how), (same, _nothing_drawn(how, self.model))):
+            for results, way in ((found, how), (same, nothing)):
                 drawn = self._batch(condition, count, padded, source, way, seed)
                 results.append({name: drawn[name][: len(index)] for name in ("images", "tokens")})
             self._progress(int(index[-1]) + 1, count)
@@ -279,12 +277,6 @@ class Editor:
             arrays, twice, seed=seed, given=given, keep_cache=False
         )
         return {name: np.asarray(results[name]) for name in ("images", "tokens")}
-
-
-def _nothing_drawn(how: ByText, model: Model) -> ByText:
-    """All scales are kept: the pictures as the codec reproduces them."""
-    scales = model.config.schedule.num_scales
-    return replace(how, keep_scales=scales, mix_scales=scales)
 
 
 def source_tokens(model: Model, pictures: Float[np.ndarray, "N H W 3"]) -> np.ndarray:

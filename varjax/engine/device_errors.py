@@ -34,8 +34,9 @@ def explained(doing: str, attention: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(str(error)):
+            said = str(error).strip().partition("\n")[0][:300]
             raise OutOfMemory(
-                f"the device ran out of memory {doing}: {_first_line(error)}: take a smaller "
+                f"the device ran out of memory {doing}: {said}: take a smaller "
                 f"batch_size, decode_batch or budget, or kv_dtype='int8'"
             ) from error
         # By the name of its package: what compilers raise has no common base class.
@@ -53,7 +54,3 @@ def is_out_of_memory(message: str) -> bool:
     # XLA has one status for all memories; only the words say which one is full
     words = message.lower()
     return "resource_exhausted" in words and not any(place in words for place in ON_CHIP)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]

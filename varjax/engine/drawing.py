@@ -10,7 +10,6 @@ The plan itself answers what concerns the cache alone: an empty one, its divisio
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import singledispatch
 from typing import Protocol, TypeVar
 
 import jax
@@ -216,22 +215,14 @@ class TokenDrawing:
         return cost.token_attention_flops(self.plan)
 
 
-@singledispatch
 def check_cut(
     order: Schedule | TokenSequence, segments: int | str, layers: str, unroll: bool = False
 ) -> None:
-    """Raise `UserError` for options that make no sense for a model that draws in this order."""
-    raise NotImplementedError(type(order))
-
-
-@check_cut.register
-def _(order: Schedule, segments: int | str, layers: str, unroll: bool = False) -> None:
-    # raises for what does not fit; the cut that is used comes later, when the rows are known
-    plan_segments(order, segments)
-
-
-@check_cut.register
-def _(order: TokenSequence, segments: int | str, layers: str, unroll: bool = False) -> None:
+    """Raises `UserError` for options that make no sense for a model that draws in this order."""
+    if isinstance(order, Schedule):
+        # raises for what does not fit; the cut that is used comes later, when the rows are known
+        plan_segments(order, segments)
+        return
     if segments != AUTO:
         raise UserError(
             f"segments={show(segments)}: models that draw token by token have no scales to cut: "

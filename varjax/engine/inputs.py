@@ -27,14 +27,6 @@ class SegmentInputs:
     layers: LayerInputs
 
 
-def program_inputs(
-    plan: ScalePlan, segments: tuple[Segment, ...], image_index: np.ndarray, resampling: Resampling
-) -> tuple[SegmentInputs, ...]:
-    """Return the host arrays of all segments for a batch of images. resampling: of the model's
-    code map."""
-    return for_images(shared_inputs([plan], segments, resampling), plan, segments, image_index)
-
-
 def shared_inputs(
     groups: Sequence[ScalePlan], segments: tuple[Segment, ...], resampling: Resampling
 ) -> tuple[SegmentInputs, ...]:

@@ -68,10 +68,12 @@ def trace_codes(
         # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
         networks, state = jax.tree.map(_somewhere, (networks, state))
         weights = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
-        cache = jax.tree.map(_row_by_row, state)
+        cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
         where["in_shardings"] = (weights, cache, *(None,) * len(arguments))
         where["out_shardings"] = (None, cache)
-    with _matmul_precision(precision):
+    as_it_is = precision == "default"
+    # part of the trace: it has to be set here, not around calls of the compiled program
+    with contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision):
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
 
@@ -153,18 +155,10 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
     wanted = iter(jax.tree.leaves(formats))
     for variable in held:
         arrays, tree = jax.tree.flatten(variable.get_value())  # several where layers are separate
-        placed = [_placed(array, next(wanted)) for array in arrays]
-        if any(new is not old for new, old in zip(placed, arrays, strict=True)):
+        pairs = [(array, next(wanted)) for array in arrays]
+        if any(array.format != where for array, where in pairs):
+            placed = [a if a.format == where else jax.device_put(a, where) for a, where in pairs]
             variable.set_value(tree.unflatten(placed))
-
-
-def _placed(array: Array, wanted: Format) -> Array:
-    return array if array.format == wanted else jax.device_put(array, wanted)
-
-
-def _row_by_row(leaf: jax.ShapeDtypeStruct) -> Format:
-    """The format in which the last axis is contiguous, then the one before it, and so on."""
-    return Format(Layout(tuple(range(leaf.ndim))), leaf.sharding)
 
 
 def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -172,13 +166,6 @@ def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtyp
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     sharding_ = getattr(leaf, "sharding", None) or here
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
-
-
-def _matmul_precision(name: str) -> contextlib.AbstractContextManager:
-    # part of the trace: it has to be set while tracing, not around calls of the compiled program
-    if name == "highest":
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
 
 
 def compile_codes(

@@ -108,7 +108,7 @@ class ScaleSpec:
           condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
             `varjax.conditions`).
           keys: one typed random key per image [B].
-          inputs: `inputs.program_inputs`.
+          inputs: `inputs.for_images`.
           given: tokens that replace the draw, or None.
 
         Returns:

@@ -203,10 +203,6 @@ class _TokenSteps:
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
         self._decide = {step: jax.jit(step.decide) for step in spec.layers}
 
-    def _block(self, layer: int) -> nnx.Module:
-        """One layer's weights."""
-        return stacked.layer(self.transformer.blocks, layer)
-
     def condition(
         self, condition: PyTree, state: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "R 1 D"], tuple[LayerCache, ...], Float[Array, " R"] | None]:
@@ -233,7 +229,7 @@ class _TokenSteps:
         # one trace for all layers, which have equal shapes
         layer, caches, bias = jax.jit(layer), [], None
         for index, cache in enumerate(state):
-            x, cache, bias = layer(self._block(index), x, cache)
+            x, cache, bias = layer(stacked.layer(transformer.blocks, index), x, cache)
             # Keys and values of a layer are stored before the next one begins. XLA for GPUs would
             # store them all at the end, and hold those of every layer until then.
             x, cache = jax.lax.optimization_barrier((x, cache))
@@ -268,11 +264,10 @@ class _TokenSteps:
         current = {step: step.current(cache, token, place) for step, cache in any_cache.items()}
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            attend = self._attend[step]
-            block = self._block(index)
+            block = stacked.layer(transformer.blocks, index)
             if self.products:
                 block = block, jnp.int32(index)
-            x, cache = attend(block, rotation, x, cache, current[step], bias)
+            x, cache = self._attend[step](block, rotation, x, cache, current[step], bias)
             caches.append(cache)
         if self.products:
             x = x.x[: len(any_cache[step].pool), None]
@@ -337,27 +332,23 @@ class _TokenSteps:
         return tuple(decided)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
-        """Draw image token `index` [B, 1]. Guided logits are returned beside it if they are
+        """Draws image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
-        drawn = self._drawn_or_new_line(x, index)
+        sequence = self.spec.sequence
+        if sequence.new_lines:
+            lines, place = jnp.divmod(index, sequence.line)
+            # of a `cond` one branch runs: the head costs only where there is something to draw
+            drawn = jax.lax.cond(
+                place == sequence.line - 1,
+                self._new_line,
+                lambda x: self._drawn(x, index, index - lines),
+                x,
+            )
+        else:
+            drawn = self._drawn(x, index, index)
         if self.spec.watch is not None:
             jax.debug.callback(self.spec.watch, index, drawn["tokens"])
         return drawn
-
-    def _drawn_or_new_line(
-        self, x: Float[Array, "R 1 D"], index: Int[Array, ""]
-    ) -> dict[str, Array]:
-        sequence = self.spec.sequence
-        if not sequence.new_lines:
-            return self._drawn(x, index, index)
-        lines, place = jnp.divmod(index, sequence.line)
-        # the condition of a `cond` is data: it costs the head only where there is something to draw
-        return jax.lax.cond(
-            place == sequence.line - 1,
-            self._new_line,
-            lambda x: self._drawn(x, index, index - lines),
-            x,
-        )
 
     def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
         """What stands at the end of every line, without the head. Its logits are 0."""

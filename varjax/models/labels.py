@@ -7,7 +7,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from varjax import arguments
-from varjax.conditions import MOST_IMAGES, TakesCondition
+from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
 from varjax.errors import UserError, show
 
 MOST_NAMED = 10  # wrong labels that a message names
@@ -71,7 +71,7 @@ def number_of(words: str, names: Sequence[str]) -> int:
     )
 
 
-class LabelKind:
+class LabelKind(ConditionKind):
     """The `ConditionKind` of class labels."""
 
     name = "labels"
@@ -82,9 +82,6 @@ class LabelKind:
 
     def resolve(self, model: TakesCondition, *, labels: Sequence[int]) -> Labels:
         return Labels.of(labels, model.config.num_classes, model.class_names)
-
-    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
-        return model
 
 
 LABELS = LabelKind()

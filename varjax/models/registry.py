@@ -115,19 +115,6 @@ JANUS_SAMPLING = {"cfg": 5.0, "tau": 1.0, "cfg_interval": -1, "top_k": 0, "top_p
 LUMINA_SAMPLING = {**JANUS_SAMPLING, "cfg": 4.0, "top_k": 2000}
 
 
-def _var_preset(config: var.VARConfig) -> Preset:
-    codec = VQVAEConfig(schedule=config.schedule)
-    return Preset("var", {"transformer": config, "codec": codec}, VAR_SAMPLING)
-
-
-def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
-    """Models with patchify have the tokenizer of 8 pixels per code and the 8B model's sampling."""
-    patchify = config.apply_spatial_patchify
-    codec = bsq.PRESETS["bsq-d56" if patchify else "bsq-d32"]
-    sampling = INFINITY_8B if patchify else INFINITY_SAMPLING
-    return Preset("infinity", {"transformer": config, "codec": codec}, sampling)
-
-
 def llamagen_sampling(config: llamagen.LlamaGenConfig) -> dict:
     """The sampling that is recommended for a transformer of this configuration."""
     if config.condition == "text":
@@ -136,31 +123,33 @@ def llamagen_sampling(config: llamagen.LlamaGenConfig) -> dict:
     return {**LLAMAGEN_SAMPLING, "cfg": cfg if config.has_unconditional else 1.0}
 
 
-def _llamagen_preset(config: llamagen.LlamaGenConfig) -> Preset:
-    parts = {"transformer": config, "codec": VQConfig()}
-    return Preset("llamagen", parts, llamagen_sampling(config))
-
-
 def lumina_sampling(config: lumina.LuminaConfig) -> dict:
     """The sampling that is recommended for a transformer of this configuration."""
     return {**LUMINA_SAMPLING, "top_k": min(LUMINA_SAMPLING["top_k"], config.vocab_size)}
 
 
-def _janus_preset(config: janus.JanusConfig) -> Preset:
-    codec = VQConfig(has_encoder=False)  # generation only decodes
-    return Preset("janus", {"transformer": config, "codec": codec}, JANUS_SAMPLING)
+PRESETS: dict[str, Preset] = {}
 
 
-def _lumina_preset(config: lumina.LuminaConfig) -> Preset:
-    parts = {"transformer": config, "codec": ChameleonVQConfig()}
-    return Preset("lumina", parts, lumina_sampling(config))
+def _add(family: str, configs: Mapping, codec: Callable, sampling: Callable) -> None:
+    """Adds the published sizes of a family. codec, sampling: what a transformer's configuration
+    leads to."""
+    for name, config in configs.items():
+        parts = {"transformer": config, "codec": codec(config)}
+        PRESETS[name] = Preset(family, parts, sampling(config))
 
 
-PRESETS = {name: _var_preset(config) for name, config in var.PRESETS.items()}
-PRESETS |= {name: _infinity_preset(config) for name, config in infinity.PRESETS.items()}
-PRESETS |= {name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()}
-PRESETS |= {name: _janus_preset(config) for name, config in janus.PRESETS.items()}
-PRESETS |= {name: _lumina_preset(config) for name, config in lumina.PRESETS.items()}
+_add("var", var.PRESETS, lambda c: VQVAEConfig(schedule=c.schedule), lambda c: VAR_SAMPLING)
+_add(  # models with patchify have the tokenizer of 8 pixels per code and the 8B model's sampling
+    "infinity",
+    infinity.PRESETS,
+    lambda c: bsq.PRESETS["bsq-d56" if c.apply_spatial_patchify else "bsq-d32"],
+    lambda c: INFINITY_8B if c.apply_spatial_patchify else INFINITY_SAMPLING,
+)
+_add("llamagen", llamagen.PRESETS, lambda c: VQConfig(), llamagen_sampling)
+# generation only decodes
+_add("janus", janus.PRESETS, lambda c: VQConfig(has_encoder=False), lambda c: JANUS_SAMPLING)
+_add("lumina", lumina.PRESETS, lambda c: ChameleonVQConfig(), lumina_sampling)
 
 
 NEEDED = {  # of the configurations of own models
@@ -171,7 +160,6 @@ NEEDED = {  # of the configurations of own models
     "codec": ["downsample"],
 }
 CONDITIONS = {"labels": LABELS, "text": TEXT, "prompt_ids": PROMPT_IDS}
-_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
 
 
 def register(
@@ -258,7 +246,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Import a module that registers models of your own, once, and return their names, which
     `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
     imported, or registers nothing or a taken name."""
-    return own_modules.load("model", path_or_name, (PRESETS, FAMILIES), _models_of, _LOADED)
+    return own_modules.load("model", path_or_name, (PRESETS, FAMILIES), _models_of)
 
 
 def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:

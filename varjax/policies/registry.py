@@ -15,7 +15,6 @@ from varjax.sequence import SCALES, TOKENS
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
-_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
 
 
 def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
@@ -86,7 +85,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
       UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
         `POLICIES` is then as it was.
     """
-    return own_modules.load("policy", path_or_name, (POLICIES,), _policies_of, _LOADED)
+    return own_modules.load("policy", path_or_name, (POLICIES,), _policies_of)
 
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ MOST_PACKED = 64  # times: what a larger array may unpack to
 
 def names(path: str | os.PathLike) -> list[str]:
     """Names of the arrays in a file; `UserError` if it cannot be read."""
-    with _members(path) as (_, members):
+    with _readable(path), _opened(path) as (_, members):
         return list(members)
 
 
@@ -39,11 +39,15 @@ def load(
       UserError: the file is no ordinary one, is damaged, holds arrays of objects, or unpacks to too
         much.
     """
-    with _members(path) as (archive, members):
+    with _readable(path), _opened(path) as (archive, members):
         chosen = {name: member for name, member in members.items() if name in wanted}
         for name, member in chosen.items():
             _check(archive, name, member, largest)
-        return {name: _read(archive, member) for name, member in chosen.items()}
+        found = {}
+        for name, member in chosen.items():
+            with archive.open(member) as file:
+                found[name] = FORMAT.read_array(file, allow_pickle=False)
+        return found
 
 
 class Rows:
@@ -87,15 +91,8 @@ class Rows:
 
 
 @contextlib.contextmanager
-def _members(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
-    """The open file and its arrays' entries by name. Whatever goes wrong is a `UserError`."""
-    with _readable(path), _opened(path) as found:
-        yield found
-
-
-@contextlib.contextmanager
 def _readable(path) -> Iterator[None]:
-    """Turn every error that zipfile and NumPy raise over damaged files into a `UserError`."""
+    """Turns every error that zipfile and NumPy raise over damaged files into a `UserError`."""
     try:
         yield
     except Exception as error:
@@ -108,6 +105,7 @@ def _readable(path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """The open file, and its arrays' entries by name."""
     with ordinary.opened(path) as file, zipfile.ZipFile(file) as archive:
         arrays = [m for m in archive.infolist() if m.filename.endswith(".npy")]
         members = {m.filename.removesuffix(".npy"): m for m in arrays}
@@ -144,8 +142,3 @@ def _header(name: str, file) -> tuple[tuple[int, ...], np.dtype, bool]:
     if dtype.hasobject or not dtype.itemsize:  # of nothing a file can hold any number
         raise ValueError(f"array {name!r:.60} has type {str(dtype):.60}")
     return shape, dtype, columns_first
-
-
-def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:
-        return FORMAT.read_array(file, allow_pickle=False)

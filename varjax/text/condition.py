@@ -7,7 +7,7 @@ were computed beforehand (`varjax.text.features`).
 from collections.abc import Sequence
 
 from varjax import arguments
-from varjax.conditions import TakesCondition
+from varjax.conditions import ConditionKind, TakesCondition
 from varjax.nn.parameters import default_dtype
 from varjax.text.encoder import encode_texts
 from varjax.text.features import TextFeatures
@@ -16,7 +16,7 @@ PROMPTS_WANTED = "give a list of texts, one for each image"
 FEATURES_WANTED = "TextFeatures, as varjax.text.features.load reads"
 
 
-class TextKind:
+class TextKind(ConditionKind):
     """The `ConditionKind` of texts. Exactly one of the two arguments is given."""
 
     name = "text"
@@ -50,9 +50,6 @@ class TextKind:
                 model.directory or "", prompts, dtype=default_dtype(), max_length=config.text_maxlen
             )
         return text_features.fitted(config.text_channels, config.text_maxlen)
-
-    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
-        return model
 
 
 TEXT = TextKind()

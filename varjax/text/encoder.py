@@ -121,9 +121,11 @@ class TextEncoder:
         """Tokens of every text, None for an empty one."""
         found = [self.tokenizer.encode(text, max_length) if text else None for text in texts]
         for tokens, name, text in zip(found, names, texts, strict=True):
-            if tokens is not None and tokens.is_cut:
+            if tokens is None:
+                continue
+            if tokens.full_length > len(tokens.ids):
                 warn(f"{name} has {tokens.full_length} tokens: cut to {max_length}")
-            if tokens is not None and not self.tokenizer.knows(tokens):
+            if not self.tokenizer.knows(tokens):
                 warn(unknown.message(name, text))
         return found
 

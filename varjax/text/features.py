@@ -6,7 +6,6 @@ some images. On disk they are an npz file, whose arrays `load` describes.
 Letters: P prompts, N images, B images of a batch, M tokens (padded), C width of the encoder.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +18,16 @@ from varjax import arguments
 from varjax.errors import UserError, about
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
+from varjax.text.prompt_set import PromptSet
 from varjax.text.t5 import PRESETS
 
-MOST_REPEATED = 10**7  # images of a prompt
 MAX_LENGTH = 512  # tokens of the released models
 LENGTH_STEP = 16  # lengths are padded to a multiple: few shapes, few programs
 _OPTIONAL = ("negative_kv", "negative_lens", "unconditional", "prompts")
 
 
 @dataclass(frozen=True, eq=False)
-class TextFeatures:
+class TextFeatures(PromptSet):
     """Features of P prompts for N images.
 
     Attributes:
@@ -58,17 +57,10 @@ class TextFeatures:
     def __post_init__(self):
         self._check_rows("kv", "lens")
         self._check_negative()
-        count = len(self.lens)
         if self.unconditional is None:
-            _set(self, "unconditional", np.zeros(count, bool))
+            _set(self, "unconditional", np.zeros(len(self.lens), bool))
         _set(self, "unconditional", _checked_flags(self.unconditional, self.lens))
-        if self.prompts is not None:
-            prompts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
-            _set(self, "prompts", prompts)
-            if len(prompts) != count:
-                raise UserError(f"prompts has {len(prompts)} texts for {count} entries of lens")
-        numbers = range(count) if self.numbers is None else self.numbers
-        _set(self, "numbers", _checked_numbers(numbers, count))
+        self._check_images()
         most = arguments.integer("text_maxlen", self.text_maxlen, 1)
         if self.longest > most:
             raise UserError(
@@ -117,15 +109,6 @@ class TextFeatures:
 
     # --- images -----------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """The number of images."""
-        return len(self.numbers)
-
-    def repeat(self, count: int) -> "TextFeatures":
-        """`count` images in place of every image, one behind the other."""
-        arguments.integer("images per prompt", count, 1, MOST_REPEATED)
-        return replace(self, numbers=np.repeat(self.numbers, count))
-
     def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
         `length` int32 [B], `unconditional` bool [B]. With negative texts also `negative_kv`
@@ -148,11 +131,6 @@ class TextFeatures:
         for row, i in zip(result, which, strict=True):
             row[: lens[i]] = kv[starts[i] : starts[i] + lens[i]]
         return result
-
-    @property
-    def captions(self) -> list[str] | None:
-        """The prompt of every image, where known."""
-        return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
 
     @property
     def width(self) -> int:
@@ -178,15 +156,8 @@ class TextFeatures:
             "tokens": int(self.lens.sum()),
             "longest": self.longest,
             "negative_texts": 0 if self.negative_lens is None else len(self.negative_lens),
-            "sha256": self._digest,
+            "sha256": self._digest(self._arrays().values()),
         }
-
-    @cached_property
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for array in (*self._arrays().values(), self.numbers):
-            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
 
     # --- fitting a model, files -------------------------------------------------------------------
 
@@ -252,14 +223,6 @@ def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 def _set(features: TextFeatures, name: str, value) -> None:
     object.__setattr__(features, name, value)
-
-
-def _checked_numbers(numbers, count: int) -> np.ndarray:
-    words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
-    found = arguments.integers("numbers", numbers, words, 2**31 - 1)
-    if not found.size or (found < 0).any() or (found >= count).any():
-        raise arguments.wrong("numbers", numbers, words)
-    return found.astype(np.int32, copy=False)
 
 
 def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ what is left of them is masked.
 Letters: P prompts, N images, B images of a batch, M places for a prompt.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +19,12 @@ import numpy as np
 from jaxtyping import Int
 
 from varjax import arguments
-from varjax.conditions import MOST_IMAGES, TakesCondition
+from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
 from varjax.errors import UserError, about
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.text import unknown
+from varjax.text.prompt_set import PromptSet
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
@@ -47,7 +47,7 @@ class TakesPrompts(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class PromptIds:
+class PromptIds(PromptSet):
     """Token ids of P prompts for N images: a `varjax.conditions.Condition`.
 
     Attributes:
@@ -79,15 +79,9 @@ class PromptIds:
             raise UserError(f"a prompt has {lens.max()} token ids: at most {LONGEST}")
         object.__setattr__(self, "ids", ids.astype(np.int32))
         object.__setattr__(self, "lens", lens.astype(np.int32))
-        if self.prompts is not None:
-            texts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
-            object.__setattr__(self, "prompts", texts)
-            if len(texts) != len(lens):
-                raise UserError(f"prompts has {len(texts)} texts for {len(lens)} entries of lens")
         if self.slots is not None:
             arguments.integer("slots", self.slots, int(lens.max()), LONGEST)
-        numbers = np.arange(len(lens)) if self.numbers is None else self.numbers
-        object.__setattr__(self, "numbers", _checked_numbers(numbers, len(lens)))
+        self._check_images()
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]], prompts: Sequence[str] | None = None) -> Self:
@@ -110,15 +104,6 @@ class PromptIds:
 
     # --- images -----------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """The number of images."""
-        return len(self.numbers)
-
-    def repeat(self, count: int) -> Self:
-        """`count` images in place of every image, one behind the other."""
-        arguments.integer("images per prompt", count, 1, MOST_IMAGES)
-        return replace(self, numbers=np.repeat(self.numbers, count))
-
     def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `ids` int32 [B, M], each prompt at the end of its row with
         zeros before it, and `length` int32 [B]."""
@@ -138,27 +123,19 @@ class PromptIds:
         return np.cumsum(self.lens, dtype=np.int64)
 
     @property
-    def captions(self) -> list[str] | None:
-        """The prompt of every image, where known."""
-        return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
-
-    @property
     def longest(self) -> int:
         """Token ids of the longest prompt."""
         return int(self.lens.max())
 
     def describe(self) -> dict:
         """What a report says about the prompts; equal for equal ids."""
-        digest = hashlib.sha256()
-        for array in (self.ids, self.lens, self.numbers):
-            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return {
             "kind": "prompt_ids",
             "images": len(self),
             "prompts": len(self.lens),
             "tokens": int(self.lens.sum()),
             "longest": self.longest,
-            "sha256": digest.hexdigest(),
+            "sha256": self._digest((self.ids, self.lens)),
         }
 
     # --- fitting a model, files -------------------------------------------------------------------
@@ -170,8 +147,8 @@ class PromptIds:
           UserError: ids that a model of this configuration does not know or that are no prompt of
             it; a prompt that leaves no room for the image in the model's context.
         """
-        for number, name in enumerate(names or self._names):
-            with about(name):
+        for number in range(len(self.lens)):
+            with about(self._name(number, names)):
                 config.check_prompt(self.of_prompt(number))
         return self
 
@@ -180,7 +157,7 @@ class PromptIds:
         `checked`, which raises the same errors; `UserError` also if there are too few places."""
         self.checked(config, names)
         if self.longest > config.prompt_tokens:
-            name = (names or self._names)[int(self.lens.argmax())]
+            name = self._name(int(self.lens.argmax()), names)
             raise UserError(
                 f"{name} is the longest and has {self.longest} token ids, the model is prepared for"
                 f" {config.prompt_tokens}: take model.with_prompt_tokens({self.longest}), or"
@@ -188,9 +165,9 @@ class PromptIds:
             )
         return replace(self, slots=config.prompt_tokens)
 
-    @property
-    def _names(self) -> list[str]:
-        return [f"prompt {i}" for i in range(len(self.lens))]
+    @staticmethod
+    def _name(number: int, names: Sequence[str] | None) -> str:
+        return names[number] if names else f"prompt {number}"
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the ids of the prompts (not how often each is repeated) as npz, which `load`
@@ -236,7 +213,7 @@ def encode(
     return PromptIds.of([config.encode_prompt(text, tokenizer) for text in prompts], prompts)
 
 
-class PromptIdKind:
+class PromptIdKind(ConditionKind):
     """The `ConditionKind` of prompts as token ids. Exactly one of the two arguments is given."""
 
     name = "prompt_ids"
@@ -289,11 +266,3 @@ def _whole_numbers(name: str, values) -> np.ndarray:
     if array.min() < -(2**31) or array.max() >= 2**31:
         raise UserError(f"{name} holds numbers of more than 32 bits")
     return array.astype(np.int64)
-
-
-def _checked_numbers(numbers, count: int) -> np.ndarray:
-    words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
-    found = arguments.integers("numbers", numbers, words, MOST_IMAGES)
-    if not found.size or (found < 0).any() or (found >= count).any():
-        raise arguments.wrong("numbers", numbers, words)
-    return found.astype(np.int32)

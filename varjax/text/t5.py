@@ -247,10 +247,6 @@ class Tokens:
     ids: list[int]
     full_length: int
 
-    @property
-    def is_cut(self) -> bool:
-        return self.full_length > len(self.ids)
-
 
 class Tokenizer:
     """Texts to token ids.

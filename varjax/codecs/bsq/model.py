@@ -83,12 +83,6 @@ class BSQVAE(ImageCodec):
             )
         return self.decode(code_maps(bits, schedule)[-1])
 
-    def reconstruct(
-        self, images: Float[Array, "B H W 3"], schedule: Schedule
-    ) -> Float[Array, "B H W 3"]:
-        """Images after a round trip through their bits."""
-        return self.bits_to_images(self.images_to_bits(images, schedule), schedule)
-
 
 # --- the quantiser --------------------------------------------------------------------------------
 

@@ -76,10 +76,6 @@ class Quantizer(nnx.Module):
         """All code vectors, float32."""
         return self.embedding[...].astype(jnp.float32)
 
-    def lookup(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
-        """Code vectors of tokens, float32."""
-        return self.codebook()[tokens]
-
     def phi(
         self, h: Float[Array, "B P Q C"], scale: int | Int[Array, ""]
     ) -> Float[Array, "B P Q C"]:
@@ -126,7 +122,7 @@ class Quantizer(nnx.Module):
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
             tokens = self.nearest(pooled)
-            part = self.phi(resize_bicubic(self.lookup(tokens), f.shape[1:3]), scale)
+            part = self.phi(resize_bicubic(self.codebook()[tokens], f.shape[1:3]), scale)
             rest = rest - jax.lax.stop_gradient(part)
             yield tokens.reshape(len(f), -1), pooled, part
 
@@ -144,7 +140,7 @@ class Quantizer(nnx.Module):
         totals = []
         for scale, (height, width) in enumerate(schedule.maps):
             part = tokens[:, schedule.starts[scale] : schedule.ends[scale]]
-            codes = self.lookup(part.reshape(-1, height, width))
+            codes = self.codebook()[part.reshape(-1, height, width)]
             total = total + self.phi(resize_bicubic(codes, schedule.final_map), scale)
             totals.append(total)
         return jnp.stack(totals)
@@ -213,7 +209,7 @@ class VQVAE(ImageCodec):
 
     def codes(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
         """Code vectors of drawn tokens, float32."""
-        return self.quantizer.lookup(tokens)
+        return self.quantizer.codebook()[tokens]
 
     def smooth_codes(
         self, filtered: Float[Array, "B T V"], keys: Array, ratio: Float[Array, ""]
@@ -256,7 +252,3 @@ class VQVAE(ImageCodec):
 
     def tokens_to_images(self, tokens: Int[Array, "B L"]) -> Float[Array, "B H W 3"]:
         return self.decode(self.quantizer.code_maps(tokens)[-1])
-
-    def reconstruct(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
-        """Images after a round trip through their tokens."""
-        return self.tokens_to_images(self.images_to_tokens(images))

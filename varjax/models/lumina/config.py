@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from varjax.errors import UserError, about
+from varjax.errors import UserError, about, some
 from varjax.models.llama.config import LlamaConfig
 from varjax.models.lumina import prompts, sizes, vocabulary
 from varjax.nn import published
@@ -63,7 +63,29 @@ class LuminaConfig(LlamaConfig):
                     f"{heads} heads are no multiple of model_parallel_size "
                     f"{self.model_parallel_size}"
                 )
-        vocabulary.check_ids(self)
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        """Raises `UserError` if ids lie outside the vocabulary or collide."""
+        ids = self.token_ids
+        if self.image_ids and len(self.image_ids) != self.vocab_size:
+            raise self.wrong(
+                f"image_ids lists {len(self.image_ids)} ids for {self.vocab_size} codes"
+            )
+        if wrong := [i for i in (*ids, *self.opening) if not 0 <= i < self.text_vocab_size]:
+            # where nothing names them, the ids are those of released models
+            cause = "" if self.image_ids else " (no vocabulary names the image tokens; num_codes)"
+            raise self.wrong(
+                f"ids {some(map(str, wrong), 8)} are outside the vocabulary of "
+                f"{self.text_vocab_size}{cause}"
+            )
+        if len(set(ids)) < len(ids):
+            raise self.wrong("image_ids and new_line must all differ")
+        if taken := sorted(set(ids) & set(self.opening)):
+            raise self.wrong(
+                f"ids {some(map(str, taken), 8)} of image start, height and width are those of"
+                f" image tokens or of the new line"
+            )
 
     @classmethod
     def from_published(cls, given: Mapping) -> "LuminaConfig":

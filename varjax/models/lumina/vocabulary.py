@@ -6,26 +6,11 @@ J is 9), and `Z`. The ids of these names are in no order.
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
 
 from varjax.errors import UserError, show, some
 
 NAME = re.compile(r"IMGIMG([A-J]{1,9})Z")
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
-
-
-class HasIds(Protocol):
-    """A configuration with ids of tokens."""
-
-    text_vocab_size: int
-    vocab_size: int
-    image_ids: tuple[int, ...]
-
-    @property
-    def opening(self) -> tuple[int, ...]: ...
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
 
 
 def code_of(name: str) -> int | None:
@@ -64,28 +49,3 @@ def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
     if len(set(found.values())) < len(found):
         raise UserError("some codes share an id: the vocabulary is damaged")
     return tuple(found[code] for code in range(len(found)))
-
-
-def check_ids(config: HasIds) -> None:
-    """Raise `UserError` if ids of a configuration lie outside its vocabulary or collide."""
-    ids = config.token_ids
-    if config.image_ids and len(config.image_ids) != config.vocab_size:
-        raise UserError(
-            f"Lumina-mGPT configuration: image_ids lists {len(config.image_ids)} ids for "
-            f"{config.vocab_size} codes"
-        )
-    wrong = [i for i in (*ids, *config.opening) if not 0 <= i < config.text_vocab_size]
-    if wrong:
-        # where nothing names them, the ids are those of released models
-        cause = "" if config.image_ids else " (no vocabulary names the image tokens; num_codes)"
-        raise UserError(
-            f"Lumina-mGPT configuration: ids {some(map(str, wrong), 8)} are outside the vocabulary "
-            f"of {config.text_vocab_size}{cause}"
-        )
-    if len(set(ids)) < len(ids):
-        raise UserError("Lumina-mGPT configuration: image_ids and new_line must all differ")
-    if taken := sorted(set(ids) & set(config.opening)):
-        raise UserError(
-            f"Lumina-mGPT configuration: ids {some(map(str, taken), 8)} of image start, height and"
-            f" width are those of image tokens or of the new line"
-        )

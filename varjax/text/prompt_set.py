@@ -1,0 +1,64 @@
+"""The images of a set of prompts: what features of texts and prompts as token ids share.
+
+Letters: P prompts, N images, B images of a batch.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+from jaxtyping import Int
+
+from varjax import arguments
+from varjax.conditions import MOST_IMAGES
+from varjax.errors import UserError
+
+
+class PromptSet:
+    """Base of conditions that are P prompts for N images.
+
+    lens: tokens of each prompt [P]. prompts: the texts, where known. numbers: the prompt of every
+    image [N]; by default one image per prompt.
+    """
+
+    lens: Int[np.ndarray, " P"]
+    prompts: tuple[str, ...] | None
+    numbers: Int[np.ndarray, " N"] | None
+
+    def _check_images(self) -> None:
+        """Checks `prompts` and `numbers` against `lens`, and gives them their types."""
+        count = len(self.lens)
+        if self.prompts is not None:
+            texts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
+            object.__setattr__(self, "prompts", texts)
+            if len(texts) != count:
+                raise UserError(f"prompts has {len(texts)} texts for {count} entries of lens")
+        numbers = range(count) if self.numbers is None else self.numbers
+        words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
+        found = arguments.integers("numbers", numbers, words, MOST_IMAGES)
+        if not found.size or (found < 0).any() or (found >= count).any():
+            raise arguments.wrong("numbers", numbers, words)
+        object.__setattr__(self, "numbers", found.astype(np.int32))
+
+    def __len__(self) -> int:
+        """The number of images."""
+        return len(self.numbers)
+
+    def repeat(self, count: int) -> Self:
+        """`count` images in place of every image, one behind the other."""
+        arguments.integer("images per prompt", count, 1, MOST_IMAGES)
+        return replace(self, numbers=np.repeat(self.numbers, count))
+
+    @property
+    def captions(self) -> list[str] | None:
+        """The prompt of every image, where known."""
+        return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
+
+    def _digest(self, arrays: Iterable[np.ndarray]) -> str:
+        """SHA-256 of arrays of the prompts, and of the images' numbers."""
+        digest = hashlib.sha256()
+        for array in (*arrays, self.numbers):
+            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
