@@ -33,7 +33,7 @@ def plan(
     sampling: Sampling | None = None,
     mesh: MeshSpec | None = None,
 ) -> CachePlan:
-    """Plan the cache of a policy on a model: everything that is decided before compiling.
+    """Plans the cache of a policy on a model: everything that is decided before compiling.
 
     Args:
       model: from `load` or `describe`, or the geometry of one.
@@ -77,7 +77,7 @@ def generate(
     decode_dtype: str = "auto",
     progress: bool | Callable[[int, int], None] = False,
 ) -> np.ndarray:
-    """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
+    """Generates one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
     Every call traces a program, and compiles it unless it was compiled before on this machine
     (`varjax.engine.compilation_cache`); to call often, make a `Generator` once.

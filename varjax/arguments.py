@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def wrong(name: str, value: object, rule: str) -> UserError:
-    """Return the error that `name` was given `value` against a rule."""
+    """The error that `name` was given `value` against a rule."""
     return UserError(f"{name}={show(value)}: {rule}")
 
 
 def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """Check a whole number from `low` to `high` (None: no limit)."""
+    """Checks a whole number from `low` to `high` (None: no limit)."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise wrong(name, value, "it must be a whole number")
     too_large = high is not None and value > high
@@ -38,7 +38,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 
 
 def real(name: str, value: object) -> float:
-    """Check a number, which may be infinite or NaN."""
+    """Checks a number, which may be infinite or NaN."""
     if isinstance(value, float) and not isinstance(value, np.generic):
         return value  # unchanged: a subclass may mean more (`policies.base.NotGiven`)
     if not isinstance(value, (int, np.integer, np.floating)) or isinstance(value, bool):
@@ -58,7 +58,7 @@ def number(
     above: bool = False,
     note: str = "",
 ) -> float:
-    """Check a finite number from `low` to `high`; with `above` it must be greater than `low`.
+    """Checks a finite number from `low` to `high`; with `above` it must be greater than `low`.
 
     note: text that is appended to a message about the range.
     """
@@ -71,7 +71,7 @@ def number(
 
 
 def height_width(name: str, value: object) -> tuple[int, int]:
-    """Check a height and a width: two whole numbers from 1 on, or a text such as "3x2"."""
+    """Checks a height and a width: two whole numbers from 1 on, or a text such as "3x2"."""
     given, words = value, "write height x width, for example 3x2"
     if isinstance(value, str):
         found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", value)
@@ -83,14 +83,14 @@ def height_width(name: str, value: object) -> tuple[int, int]:
 
 
 def flag(name: str, value: object) -> bool:
-    """Check a truth value."""
+    """Checks a truth value."""
     if not isinstance(value, (bool, np.bool_)):
         raise wrong(name, value, "it must be true or false")
     return bool(value)
 
 
 def text(name: str, value: object) -> str:
-    """Check a text that can be written to a file."""
+    """Checks a text that can be written to a file."""
     if not isinstance(value, str):
         raise wrong(name, value, "it must be a text")
     try:
@@ -103,7 +103,7 @@ def text(name: str, value: object) -> str:
 
 
 def texts(name: str, values: object, words: str) -> tuple[str, ...]:
-    """Check a list or tuple of at least one text. words: what to give instead."""
+    """Checks a list or tuple of at least one text. words: what to give instead."""
     if not isinstance(values, (list, tuple)) or not values:
         raise wrong(name, values, words)
     for value in values:
@@ -113,14 +113,14 @@ def texts(name: str, values: object, words: str) -> tuple[str, ...]:
 
 
 def instance(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
-    """Check that an object has a class, or one of several. words: what to give instead."""
+    """Checks that an object has a class, or one of several. words: what to give instead."""
     if not isinstance(value, kind):
         raise wrong(name, value, f"give {words}")
     return value
 
 
 def path(name: str, value: object) -> str | os.PathLike:
-    """Check the path of a file or folder: a text or a `pathlib.Path`."""
+    """Checks the path of a file or folder: a text or a `pathlib.Path`."""
     instance(name, value, (str, os.PathLike), "a path")
     plain = os.fspath(value)
     if not isinstance(plain, str) or not plain or "\0" in plain:
@@ -137,7 +137,7 @@ def path(name: str, value: object) -> str | os.PathLike:
 
 
 def dtype(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Return the name of a dtype, which may be given as NumPy or JAX write it."""
+    """The name of a dtype, which may be given as NumPy or JAX write it."""
     try:
         # jnp.dtype alone would accept too much: None means float64 to NumPy, some texts name dtypes
         # that are not numbers, and a number or an array stands for its own dtype
@@ -148,7 +148,7 @@ def dtype(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def integers(name: str, values: object, words: str, most: int) -> np.ndarray:
-    """Check whole numbers [n], n up to `most`, in a sequence or an array.
+    """Checks whole numbers [n], n up to `most`, in a sequence or an array.
 
     words: what to give instead. The result has the dtype object where 64 bits cannot hold them.
     """
@@ -173,7 +173,7 @@ def integers(name: str, values: object, words: str, most: int) -> np.ndarray:
 
 
 def as_array(name: str, values: object) -> np.ndarray:
-    """Return the values as an array of any dtype."""
+    """The values as an array of any dtype."""
     if isinstance(values, range):  # it may be longer than memory
         raise wrong(name, values, "give an array")
     try:
@@ -183,7 +183,7 @@ def as_array(name: str, values: object) -> np.ndarray:
 
 
 def measured(name: str, values: object, largest: float) -> np.ndarray:
-    """Check an array of measured numbers, which lie between 0 and `largest`."""
+    """Checks an array of measured numbers, which lie between 0 and `largest`."""
     array = as_array(name, values)
     wrong_kind = array.dtype.kind not in "iuf"
     found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)

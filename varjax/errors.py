@@ -31,7 +31,7 @@ class MissingExtra(UserError):
 
 @contextlib.contextmanager
 def about(what: object) -> Iterator[None]:
-    """Put `what`, such as a file, before the message of a `UserError` that is raised inside."""
+    """Puts `what`, such as a file, before the message of a `UserError` that is raised inside."""
     try:
         yield
     except UserError as error:
@@ -39,14 +39,14 @@ def about(what: object) -> Iterator[None]:
 
 
 def some(items: Iterable[str], most: int = 20, between: str = ", ") -> str:
-    """Join the first `most` of `items`, and say how many more there are."""
+    """Joins the first `most` of `items`, and says how many more there are."""
     items = list(items)
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return between.join([*items[:most], *more])
 
 
 def show(value: object) -> str:
-    """Show any value in one short line of a message."""
+    """Shows any value in one short line of a message."""
     try:
         line = " ".join(repr(value).split())
     except ValueError:  # Python writes no whole numbers of more than 4,300 digits
@@ -55,13 +55,13 @@ def show(value: object) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for a close match among `allowed`, else an empty string."""
+    """`"; did you mean 'x'?"` for a close match among `allowed`, else an empty string."""
     match = difflib.get_close_matches(given[:100], list(allowed), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def choose(what: str, given: object, allowed: Iterable[str]) -> str:
-    """Return `given` if it is one of `allowed`; it may have any type.
+    """`given` if it is one of `allowed`; it may have any type.
 
     Raises:
       UserError: with the list of allowed values and the nearest one.
@@ -74,7 +74,7 @@ def choose(what: str, given: object, allowed: Iterable[str]) -> str:
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import `module`, which comes with the optional dependencies `extra` of pyproject.toml.
+    """Imports `module`, which comes with the optional dependencies `extra` of pyproject.toml.
 
     Raises:
       MissingExtra: naming the package, what it is needed for (`purpose`) and the pip command.

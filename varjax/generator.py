@@ -46,7 +46,7 @@ def _planned(
     calibration: str | os.PathLike | Calibration | None,
     mesh: MeshSpec,
 ) -> CachePlan:
-    """Plan the cache of a policy for what will be drawn, and where."""
+    """Plans the cache of a policy for what will be drawn, and where."""
     found = calibration_lib.find(policy, model, calibration, sampling.guidance)
     return plan_cache(model.geometry_for(sampling), policy, found, groups=mesh.model)
 
@@ -184,7 +184,7 @@ class Generator:
 
     @jax_settings.pinned()
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compile both programs (codes, pixels) ahead of time.
+        """Compiles both programs (codes, pixels) ahead of time.
 
         condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
           texts as long as the model takes.
@@ -279,7 +279,7 @@ class Generator:
             yield index, self.draw(condition, index, **options)
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
-        """Return the results of at most a batch of images, by their numbers, on the host. options:
+        """The results of at most a batch of images, by their numbers, on the host. options:
         seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
         alike, and all of them have all results."""
         with processes.answering():
@@ -289,7 +289,7 @@ class Generator:
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
     ) -> tuple[dict[str, Array], PyTree]:
-        """Return the results of at most a batch of images, by their numbers, and the cache of the
+        """The results of at most a batch of images, by their numbers, and the cache of the
         whole batch. given: tokens of all images. options: as of `run_batch`."""
         # One program serves every number of images: a short batch repeats its last image, and the
         # copies are cut off again.

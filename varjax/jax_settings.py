@@ -39,7 +39,7 @@ HARMLESS = ("--xla_force_host_platform_device_count", "--xla_dump")
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Hold `PINNED` in this thread. `UserError` for a setting of `REFUSED`."""
+    """Holds `PINNED` in this thread. `UserError` for a setting of `REFUSED`."""
     for name, why in REFUSED.items():
         if value := jax.config.values.get(name):
             raise UserError(f"{name.upper()}={value}: {why}: unset it")

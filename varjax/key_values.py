@@ -7,7 +7,7 @@ from varjax.errors import UserError, show
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """Read `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
+    """Reads `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
 
     Only a comma before `key=` separates two entries, so a value may hold commas and "=". Values
     stay texts; the caller knows the type of each key.

@@ -44,7 +44,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 
 def mesh_spec(names: P, axes: Collection[str]) -> P:
-    """Send an array's names to axes of a mesh that has these `axes`."""
+    """Sends an array's names to axes of a mesh that has these `axes`."""
     return P(*(None if name is None else _of(name, axes) for name in names))
 
 

@@ -71,7 +71,7 @@ def measure(
 
 
 def check_scales(model: Model) -> None:
-    """Raise `UserError` for models that draw token by token."""
+    """Raises `UserError` for models that draw token by token."""
     if model.draws_tokens:
         raise UserError(
             f"{model.name} draws token by token: no policy for such models uses a "

@@ -58,7 +58,7 @@ def token_agreement(a: Tokens, b: Tokens) -> Float[np.ndarray, " N"]:
 
 
 def _pair(a: Images, b: Images) -> tuple[Array, Array]:
-    """Return both sets of images as float32 arrays of one shape."""
+    """Returns both sets of images as float32 arrays of one shape."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     if a.shape != b.shape or a.ndim != 4 or not a.size:
         raise UserError(
@@ -159,11 +159,11 @@ class Metric:
         return self.compare is None
 
     def show(self, value: float | str) -> str:
-        """Format a value for a table. Infinite values may be texts, as JSON holds them."""
+        """Formats a value for a table. Infinite values may be texts, as JSON holds them."""
         return self.shown.format(float(value))
 
     def show_interval(self, low: float | str, high: float | str) -> str:
-        """Format `[low, high]` for a table, without the unit."""
+        """Formats `[low, high]` for a table, without the unit."""
         number = self.shown.split()[0]
         return f"[{number.format(float(low))}, {number.format(float(high))}]"
 
@@ -280,7 +280,7 @@ BUILT_IN = frozenset(METRICS)
 
 
 def register(metric: Metric) -> None:
-    """Make a metric of your own known: tables and reports of runs and sweeps show it from now on.
+    """Makes a metric of your own known: tables and reports of runs and sweeps show it from now on.
 
     Raises:
       UserError: it is no metric that compares pictures, or its key is taken or none that files can
@@ -298,8 +298,9 @@ def register(metric: Metric) -> None:
 
 
 def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Import a module that registers metrics of your own, once, and return their keys. `UserError`:
-    it is not there, fails while it is imported, or registers nothing or a taken key."""
+    """Imports a module that registers metrics of your own, once, and returns their keys.
+    `UserError`: it is not there, fails while it is imported, or registers nothing or a taken
+    key."""
     return own_modules.load("metric", path_or_name, (METRICS,), _metrics_of)
 
 
@@ -326,7 +327,7 @@ def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:
 def compare_images(
     full: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Compute {metric: float [N]}, for metrics whose array both hold (`Metric.needs`)."""
+    """Computes {metric: float [N]}, for metrics whose array both hold (`Metric.needs`)."""
     return {
         key: np.asarray(metric.compare(full[metric.needs], other[metric.needs]))
         for key, metric in METRICS.items()
@@ -336,13 +337,14 @@ def compare_images(
 
 
 def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join the per-image numbers of all batches."""
+    """Joins the per-image numbers of all batches."""
     parts = list(batches)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
-    """Return means over images, standard deviations as `*_std`, and the number of identical images.
+    """Returns means over images, standard deviations as `*_std`, and the number of identical
+    images.
 
     arrays: per-image numbers by metric, psnr among them.
     """

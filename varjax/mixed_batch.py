@@ -55,7 +55,7 @@ class Drawn:
 
 
 def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
-    """Draw at most a batch of items; a short batch repeats its last one. A `Watched` program draws
+    """Draws at most a batch of items; a short batch repeats its last one. A `Watched` program draws
     one, as it asks to be heard and told of."""
     start, first, watched = time.perf_counter(), items[0], isinstance(program, Watched)
     generator = program.generator if watched else program
@@ -80,7 +80,7 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
 
 
 def draw_nothing(generator: Generator) -> None:
-    """Compile a program as `draw` needs it, and run it once: the first run is slower."""
+    """Compiles a program as `draw` needs it, and runs it once: the first run is slower."""
     size = generator.batch_size
     shapes = generator.model.transformer.condition_shapes(size)
     condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)

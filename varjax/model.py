@@ -166,7 +166,7 @@ class Model:
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
-        """Refuse the geometry of a plan for another model. For another number of rows,
+        """Refuses the geometry of a plan for another model. For another number of rows,
         `CachePlan.check_rows` says what to do.
 
         Raises:
@@ -286,7 +286,7 @@ class Model:
 
 
 def check_model(model: Model) -> Model:
-    """Return it, or raise `UserError` if it is none."""
+    """Returns it, or raises `UserError` if it is none."""
     return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
 
 
@@ -327,7 +327,7 @@ def describe(
 
 
 def _place(given: str | Path | None) -> tuple[str, Path]:
-    """Name and folder of a checkpoint. A folder of that name comes before an embedded one."""
+    """Names and folder of a checkpoint. A folder of that name comes before an embedded one."""
     name = os.path.expanduser(given or "demo")
     if name in checkpoint.DEMOS and not (given and Path(name).exists()):
         return name, checkpoint.demo_directory(name)
@@ -346,7 +346,7 @@ def load(
     on_disk: bool = False,
     weights_dtype: str | None = None,
 ) -> Model:
-    """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
+    """Loads a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
     Args:
       path: folder written by `python -m ported_weights` or `experiments.train`; or the name of a

@@ -76,11 +76,11 @@ class Previews:
         self.model = model
 
     def warm(self) -> None:
-        """Compile what decodes, so that the first preview does not wait for it."""
+        """Compiles what decodes, so that the first preview does not wait for it."""
         self._pixels(np.zeros((1, *self.model.code_map), np.float32))
 
     def of_picture(self, most: int | None = None) -> Show:
-        """Return what makes the previews of one picture, at most so many, from the number of each
+        """Returns what makes the previews of one picture, at most so many, from the number of each
         scale and the code map after it, or of each token and the token."""
         rows = self.model.code_map[0]
         stages = rows // LINES if self.model.draws_tokens else self.model.config.schedule.num_scales

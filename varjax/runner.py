@@ -73,7 +73,7 @@ class Runner:
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
 
     def _arrange(self) -> None:
-        """Arrange the weights as the program takes them. Another generator of the same model may
+        """Arranges the weights as the program takes them. Another generator of the same model may
         have arranged them differently meanwhile."""
         self.drawing.arrange(self.networks, self._layers, jax.default_backend())
 
@@ -112,7 +112,7 @@ class Runner:
     def traced_arguments(
         self, condition: PyTree | None, given: np.ndarray | Given | None
     ) -> tuple[PyTree, tuple]:
-        """Return what the program of codes is traced with: shapes of the cache, and the arguments
+        """Returns what the program of codes is traced with: shapes of the cache, and the arguments
         after it. Several devices are given their weights on the way."""
         images, transformer = self.batch_size, self.networks["transformer"]
         if condition is None:
@@ -179,7 +179,7 @@ class Runner:
         given_scales: int | None,
         keep_cache: bool,
     ) -> tuple[dict[str, Array], PyTree]:
-        """Draw and decode one full batch (`Generator.run_batch`)."""
+        """Draws and decodes one full batch (`Generator.run_batch`)."""
         with self._explained("drawing"):
             arguments = self._arguments(condition, image_index, seed, given, given_scales)
             self._arrange()

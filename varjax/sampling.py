@@ -61,7 +61,7 @@ class Sampling:
                 object.__setattr__(self, name, tuple(value))
 
     def check(self, num_scales: int, vocab_size: int | None = None) -> "Sampling":
-        """Return self. `UserError` for values that cannot work, whatever type they have.
+        """Returns self. `UserError` for values that cannot work, whatever type they have.
 
         vocab_size: the most that `top_k` may keep. None: `top_k` may be any number; one that is too
           large keeps everything.
@@ -111,7 +111,7 @@ class Sampling:
             )
 
     def check_no_interval(self, model: str) -> None:
-        """Raise `UserError` if guidance ends before the last token, which only models that draw
+        """Raises `UserError` if guidance ends before the last token, which only models that draw
         token by token know."""
         if self.cfg_interval != -1:
             raise UserError(
@@ -172,8 +172,8 @@ _KINDS = {
 
 
 def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
-    """Return the seed of all random numbers. `UserError` unless it is 0 to 2**31 - 1: other numbers
-    would wrap around. runs: how many seeds are used, this one and those that follow it."""
+    """The seed of all random numbers. `UserError` unless it is 0 to 2**31 - 1: other numbers would
+    wrap around. runs: how many seeds are used, this one and those that follow it."""
     return arguments.integer(name, seed, 0, 2**31 - runs)
 
 
@@ -210,7 +210,7 @@ def _gumbel(key: Array, shape: tuple[int, ...]) -> Array:
 def sample(
     scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """Draw tokens, with one key per image.
+    """Draws tokens, with one key per image.
 
     implementation: name of the kernel; None takes what the platform has.
 
@@ -267,7 +267,7 @@ def _image_keys(seed, image_index):
 
 
 def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
-    """Return a seed for all images, or one for each, checked as `check_seed` does."""
+    """A seed for all images, or one for each, checked as `check_seed` does."""
     if not isinstance(seed, (np.ndarray, list, tuple)):
         return check_seed(seed)
     seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)

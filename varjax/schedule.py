@@ -57,7 +57,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read `"1x1;2x2;3x4"` (height x width)."""
+        """Reads `"1x1;2x2;3x4"` (height x width)."""
         maps, text = [], text_("schedule", text)
         for part in text.strip().split(";"):
             match = re.fullmatch(r"\s*([0-9]{1,18})\s*x\s*([0-9]{1,18})\s*", part)

@@ -124,7 +124,7 @@ class TokenSequence:
 
 
 def parse(text: str) -> Schedule | TokenSequence:
-    """Read the text of a schedule, `"1x1;2x2"`, or of a token sequence, `"1+256"`, whose image is
+    """Reads the text of a schedule, `"1x1;2x2"`, or of a token sequence, `"1+256"`, whose image is
     taken as a square."""
     if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
         return TokenSequence(int(found[2]), int(found[1]))

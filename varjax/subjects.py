@@ -36,7 +36,7 @@ class Subjects(Protocol):
 
 
 def subjects(model: Model) -> Subjects:
-    """Return how the conditions of a model are found. `UserError` if it reads prompts and its
+    """Returns how the conditions of a model are found. `UserError` if it reads prompts and its
     checkpoint has no text encoder, or no tokenizer."""
     kinds = {"labels": Classes, "text": Texts, "prompt_ids": TokenIds}
     return kinds[model.condition](model)

@@ -73,7 +73,7 @@ class Geometry:
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
-        """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`, or for a model that draws
+        """Reads `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`, or for a model that draws
         token by token `"layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24"`. Such a
         model may have `queries_per_head=8`; `heads` are those of keys and values."""
         arguments.text("geometry", text)
@@ -120,7 +120,7 @@ class Geometry:
 
 
 def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
-    """Read a text of name=value; names are those of `known`."""
+    """Reads a text of name=value; names are those of `known`."""
     given = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -140,7 +140,7 @@ def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
 
 
 def distinct(of_heads: np.ndarray) -> np.ndarray:
-    """Undo the broadcasting of an array [L, N, ...] over layers or heads, so that equal heads are
+    """Undoes the broadcasting of an array [L, N, ...] over layers or heads, so that equal heads are
     counted once. The result has 1 in place of an L or N that was broadcast."""
     # NumPy gives axes that it broadcasts a stride of 0: no number is compared here
     alike = [n > 1 and of_heads.strides[axis] == 0 for axis, n in enumerate(of_heads.shape[:2])]
@@ -166,7 +166,7 @@ class StaticAllocation:
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
-        """Make an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
+        """Makes an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
         says whether scale s may see token p.
 
         Raises:

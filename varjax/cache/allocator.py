@@ -21,7 +21,7 @@ Runs = tuple[np.ndarray, ...]  # of slots: head, block, first slot, last slot + 
 
 
 def after_each_store(per_layer: np.ndarray) -> np.ndarray:
-    """Return int [K, L]: what the whole cache holds right after layer l of scale s has stored.
+    """int [K, L]: what the whole cache holds right after layer l of scale s has stored.
 
     per_layer: int [K, L], what each layer holds when scale s starts. Layers up to l already hold
       what scale s + 1 will see. The last scale stores nothing.
@@ -30,8 +30,8 @@ def after_each_store(per_layer: np.ndarray) -> np.ndarray:
 
 
 def after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-    """Return int [..., L]: what the whole cache holds when layers up to l hold `done`, later ones
-    still `waiting`."""
+    """int [..., L]: what the whole cache holds when layers up to l hold `done`, later ones still
+    `waiting`."""
     return np.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - np.cumsum(waiting, -1)
 
 
@@ -42,7 +42,7 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
 
 
 def blocks_needed(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
-    """Return the number of blocks of the pool, without laying it out."""
+    """The number of blocks of the pool, without laying it out."""
     # Blocks are shared between heads and runs may be cut anywhere, so the peak alone decides.
     return -(-peak_tokens(geometry, allocation) // block_size)
 
@@ -79,7 +79,7 @@ class PoolLayout:
     # --- contents that are known ---
 
     def _static(self) -> Iterator[Runs]:
-        """Yield the runs that each scale reads. Tokens are placed by their last use."""
+        """Yields the runs that each scale reads. Tokens are placed by their last use."""
         g, last_use = self.geometry, self.allocation.last_use
         starts, shape = g.schedule.starts, (g.num_layers, g.num_heads, g.schedule.total_tokens)
         self.write_slots = slots = np.full(shape, -1, np.int32)
@@ -115,7 +115,7 @@ class PoolLayout:
     # --- contents that the device decides ---
 
     def _regions(self) -> Iterator[Runs]:
-        """Yield the runs that each scale reads. A region grows and shrinks at its end, so that a
+        """Yields the runs that each scale reads. A region grows and shrinks at its end, so that a
         token in its remaining part never has to move."""
         g, capacity = self.geometry, self.allocation.region_capacity.astype(np.int64)
         none = np.zeros(0, np.int64)
@@ -139,7 +139,7 @@ class PoolLayout:
     # --- tables ---
 
     def _runs(self, head: np.ndarray, slot: np.ndarray) -> Runs:
-        """Join slots to runs of consecutive ones within a block. Slots come head after head."""
+        """Joins slots to runs of consecutive ones within a block. Slots come head after head."""
         first = np.ones(slot.size, bool)
         first[1:] = (np.diff(head) != 0) | (np.diff(slot) != 1) | (slot[1:] % self.block_size == 0)
         start = np.flatnonzero(first)
@@ -147,7 +147,7 @@ class PoolLayout:
         return head[start], block, offset, offset + np.diff(np.append(start, slot.size))
 
     def _as_table(self, scales: list[Runs]) -> list[np.ndarray]:
-        """Return ids int32, start and stop uint8 [K, L, N, M]. Unused entries are empty."""
+        """Returns ids int32, start and stop uint8 [K, L, N, M]. Unused entries are empty."""
         g = self.geometry
         heads = g.num_layers * g.num_heads
         counts = [np.bincount(head, minlength=heads) for head, *_ in scales]
@@ -169,7 +169,7 @@ class PoolLayout:
 
 
 def _stored(last_use: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return head and token of everything that a layer stores after `scale`, head after head."""
+    """Returns head and token of everything that a layer stores after `scale`, head after head."""
     # Tokens that are used longest come first. Tokens that end together then lie together, and
     # blocks become free as a whole.
     head, token = np.nonzero(last_use > scale)

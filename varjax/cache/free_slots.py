@@ -32,7 +32,7 @@ class OwnRanges:
         return int(np.count_nonzero(self._count))
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Take the first free slots of each head's range, head after head (`CommonSlots.take`)."""
+        """Takes the first free slots of each head's range, head after head (`CommonSlots.take`)."""
         # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
         # search is needed then.
         taken = (
@@ -58,7 +58,7 @@ class OwnRanges:
         return free[turn < counts[head]]
 
     def give(self, slots: np.ndarray) -> None:
-        """Free slots."""
+        """Frees slots."""
         self._free_before |= slots.size > 0
         self._used[slots] = False
         np.subtract.at(self._count, slots // self._block_size, 1)
@@ -81,7 +81,7 @@ class CommonSlots:
         return len(self._used) - len(self._whole)
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Take slots for the heads of a layer, head after head.
+        """Takes slots for the heads of a layer, head after head.
 
         counts: int [N], how many slots each head gets.
         last: int [N], the slot behind which a head likes to continue (-1: none).
@@ -91,7 +91,7 @@ class CommonSlots:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def _take(self, count: int, last: int) -> list[np.ndarray]:
-        """Take slots for one head. In this order: behind `last` as far as there is room, blocks
+        """Takes slots for one head. In this order: behind `last` as far as there is room, blocks
         that nobody uses, the shortest free run that holds the rest, the longest runs."""
         # Every change of block is another table entry, which kernels copy and look up on their own.
         found: list[np.ndarray] = []
@@ -110,19 +110,19 @@ class CommonSlots:
         return found
 
     def _room_behind(self, slot: int) -> int:
-        """Count the free slots right behind a slot, within its block."""
+        """Counts the free slots right behind a slot, within its block."""
         block, offset = divmod(slot, self._size)
         return next((b - a for a, b in self._runs.get(block, ()) if a == offset + 1), 0)
 
     def _cut(self, block: int, first: int, count: int) -> np.ndarray:
-        """Take the first `count` slots of a free run."""
+        """Takes the first `count` slots of a free run."""
         self._used[block, first : first + count] = True
         left = [(a + count if a == first else a, b) for a, b in self._runs[block]]
         self._list(block, [(a, b) for a, b in left if a < b])
         return block * self._size + np.arange(first, first + count)
 
     def give(self, slots: np.ndarray) -> None:
-        """Free slots. A block without used slots becomes whole again."""
+        """Frees slots. A block without used slots becomes whole again."""
         self._used.reshape(-1)[slots] = False
         for block in np.unique(slots // self._size).tolist():
             free = ~self._used[block]
@@ -131,7 +131,7 @@ class CommonSlots:
                 heapq.heappush(self._whole, block)
 
     def _list(self, block: int, runs: list[tuple[int, int]]) -> None:
-        """Replace the free runs that are listed for a block."""
+        """Replaces the free runs that are listed for a block."""
         for a, b in self._runs.pop(block, ()):
             del self._by_length[bisect.bisect_left(self._by_length, (b - a, block, a))]
         for a, b in runs:
@@ -141,7 +141,7 @@ class CommonSlots:
 
 
 def _runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Find the runs of true values, as (first, last + 1)."""
+    """Finds the runs of true values, as (first, last + 1)."""
     edges = np.diff(np.pad(mask, 1).astype(np.int8))
     first, last = (np.flatnonzero(edges == step).tolist() for step in (1, -1))
     return list(zip(first, last, strict=True))

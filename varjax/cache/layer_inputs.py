@@ -32,13 +32,13 @@ class StaticInputs:
     apart: bool = field(default=False, metadata=dict(static=True))
 
     def packed(self, block_size: int) -> "StaticInputs":
-        """Return the inputs with tables as kernels read them. Call it once, before the loop over
-        layers: packing within it would run for every layer."""
+        """The inputs with tables as kernels read them. Call it once, before the loop over layers:
+        packing within it would run for every layer."""
         read, write = self.read.with_packed(block_size), self.write.with_packed()
         return replace(self, read=read, write=write)
 
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
-        """Return the inputs of one layer from those of all layers of a scale."""
+        """The inputs of one layer from those of all layers of a scale."""
         return replace(self, read=self.read.of_layer(layer), write=self.write.of_layer(layer))
 
 
@@ -59,11 +59,11 @@ class RegionInputs:
     policy: PyTree = None
 
     def packed(self, block_size: int) -> "RegionInputs":
-        """Return the inputs with the table that is read as kernels read it."""
+        """The inputs with the table that is read as kernels read it."""
         return replace(self, read=self.read.with_packed(block_size))
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
-        """Return the inputs of one layer from those of all layers of a scale."""
+        """The inputs of one layer from those of all layers of a scale."""
         capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
         return RegionInputs(
             read=self.read.of_layer(layer),
@@ -77,8 +77,8 @@ LayerInputs = StaticInputs | RegionInputs
 
 
 def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
-    """Return host arrays for consecutive scales, each padded to `length` tokens. Tables have as
-    many entries as these scales need."""
+    """Host arrays for consecutive scales, each padded to `length` tokens. Tables have as many
+    entries as these scales need."""
     number = np.arange(scales.start, scales.stop)
     read = _read_table(plan, number)
     if plan.static_content:
@@ -92,7 +92,7 @@ def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
 
 
 def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
-    """Return where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped
+    """Returns where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped
     tokens, padding and the last scale are not stored."""
     starts, ends = plan.geometry.schedule.starts, plan.geometry.schedule.ends
     assert plan.write_slots is not None
@@ -104,7 +104,7 @@ def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
 
 
 def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
-    """Join the inputs of groups of heads for devices that each hold one group. Heads are the third
+    """Joins the inputs of groups of heads for devices that each hold one group. Heads are the third
     axis. Slot numbers stay those of each group's own pool, because a device indexes its own."""
     if len(groups) == 1:
         return groups[0]

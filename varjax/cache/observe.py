@@ -82,7 +82,7 @@ def observe(
     decides: bool,
     sums_attention: bool,
 ) -> Observation:
-    """Add to an observation what the policy needs in this segment.
+    """Adds to an observation what the policy needs in this segment.
 
     Args:
       held_mass: attention that the tokens in the cache have received so far, if it is kept.

@@ -95,7 +95,7 @@ class CachePlan(PlanView):
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def check_rows(self, config, sampling) -> int:
-        """Return the cache rows of an image under this sampling: two with guidance, else one.
+        """The cache rows of an image under this sampling: two with guidance, else one.
 
         config: of the transformer.
 
@@ -152,7 +152,7 @@ class CachePlan(PlanView):
         raise NotImplementedError
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
-        """Return what the policy knows beforehand about a batch of images, or None."""
+        """Returns what the policy knows beforehand about a batch of images, or None."""
         # tables say everything then: the policy is not asked again
         if self.static_content:
             return None
@@ -161,7 +161,7 @@ class CachePlan(PlanView):
     # --- the cache on the device ------------------------------------------------------------------
 
     def empty_state(self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1):
-        """Return an empty cache for a batch of images.
+        """An empty cache for a batch of images.
 
         Args:
           dtype: type of the pool; int8 comes with scales.
@@ -171,26 +171,26 @@ class CachePlan(PlanView):
         raise NotImplementedError
 
     def kv_arrays(self, state: PyTree[Array]) -> list[Array]:
-        """Return the arrays of a cache that hold K and V, and the scales of an int8 pool."""
+        """The arrays of a cache that hold K and V, and the scales of an int8 pool."""
         raise NotImplementedError
 
     def divide(self, groups: int) -> tuple["CachePlan", ...]:
-        """Return a plan for each of several groups of heads, all with pools of one size."""
+        """A plan for each of several groups of heads, all with pools of one size."""
         raise NotImplementedError
 
     def name_heads(self, names: PyTree) -> PyTree:
-        """Name the axes of heads of a cache, which are divided over devices. names: a cache with
+        """Names the axes of heads of a cache, which are divided over devices. names: a cache with
         names (`varjax.logical_axes`) in place of every array, those of rows already."""
         raise NotImplementedError
 
     # --- for people -------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return what `experiments.plan --save` writes beside sizes and capacities."""
+        """Returns what `experiments.plan --save` writes beside sizes and capacities."""
         raise NotImplementedError
 
     def timeline(self) -> list[str]:
-        """Return lines of text that say what is held when, with a heading."""
+        """Lines of text that say what is held when, with a heading."""
         raise NotImplementedError
 
     @property
@@ -206,7 +206,7 @@ class CachePlan(PlanView):
     # --- identity ---------------------------------------------------------------------------------
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
-        """Return the arrays that the compiled program reads or depends on."""
+        """The arrays that the compiled program reads or depends on."""
         raise NotImplementedError
 
     @cached_property
@@ -228,7 +228,7 @@ class CachePlan(PlanView):
 
 
 def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
-    """Return the type of a pool: as asked, checked, or that of the computation."""
+    """The type of a pool: as asked, checked, or that of the computation."""
     if asked is None:
         return jnp.dtype(dtype)
     return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
@@ -240,7 +240,7 @@ def item_size(dtype) -> int:
 
 
 def check_block_size(block_size: int) -> int:
-    """Return a block size that is a power of two from 1 to 128; `UserError` for others."""
+    """A block size that is a power of two from 1 to 128; `UserError` for others."""
     # GPU kernels take powers of two only, and table entries store slots of a block in uint8
     if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise UserError(

@@ -46,7 +46,7 @@ class Planning(NamedTuple):
 def plan_cache(
     geometry: Geometry, policy: Policy, calibration: Any = None, *, groups: int = 1
 ) -> CachePlan:
-    """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
+    """Plans the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
     model.
 
     Args:
@@ -82,7 +82,7 @@ def plan_cache(
 def choose(
     geometry: Geometry, policy: Policy, calibration: Any = None, groups: int = 1
 ) -> tuple[Policy, Allocation | StageAllocation, int]:
-    """Return what `plan_cache` lays out: the prepared policy, its allocation and the slots of a
+    """Returns what `plan_cache` lays out: the prepared policy, its allocation and the slots of a
     block. The errors are the same."""
     policy = policy.rule(geometry.kind).prepare(geometry, calibration)
     rule = policy.rule(geometry.kind)
@@ -146,8 +146,8 @@ def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> i
 
 
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
-    """Return the budget that pays for an allocation: the fraction of the full cache that its pool
-    takes. block_size: slots of a block; of a size that planning does not use, the usual one."""
+    """The budget that pays for an allocation: the fraction of the full cache that its pool takes.
+    block_size: slots of a block; of a size that planning does not use, the usual one."""
     if block_size not in (128, *BLOCK_SIZES):
         block_size = _usual_size(geometry, peak_tokens(geometry, allocation))
     slots = pool_slots(geometry, allocation, block_size)
@@ -188,7 +188,7 @@ class _Search:
         return int(self.rule.policy.budget * self.geometry.dense_tokens + 1e-6)
 
     def _largest(self, block_size: int) -> Allocation | None:
-        """Bisect the budget handed to the policy until its rounded pool fits the limit."""
+        """Bisects the budget handed to the policy until its rounded pool fits the limit."""
         policy = self.rule.policy
         best = self._attempt(policy.budget, block_size)
         if best is not None or not policy.shrinks:
@@ -204,7 +204,7 @@ class _Search:
         return best
 
     def _attempt(self, budget: float, block_size: int) -> Allocation | None:
-        """Return the allocation of a budget, or None if its pool exceeds the limit."""
+        """The allocation of a budget, or None if its pool exceeds the limit."""
         allocation = self.allocate(budget)
         fits = pool_slots(self.geometry, allocation, block_size) <= self._limit
         return allocation if fits else None
@@ -239,8 +239,8 @@ class _Groups:
     groups: int
 
     def fitted(self, allocation: StaticAllocation, block_size: int) -> tuple[Allocation, int]:
-        """Return what every device has room for, in blocks of at most `block_size`. Nothing changes
-        where that is all."""
+        """Returns what every device has room for, in blocks of at most `block_size`. Nothing
+        changes where that is all."""
         if all(self._fits(part, block_size) for part in self._parts(allocation)):
             return allocation, block_size
         policy, asked = self.rule.policy, self.rule.policy.block_size
@@ -283,7 +283,7 @@ class _Groups:
         return sum(peak_tokens(self._own, part) for part in parts)
 
     def _filled(self, block_size: int) -> list[StaticAllocation]:
-        """Return the fullest that fits of every device; fewer if one has no room for the least."""
+        """The fullest that fits of every device; fewer if one has no room for the least."""
         known: dict[float, list[StaticAllocation]] = {}
         found = []
         for number in range(self.groups):
@@ -298,7 +298,7 @@ class _Groups:
         return found
 
     def _fullest(self, attempt: Callable[[float], StaticAllocation | None]):
-        """Bisect the budget that fills a device's pool."""
+        """Bisects the budget that fills a device's pool."""
         policy = self.rule.policy
         best = attempt(policy.budget)
         if not policy.shrinks:

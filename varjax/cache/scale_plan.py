@@ -209,7 +209,7 @@ def build_plan(
     accounting: str,
     policy=None,
 ) -> ScalePlan:
-    """Lay out an allocation in blocks of `block_size` slots and number them."""
+    """Lays out an allocation in blocks of `block_size` slots and numbers them."""
     layout = allocator.PoolLayout(geometry, allocation, block_size)
     return ScalePlan(
         geometry=geometry,

@@ -65,7 +65,7 @@ class StageAllocation:
         kept: int | None = None,
         group_stage: int | None = None,
     ) -> "StageAllocation":
-        """Give all layers the same. With room for all tokens nothing has to be decided."""
+        """Gives all layers the same. With room for all tokens nothing has to be decided."""
         steps = geometry.schedule.steps
         # A buffer would only cost slots here: what never leaves can go straight to its place.
         if slots >= steps:
@@ -318,7 +318,7 @@ def build_plan(
     accounting: str,
     policy: Policy | None = None,
 ) -> TokenPlan:
-    """Lay out an allocation: every head of a layer has slots of its own."""
+    """Lays out an allocation: every head of a layer has slots of its own."""
     condition, heads = geometry.schedule.condition, geometry.num_heads
     of_heads, held = allocation.slots + condition, allocation.held(geometry)
     # Stage 0 stores the condition; from then on every head holds it besides its image tokens.

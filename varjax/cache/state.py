@@ -40,7 +40,7 @@ class KVState:
 
     @classmethod
     def empty(cls, plan: CachePlan, batch_size: int, dtype, compute_dtype="float32") -> "KVState":
-        """Return a zeroed cache for a batch of images.
+        """A zeroed cache for a batch of images.
 
         dtype: type of the pool; an int8 pool comes with scales.
         compute_dtype: type of the keys that attention sees.
@@ -109,13 +109,13 @@ class EncodedTokens:
     def encode(
         cls, k: Float[Array, "R N E H"], v: Float[Array, "R N E H"], dtype
     ) -> "EncodedTokens":
-        """Convert tokens to the type of the pool. For int8, each token's key and value are divided
+        """Converts tokens to the type of the pool. For int8, each token's key and value are divided
         by their largest magnitude / 127 and rounded."""
         return cls(*reference.encode(k, v, dtype))
 
     @classmethod
     def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Read slots without decoding them, so that moving a token never rounds it again."""
+        """Reads slots without decoding them, so that moving a token never rounds it again."""
         # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
         rows = jnp.arange(slots.shape[0])[:, None, None]
         width = state.kv_pool.shape[-1]
@@ -126,8 +126,8 @@ class EncodedTokens:
         return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
 
     def take(self, index: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Return tokens by their number in each head. A negative number takes an arbitrary token,
-        which the caller must not store."""
+        """Tokens by their number in each head. A negative number takes an arbitrary token, which
+        the caller must not store."""
         index = jnp.maximum(index, 0)[..., None]
         return jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), self)
 
@@ -139,7 +139,7 @@ def store(
     implementation: str | None = None,
     after: Array | None = None,
 ) -> KVState:
-    """Write tokens of the scale into their slots.
+    """Writes tokens of the scale into their slots.
 
     after: a result computed from the old contents of these slots. The write waits for it.
     """
@@ -155,7 +155,7 @@ def store(
 
 
 def store_encoded(state: KVState, slots: Int[Array, "R N P"], tokens: EncodedTokens) -> KVState:
-    """Write encoded tokens into slots as they are. Slots outside the pool are skipped: the caller
+    """Writes encoded tokens into slots as they are. Slots outside the pool are skipped: the caller
     names one for every token that stays where it is."""
     flat = jax.tree.map(lambda a: a.reshape(len(slots), -1, a.shape[-1]), tokens)
     pool, scale = reference.scatter(
@@ -170,7 +170,7 @@ def arrange(
     stays: Bool[Array, "R N"],
     places: Bool[Array, "#R N P"],
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
-    """Choose the candidate for each place of a head's region. Kept candidates fill the first
+    """Chooses the candidate for each place of a head's region. Kept candidates fill the first
     places, and as few as possible move.
 
     Args:

@@ -41,7 +41,7 @@ class CacheStep(Protocol):
         state: KVState,
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "R T N H"], KVState]:
-        """Return the attention output of one layer, and the cache with the scale's survivors.
+        """The attention output of one layer, and the cache with the scale's survivors.
 
         projection: queries, keys and values of the scale.
         inputs: the layer's tables, and what its policy knows beforehand.
@@ -50,7 +50,7 @@ class CacheStep(Protocol):
 
 
 def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheStep:
-    """Return the strategy of a plan for scales that share one program.
+    """The strategy of a plan for scales that share one program.
 
     attention: implementation of the kernels; None takes what the platform has.
     """
@@ -190,7 +190,7 @@ class DecidingStep:
     def _decide(
         self, obs: Observation, inputs: RegionInputs
     ) -> tuple[Bool[Array, "R N K"], Observation]:
-        """Return which candidates stay, and the observation with the regions that heads use from
+        """Returns which candidates stay, and the observation with the regions that heads use from
         now on."""
         if self.regroup_scale is not None:
             # The segment's other scales run the same program, so the scale is compared as data.
@@ -212,7 +212,7 @@ class DecidingStep:
         layer: Int[Array, ""],
         inputs: RegionInputs,
     ) -> KVState:
-        """Put kept tokens into the slots of their (new) regions and record where they are.
+        """Puts kept tokens into the slots of their (new) regions and records where they are.
 
         out: the attention output, which must be computed before its slots are overwritten.
         """
@@ -267,7 +267,7 @@ class HeldTokens:
     def read(
         cls, state: KVState, table: BlockTable, layer: Int[Array, ""], ragged: bool
     ) -> "HeldTokens":
-        """Look up what the cache holds for a layer. table: its regions.
+        """Looks up what the cache holds for a layer. table: its regions.
 
         ragged: whether the table has to be cut to the tokens that each row really holds.
         """
@@ -294,8 +294,7 @@ class HeldTokens:
 def _candidates(
     held: HeldTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
 ) -> Observation:
-    """Return the plain observation: the candidates are what is held, then the scale's own
-    tokens."""
+    """The plain observation: the candidates are what is held, then the scale's own tokens."""
     tokens, step = view.tokens, view.step
     shape = (*held.live.shape[:2], tokens)
     own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
@@ -321,7 +320,7 @@ def _update_positions(
     slots: Int[Array, "R N P"],
     contents: Int[Array, "R N P"],
 ) -> KVState:
-    """Record positions and accumulated attention of what the slots hold from now on.
+    """Records positions and accumulated attention of what the slots hold from now on.
 
     slots: the places of the (new) regions.
     contents: the candidate in every place, -1 for none.
@@ -346,7 +345,7 @@ def _update_positions(
 def _carry_over(
     state: KVState, obs: Observation, projection: Projection, layer: Int[Array, ""]
 ) -> KVState:
-    """Record what the layer keeps for the next scale beside its tokens."""
+    """Records what the layer keeps for the next scale beside its tokens."""
     if state.policy_state is not None:
         updated = jax.tree.map(
             lambda layers, new: layers.at[layer].set(new), state.policy_state, obs.state

@@ -138,7 +138,7 @@ class StageDecision:
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
-        """Return each head's reach, measured by the newest query's attention."""
+        """Each head's reach, measured by the newest query's attention."""
         position = position.astype(jnp.int32)
         mass, of_group = _together([self._newest_mass(cache, bias) for cache in caches]), None
         if self.queries_per_head > 1:

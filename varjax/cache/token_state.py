@@ -97,7 +97,7 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
 
 
 def _with_skipped(cache: LayerCache, plan: CachePlan) -> LayerCache:
-    """Return the cache with what a step that skips offsets carries."""
+    """The cache with what a step that skips offsets carries."""
     rows, heads, slots, _ = cache.pool.shape
     ring = slots - plan.sequence.condition - plan.allocation.protected
     return replace(
@@ -108,7 +108,7 @@ def _with_skipped(cache: LayerCache, plan: CachePlan) -> LayerCache:
 
 
 def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCache:
-    """Return the cache with what the policy of the plan asks for."""
+    """The cache with what the policy of the plan asks for."""
     needs, groups = plan.rule.needs, plan.allocation.group_stage is not None
     rows, heads, slots, _ = cache.pool.shape
     size = plan.geometry.head_dim

@@ -74,7 +74,7 @@ class TokenStep(Protocol):
     def attend(
         self, cache: LayerCache, heads: Heads, current: CurrentToken
     ) -> tuple[Float[Array, "R GN H"], LayerCache]:
-        """Store a token and attend for it."""
+        """Stores a token and attends for it."""
         ...
 
     def summed(self, cache: LayerCache, current: CurrentToken) -> QuerySum | None:

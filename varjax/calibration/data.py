@@ -71,7 +71,7 @@ class Calibration:
         return set()
 
     def check(self, geometry: Geometry) -> None:
-        """Raise `UserError` if this was measured on a model of another shape or schedule, or holds
+        """Raises `UserError` if this was measured on a model of another shape or schedule, or holds
         what no measurement gives: arrays of other things than numbers from 0 to `LARGEST`, or
         nothing but zeros."""
         if geometry in self._fitting:  # planning asks often
@@ -146,7 +146,7 @@ class Calibration:
             )
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
-        """Raise `UserError` if this was measured on other weights, or with other guidance
+        """Raises `UserError` if this was measured on other weights, or with other guidance
         (`Sampling.guidance`; None: whatever it was)."""
         if self.model_digest not in (None, model_digest):
             raise UserError(

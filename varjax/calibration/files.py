@@ -68,7 +68,7 @@ def find(
     given: Calibration | str | os.PathLike | None = None,
     guidance: float | str | None = None,
 ) -> Calibration | None:
-    """Find the calibration that a policy plans with, if there is one.
+    """Finds the calibration that a policy plans with, if there is one.
 
     Args:
       policy: the checkpoint folder is searched only if it uses a calibration.
@@ -99,14 +99,13 @@ def find(
 
 
 def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
-    """Return the calibration file of a checkpoint folder, if it has one."""
+    """The calibration file of a checkpoint folder, if it has one."""
     path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
     return path if path and path.is_file() else None
 
 
 def model_digest(metadata: dict) -> str:
-    """Return the SHA-256 of a checkpoint's sources, else of its parameter files: it tells models
-    apart."""
+    """The SHA-256 of a checkpoint's sources, else of its parameter files: it tells models apart."""
     what = metadata.get("sources") or metadata.get("files") or metadata
     if isinstance(what, list):
         what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
@@ -114,7 +113,7 @@ def model_digest(metadata: dict) -> str:
 
 
 def save(calibration: Calibration, path: str | os.PathLike) -> None:
-    """Write our calibration file: a JSON object with arrays as nested lists of 7 digits.
+    """Writes our calibration file: a JSON object with arrays as nested lists of 7 digits.
 
     Unknown entries are left out. Under "derived" the file holds what follows from beta, for other
     readers.
@@ -130,7 +129,7 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
 
 
 def _plain(value: object) -> object:
-    """Turn a field of a calibration into what JSON can hold; NaN becomes None."""
+    """Turns a field of a calibration into what JSON can hold; NaN becomes None."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":
         rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
         return np.where(np.isnan(value), None, rounded).tolist()
@@ -140,7 +139,8 @@ def _plain(value: object) -> object:
 
 
 def _derived(calibration: Calibration) -> dict:
-    """Compute S-CAS of every source scale, CAS after up to three sink scales, attention density."""
+    """Computes S-CAS of every source scale, CAS after up to three sink scales, attention
+    density."""
     sinks = max(0, min(3, calibration.schedule.num_scales - 2))
     return {
         "scas": scas(calibration.beta, 0),
@@ -151,7 +151,7 @@ def _derived(calibration: Calibration) -> dict:
 
 
 def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
-    """Read either kind of file for a model.
+    """Reads either kind of file for a model.
 
     Raises:
       UserError: the file is unreadable, malformed (the message names list and entry), or for

@@ -31,7 +31,7 @@ def resolve(
     machine: str = "this machine",
     name: str = "decode_dtype",
 ) -> str:
-    """Return the one of `DTYPES` that a decoder runs in.
+    """The one of `DTYPES` that a decoder runs in.
 
     Args:
       decode_dtype: one of `CHOICES`, or a dtype. "auto" is "float32" on a CPU, to which bfloat16 is
@@ -74,7 +74,7 @@ def arrays(decode_dtype) -> jnp.dtype:
 
 
 def products(decode_dtype) -> contextlib.AbstractContextManager[None]:
-    """Set the precision of products and convolutions that are traced inside, whatever is set
+    """Sets the precision of products and convolutions that are traced inside, whatever is set
     outside. decode_dtype: one of `DTYPES`, or a dtype.
 
     With float32 operands, XLA takes TF32 on a GPU only at the precision "default"; "high" and even

@@ -270,7 +270,7 @@ class ImageCodec(nnx.Module):
 
 
 def _run(modules: tuple[nnx.Module, ...], x, dtype) -> Float[Array, "..."]:
-    """Apply `modules` one after the other in `dtype`; the result is float32."""
+    """Applies `modules` one after the other in `dtype`; the result is float32."""
     arrays = arithmetic.arrays(dtype)
     x = x.astype(arrays)
     with arithmetic.products(dtype):

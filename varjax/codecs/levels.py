@@ -17,7 +17,7 @@ class Levels(published.Configuration):
     num_res_blocks: int
 
     def check_levels(self, groups: int) -> None:
-        """Raise `UserError` for impossible levels. groups: how many the normalisation has."""
+        """Raises `UserError` for impossible levels. groups: how many the normalisation has."""
         self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
         if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
             raise self.wrong(

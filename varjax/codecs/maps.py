@@ -115,7 +115,7 @@ def resize(
     rows: Float[AnyArray, "p h"],
     columns: Float[AnyArray, "q w"],
 ) -> Float[Array, "B p q C"]:
-    """Apply one matrix per axis, with full float32 products on every device."""
+    """Applies one matrix per axis, with full float32 products on every device."""
     high = jax.lax.Precision.HIGHEST
     x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=high)
     return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=high)
@@ -124,7 +124,7 @@ def resize(
 def _resize_to(
     matrix: Callable[[int, int], np.ndarray], x: Float[Array, "B h w C"], size: tuple[int, int]
 ) -> Float[Array, "B p q C"]:
-    """Resize maps to `size` = (height, width). matrix: makes the matrix of an axis from its two
+    """Resizes maps to `size` = (height, width). matrix: makes the matrix of an axis from its two
     sizes."""
     if x.shape[1:3] == tuple(size):
         return x

@@ -67,7 +67,7 @@ class ByText:
     mix_scales: int = 8
 
     def check(self, model: Model) -> "ByText":
-        """Return self. `UserError` for numbers that cannot be, or a model that draws no bits."""
+        """Returns self. `UserError` for numbers that cannot be, or a model that draws no bits."""
         if model.transformer.token_name != "bits":
             raise UserError(
                 f"{model.name} draws no bits: only Infinity edits by text alone; give a mask"
@@ -159,7 +159,7 @@ def edit(
 
 
 def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"] | None:
-    """Return the masks; None for an edit by text."""
+    """The masks; None for an edit by text."""
     if (mask is None) == (source is None) or (source is None) != (by_text is None):
         raise UserError(
             "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
@@ -177,8 +177,8 @@ def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"]
 
 
 def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:
-    """Return the conditions of an edit by text: those of all N edits, then the N texts of their
-    pictures. `UserError` if guidance leads them away from different texts."""
+    """The conditions of an edit by text: those of all N edits, then the N texts of their pictures.
+    `UserError` if guidance leads them away from different texts."""
     if (target.negative_kv is None) != (source.negative_kv is None):
         raise UserError("target and source texts need the same negative texts, or none")
     joined = {"kv": np.concatenate([target.kv, source.kv])}

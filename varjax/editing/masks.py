@@ -29,7 +29,7 @@ PICTURES_WANTED = "give uint8, or floats in [0, 1], [H, W, 3] or [N, H, W, 3]"
 
 
 def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray, "N H W 3"]:
-    """Return the pictures of `count` edits, float32 in [0, 1]. A single one serves all edits.
+    """The pictures of `count` edits, float32 in [0, 1]. A single one serves all edits.
 
     Raises:
       UserError: they are no pictures, or of another size than the model draws.
@@ -53,7 +53,7 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
 
 
 def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H W"]:
-    """Return the masks of `count` edits: what is to be drawn. A single one serves all edits.
+    """The masks of `count` edits: what is to be drawn. A single one serves all edits.
 
     Raises:
       UserError: a mask that is none, grey, or of another size than the model draws.
@@ -94,7 +94,7 @@ def _one_each(name: str, array: np.ndarray, count: int) -> np.ndarray:
 
 
 def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarray, "N L"]:
-    """Return which tokens stay those of the picture.
+    """Returns which tokens stay those of the picture.
 
     Raises:
       UserError: the model draws row by row, and something is kept behind what is drawn.
@@ -130,7 +130,7 @@ def paste(
     drawn: Bool[np.ndarray, "N H W"],
     feather: float = 0.0,
 ) -> Float[np.ndarray, "N H W 3"]:
-    """Return drawn images with the pictures' own pixels outside the masks.
+    """Returns drawn images with the pictures' own pixels outside the masks.
 
     feather: pixels outside the masks over which drawn images fade into the pictures. Both show the
     same there, but for tokens that a mask cuts; inside, what was replaced would shine through.
@@ -142,8 +142,8 @@ def paste(
 
 
 def weights(drawn: Bool[np.ndarray, "N H W"], feather: float) -> Float32[np.ndarray, "N H W"]:
-    """Return the shares of the drawn images: 1 in the masks, 1 - d / (feather + 1) at a distance of
-    d pixels up to `feather`, and 0 beyond."""
+    """The shares of the drawn images: 1 in the masks, 1 - d / (feather + 1) at a distance of d
+    pixels up to `feather`, and 0 beyond."""
     reach = int(feather)
     beyond = (reach + 1) ** 2
     squares = np.where(drawn, 0, beyond).astype(np.int16)

@@ -32,7 +32,7 @@ class Patch:
     def of(
         cls, model: Model, picture: np.ndarray, drawn: np.ndarray, paste: bool, feather: float = 0
     ) -> "Patch":
-        """Encode a picture uint8 [H, W, 3] for an edit. `UserError` if the mask cannot be, or lets
+        """Encodes a picture uint8 [H, W, 3] for an edit. `UserError` if the mask cannot be, or lets
         no token be drawn."""
         found, drawn = masks.check_pictures(model, picture, 1), masks.check_masks(model, drawn, 1)
         kept = masks.kept_tokens(model, drawn)

@@ -26,7 +26,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def use(place: str | None) -> None:
-    """Keep compiled programs in a folder.
+    """Keeps compiled programs in a folder.
 
     Args:
       place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
@@ -59,7 +59,7 @@ def use(place: str | None) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keep programs that are compiled inside in `varjax/programs` of the user's cache folder,
+    """Keeps programs that are compiled inside in `varjax/programs` of the user's cache folder,
     unless JAX was told a folder or to keep nothing (JAX_ENABLE_COMPILATION_CACHE=false). Other
     programs of the process are not kept."""
     config = jax.config
@@ -92,7 +92,7 @@ _events = collections.Counter()  # of this process, since `_listen`
 
 @functools.cache
 def _listen() -> None:
-    """Have JAX report its events, once: there is no public way to stop listening."""
+    """Has JAX report its events, once: there is no public way to stop listening."""
     jax.monitoring.register_event_listener(lambda event, **_: _events.update([event]))
 
 

@@ -74,7 +74,7 @@ class Cost:
 
 
 def program_cost(jaxpr: AnyJaxpr) -> Cost:
-    """Return the cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`); inside `shard_map` that of one
+    """The cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`); inside `shard_map` that of one
     device. A `cond` counts as its branch with the most FLOPs."""
     return sum(map(_equation_cost, open_jaxpr(jaxpr).eqns), Cost())
 
@@ -208,7 +208,7 @@ def _kernel_name(params) -> str:
 
 
 def _inner(values: Iterable) -> Iterable:
-    """Find the jaxprs among the parameters of an equation (calls, custom derivatives,
+    """Finds the jaxprs among the parameters of an equation (calls, custom derivatives,
     `shard_map`)."""
     for value in values:
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -222,7 +222,7 @@ def _inner(values: Iterable) -> Iterable:
 def attention_flops(
     plan: CachePlan, segments: tuple[Segment, ...], cache: tuple[CacheStep, ...]
 ) -> dict[str, float]:
-    """Return FLOPs per image, padding included: {"attention": ..., "observation": ..., "share":
+    """FLOPs per image, padding included: {"attention": ..., "observation": ..., "share":
     observation / attention}.
 
     Attention is the products of queries with keys and of weights with values. Observation is what
@@ -244,7 +244,7 @@ def attention_flops(
 
 
 def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
-    """Return `attention_flops` for a model that draws token by token.
+    """`attention_flops` for a model that draws token by token.
 
     The condition's tokens attend to each other. Every image token attends to all slots of its head,
     whether they are in use or not. Policies look once per stage.
@@ -264,7 +264,7 @@ def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
 
 
 def _observed_queries(step: CacheStep, length: int) -> int:
-    """Count the queries whose scores are computed once more in each of a segment's scales."""
+    """Counts the queries whose scores are computed once more in each of a segment's scales."""
     if not isinstance(step, DecidingStep) or not step.observes:
         return 0
     needs, queries = step.rule.needs, length if step.sums_attention else 0

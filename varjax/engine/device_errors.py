@@ -18,7 +18,7 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def explained(doing: str, attention: str) -> Iterator[None]:
-    """Explain errors of the device while `doing` something.
+    """Explains errors of the device while `doing` something.
 
     attention: the implementation of the kernels that the program has.
 

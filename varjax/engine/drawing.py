@@ -73,7 +73,7 @@ class Drawing(Protocol[Inputs]):
     segments: tuple[Segment, ...]
 
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-        """Arrange the weights as the program takes them; the modules are changed."""
+        """Arranges the weights as the program takes them; the modules are changed."""
         ...
 
     def shared_inputs(self, transformer: Transformer) -> Inputs:
@@ -81,12 +81,11 @@ class Drawing(Protocol[Inputs]):
         ...
 
     def for_images(self, shared: Inputs, image_index: np.ndarray) -> Inputs:
-        """Return the program's inputs for a batch of images, from `shared_inputs`."""
+        """The program's inputs for a batch of images, from `shared_inputs`."""
         ...
 
     def input_names(self, inputs: Inputs) -> tuple:
-        """Return the inputs with names of their axes (`varjax.logical_axes`) in place of every
-        array."""
+        """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
         ...
 
     def attention_flops(self) -> dict[str, float]:
@@ -104,7 +103,7 @@ def drawing(
     mesh: MeshSpec,
     platform: str,
 ) -> Drawing:
-    """Return the strategy for the model of a plan. batch_size: images on the whole mesh.
+    """The strategy for the model of a plan. batch_size: images on the whole mesh.
 
     Raises:
       UserError: segments or sampling that do not fit, or a plan for another number of rows.

@@ -31,8 +31,7 @@ class Given:
     def of(
         cls, given: "np.ndarray | Given", order: Schedule | TokenSequence, steps: int | None = None
     ) -> "Given":
-        """Return the first `steps` steps of an array as given (None: all of it); a `Given` as it
-        is.
+        """The first `steps` steps of an array as given (None: all of it); a `Given` as it is.
 
         given: tokens of every image, all of them or as many as are given.
 
@@ -67,7 +66,7 @@ class Given:
         place: Int[Array, " T"],
         images: slice | Int[Array, " b"] = slice(None),
     ) -> Integer[Array, "b T ..."]:
-        """Return the tokens drawn at some places, with those that are given in their stead.
+        """The tokens drawn at some places, with those that are given in their stead.
 
         place: numbers of the T tokens in the image. images: numbers of the b images in the batch.
         """
@@ -81,6 +80,6 @@ class Given:
         place: Int[Array, " T"],
         images: slice | Int[Array, " b"] = slice(None),
     ) -> Shaped[Array, "b T ..."]:
-        """Return `given` at given places and `other` elsewhere. place, images: as in `replace`."""
+        """`given` at given places and `other` elsewhere. place, images: as in `replace`."""
         where = self.where[:, place][images]
         return jnp.where(where.reshape(*where.shape, *(1,) * (other.ndim - 2)), given, other)

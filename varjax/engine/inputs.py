@@ -30,8 +30,8 @@ class SegmentInputs:
 def shared_inputs(
     groups: Sequence[ScalePlan], segments: tuple[Segment, ...], resampling: Resampling
 ) -> tuple[SegmentInputs, ...]:
-    """Return the host arrays of all segments that are the same for every batch: all but what a
-    policy wants to know about the images.
+    """The host arrays of all segments that are the same for every batch: all but what a policy
+    wants to know about the images.
 
     groups: the plan of each group of heads (`CachePlan.divide`); their tables lie side by side.
     """
@@ -53,7 +53,7 @@ def for_images(
     segments: tuple[Segment, ...],
     image_index: np.ndarray,
 ) -> tuple[SegmentInputs, ...]:
-    """Return `shared_inputs` with what the policy wants to know about these images."""
+    """`shared_inputs` with what the policy wants to know about these images."""
     # static contents do not depend on images: nothing has to be copied
     if plan.static_content:
         return shared
@@ -68,7 +68,7 @@ def for_images(
 
 
 def observed_inputs(plan: ScalePlan, segment: Segment) -> dict[str, np.ndarray]:
-    """Return the fields of `StepInputs` that the plan's policy asks for (`Needs`)."""
+    """The fields of `StepInputs` that the plan's policy asks for (`Needs`)."""
     rule, maps = plan.rule, plan.geometry.schedule.maps
     found = {}
     if rule.needs.window and not plan.static_content:

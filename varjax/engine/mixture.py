@@ -64,7 +64,7 @@ class Mixture(Given):
         place: Int[Array, " T"],
         greedy: bool,
     ) -> Integer[Array, "B T C"]:
-        """Return the tokens of a scale, the same in both halves.
+        """The tokens of a scale, the same in both halves.
 
         drawn: tokens, with those that are given in their places.
         chances: of every bit that it is 1, under the texts of both halves.

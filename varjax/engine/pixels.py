@@ -62,7 +62,7 @@ class Decoding:
         return max(1, min(images, self.at_once or fitting))
 
     def image_bytes(self, codec: Codec, code_map: tuple[int, int]) -> int:
-        """Estimate what decoding one image takes: six activations of the largest resolution."""
+        """Estimates what decoding one image takes: six activations of the largest resolution."""
         height, width = (side * codec.config.downsample for side in code_map)
         item = arithmetic.arrays(self.dtype).itemsize
         # widths[0] belongs to the finest level, which has the most pixels; codecs of the user's own
@@ -79,7 +79,7 @@ def trace_pixels(
     formats: PyTree[Format] | None = None,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """Trace the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`, which are
+    """Traces the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`, which are
     float32 in [0, 1].
 
     formats: where and how the weights lie (`Compiled.input_formats`); None: as usual.
@@ -102,7 +102,7 @@ def _pixels(networks, code_map, decoding: Decoding):
 def decode(
     codec: Codec, code_map: Float[Array, "B P Q C"], decoding: Decoding
 ) -> Float[Array, "B H W 3"]:
-    """Return pixels in [0, 1], float32."""
+    """Pixels in [0, 1], float32."""
     images = code_map.shape[0]
     at_once = decoding.images_at_once(codec, code_map.shape[1:3], images)
     return map_in_chunks(
@@ -128,6 +128,6 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
 
 
 def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Compile the program of `trace_pixels` for the device that is there."""
+    """Compiles the program of `trace_pixels` for the device that is there."""
     options = compiler_options(jax.default_backend())
     return traced.lower().compile(compiler_options=options)

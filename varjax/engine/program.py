@@ -46,7 +46,7 @@ def trace_codes(
     auto_layout: bool = False,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """Trace the program `(networks, state, *arguments) -> (results, state)` of a spec.
+    """Traces the program `(networks, state, *arguments) -> (results, state)` of a spec.
 
     The state is donated: the program updates the caller's buffers.
 
@@ -106,7 +106,7 @@ def compiler_options(
 
 
 def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-    """Stack the weights of the transformer's layers, or take them apart (`varjax.nn.stacked`).
+    """Stacks the weights of the transformer's layers, or takes them apart (`varjax.nn.stacked`).
     The modules are changed.
 
     how: "scan" stacks them: one compiled body for all layers. Except on a TPU it copies the weights
@@ -128,7 +128,7 @@ def plan_segments(
     rows: int,
     platform: str,
 ) -> tuple[Segment, ...]:
-    """Cut the scale loop for this model on this platform (`segments.plan_segments`).
+    """Cuts the scale loop for this model on this platform (`segments.plan_segments`).
 
     wanted: how many segments, or "auto".
     rows: cache rows of one device.
@@ -147,7 +147,7 @@ def _is_large(transformer: nnx.Module) -> bool:
 
 
 def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
-    """Put the weights where a program wants them, in the layout that it wants
+    """Puts the weights where a program wants them, in the layout that it wants
     (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
     weights never exist twice. Arrays that lie right already stay."""
     held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -162,7 +162,7 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
 
 
 def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape, type and device of an array, and leave its layout open."""
+    """The shape, type and device of an array, whose layout is left open."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     sharding_ = getattr(leaf, "sharding", None) or here
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
@@ -171,7 +171,7 @@ def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtyp
 def compile_codes(
     traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compile the program of `trace_codes` for the device that is there; also what the compilation
+    """Compiles the program of `trace_codes` for the device that is there; also what the compilation
     cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`."""
     how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
     options = compiler_options(jax.default_backend(), **how)
@@ -183,7 +183,7 @@ def compile_codes(
 
 
 def check_attention(implementation: str | None) -> None:
-    """Raise `UserError` unless this implementation of the kernels runs on this machine."""
+    """Raises `UserError` unless this implementation of the kernels runs on this machine."""
     if implementation is None:
         return
     choose("attention", implementation, implementations.NAMES)

@@ -70,7 +70,7 @@ class ScaleSpec:
         keep_logits: bool = False,
         unroll: bool = False,
     ) -> "ScaleSpec":
-        """Return the static side for a plan.
+        """The static side for a plan.
 
         Args:
           segments: of the plan's schedule.
@@ -100,7 +100,7 @@ class ScaleSpec:
         inputs: tuple[SegmentInputs, ...],
         given: Given | None,
     ) -> tuple[dict[str, Array], KVState]:
-        """Draw all scales of a batch of images.
+        """Draws all scales of a batch of images.
 
         Args:
           networks: "transformer" (`varjax.models.next_scale`) and "codec".
@@ -152,7 +152,7 @@ def _scale(
     carry: tuple[Array, KVState],
     inputs: SegmentInputs,
 ) -> tuple[tuple[Array, KVState], dict[str, Array]]:
-    """Draw one scale: inputs, layers, head, tokens, accumulation.
+    """Draws one scale: inputs, layers, head, tokens, accumulation.
 
     carry: latent map [B, P, Q, C] and cache.
     inputs: those of this scale, without the axis of scales.
@@ -220,8 +220,8 @@ def _sample(
     given: Given | None,
     spec: ScaleSpec,
 ) -> dict[str, Array]:
-    """Return the tokens of a scale, their codes, and guided logits if they are kept. Images are
-    sampled in chunks of at most `images_at_once`, which bounds the memory that logits take."""
+    """The tokens of a scale, their codes, and guided logits if they are kept. Images are sampled in
+    chunks of at most `images_at_once`, which bounds the memory that logits take."""
     transformer, codec, sampling = networks["transformer"], networks["codec"], spec.sampling
     images = keys.shape[0]
     # folding the scale, not the position in a segment: results do not depend on the cut
@@ -259,7 +259,7 @@ def _sample(
 def _without_padding(
     outputs: dict[str, Array], schedule: Schedule, segment: Segment
 ) -> dict[str, Array]:
-    """Join the scales of a segment without their padding: [S, B, T, ...] -> [B, tokens, ...]."""
+    """Joins the scales of a segment without their padding: [S, B, T, ...] -> [B, tokens, ...]."""
     lengths = [schedule.tokens[s] for s in segment.scales]
     return {
         name: jnp.concatenate([array[i, :, :n] for i, n in enumerate(lengths)], axis=1)

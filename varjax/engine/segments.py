@@ -62,7 +62,7 @@ def plan_segments(
     free_rows: int = 0,
     tile: int = TILE,
 ) -> tuple[Segment, ...]:
-    """Cut the scales into contiguous segments with the fewest padded tokens. For a large program
+    """Cuts the scales into contiguous segments with the fewest padded tokens. For a large program
     take those that cost least.
 
     Args:
@@ -95,13 +95,13 @@ def plan_segments(
 
 
 def _in_tiles(segment: Segment, rows: int, tile: int) -> Segment:
-    """Lengthen a segment until its products have a whole number of tiles of rows."""
+    """Lengthens a segment until its products have a whole number of tiles of rows."""
     multiple = tile // math.gcd(tile, rows)
     return replace(segment, length=-(-segment.length // multiple) * multiple)
 
 
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
-    """Count the tokens of all scales of all segments, padding included. least: what a scale counts
+    """Counts the tokens of all scales of all segments, padding included. least: what a scale counts
     at least."""
     return sum(segment.num_scales * max(segment.length, least) for segment in segments)
 
@@ -125,7 +125,7 @@ def _parse_count(segments: int | str, num_scales: int) -> int | None:
 
 @functools.cache
 def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Segment, ...]:
-    """Cut scales with so many tokens into `count` segments with the fewest padded tokens. A scale
+    """Cuts scales with so many tokens into `count` segments with the fewest padded tokens. A scale
     counts at least `least`."""
     stop = len(tokens)
     if count == 1:
@@ -148,7 +148,7 @@ def images_at_once(tokens: int, logits_per_token: int) -> int:
 
 
 def map_in_chunks(function: Callable[[slice | Array], Chunk], images: int, at_once: int) -> Chunk:
-    """Call `function(index)` for all images, at most `at_once` in a call.
+    """Calls `function(index)` for all images, at most `at_once` in a call.
 
     Args:
       function: takes an index of the image axis (int32 [n], or a slice if one call does it) and

@@ -71,7 +71,7 @@ class TokenSpec:
         one_slot: bool = False,
         keep_logits: bool = False,
     ) -> "TokenSpec":
-        """Return the static side for a plan. config: of the transformer.
+        """The static side for a plan. config: of the transformer.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
@@ -98,7 +98,7 @@ class TokenSpec:
         inputs: tuple,
         given: Given | None,
     ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """Draw a batch of images: `generate_tokens` without new lines, and the latent map of the
+        """Draws a batch of images: `generate_tokens` without new lines, and the latent map of the
         tokens as `code_map` [B, P, Q, C]."""
         results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=self)
         if self.sequence.new_lines:
@@ -124,7 +124,7 @@ def generate_tokens(
     *,
     spec: TokenSpec,
 ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-    """Draw all tokens of a batch of images.
+    """Draws all tokens of a batch of images.
 
     Args:
       networks: "transformer" has the traced steps of `varjax.models.next_token`.
@@ -206,7 +206,7 @@ class _TokenSteps:
     def condition(
         self, condition: PyTree, state: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "R 1 D"], tuple[LayerCache, ...], Float[Array, " R"] | None]:
-        """Run the condition through all layers. Return the last token's hidden state, caches that
+        """Runs the condition through all layers. Returns the last token's hidden state, caches that
         hold the condition, and what is added to the score of the first slot."""
         transformer, spec = self.transformer, self.spec
         self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
@@ -244,7 +244,7 @@ class _TokenSteps:
         place: Int[Array, ""] | None,
         bias: Float[Array, " R"] | None,
     ) -> tuple[tuple[Int[Array, "B 1"], tuple[LayerCache, ...]], dict[str, Array]]:
-        """Run one image token through all layers, and draw the next one.
+        """Runs one image token through all layers, and draws the next one.
 
         carry: the tokens drawn last, and the caches.
         token: number of the token in the image.
@@ -276,7 +276,7 @@ class _TokenSteps:
         return (drawn["tokens"], tuple(caches)), drawn
 
     def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:
-        """Return the function of a layer whose cache is used in this way."""
+        """The function of a layer whose cache is used in this way."""
         transformer, products = self.transformer, self.products
 
         def few(block, angles, stream, cache: LayerCache, current: CurrentToken, bias):
@@ -302,11 +302,11 @@ class _TokenSteps:
         return few if products else body
 
     def opened(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        """Return the caches as the scan over tokens carries them."""
+        """The caches as the scan over tokens carries them."""
         return tuple(step.opened(c) for step, c in zip(self.spec.layers, state, strict=True))
 
     def closed(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        """Return the caches after the last token that is read, as callers see them."""
+        """The caches after the last token that is read, as callers see them."""
         newest = jnp.int32(self.spec.sequence.steps - 1)
         layers = zip(self.spec.layers, state, strict=True)
         return tuple(step.closed(cache, newest) for step, cache in layers)
@@ -317,7 +317,7 @@ class _TokenSteps:
         stage: Int[Array, ""],
         bias: Float[Array, " R"] | None,
     ) -> tuple[LayerCache, ...]:
-        """Let the policy decide what every layer keeps after a stage. Consecutive layers that use
+        """Lets the policy decide what every layer keeps after a stage. Consecutive layers that use
         their caches alike decide together, as far as memory allows."""
         steps, decided = self.spec.layers, []
         while len(decided) < len(state):
@@ -360,7 +360,7 @@ class _TokenSteps:
     def _drawn(
         self, x: Float[Array, "R 1 D"], index: Int[Array, ""], place: Int[Array, ""]
     ) -> dict[str, Array]:
-        """Draw image token `index`. place: its number among those that are drawn."""
+        """Draws image token `index`. place: its number among those that are drawn."""
         transformer, spec = self.transformer, self.spec
         scores = transformer.logits(x, index, spec.sampling)
         # folding in the token's number, not its place in a stage: stages do not change results

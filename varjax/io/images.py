@@ -23,7 +23,7 @@ CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
-    """Turn images in [0, 1] into bytes 0..255: 255 x rounded to the nearest, halves up, clipped.
+    """Turns images in [0, 1] into bytes 0..255: 255 x rounded to the nearest, halves up, clipped.
 
     `UserError` for values that are not finite, which would become arbitrary colours.
     """
@@ -44,7 +44,7 @@ def check_finite(images: np.ndarray) -> None:
 def grid(
     images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Lay the images row by row on white, `GAP` pixels apart.
+    """Lays the images row by row on white, `GAP` pixels apart.
 
     columns: None: the smallest number that makes the grid at least as wide as high, in tiles.
     """
@@ -68,7 +68,7 @@ def save_grid(
     columns: int | None = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write the grid of `images` as PNG, each with its label (class name, prompt) below if given.
+    """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
 
     `MissingExtra` without pillow. An `OSError` leaves an older file in place.
     """
@@ -86,7 +86,7 @@ def save_samples_npz(
     labels: Sequence[int] | np.ndarray | None = None,
     order: Sequence[int] | np.ndarray | None = None,
 ) -> None:
-    """Write `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
+    """Writes `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
 
     The ADM evaluation code reads this layout. Its Inception score depends on the order of images.
 
@@ -117,7 +117,7 @@ def save_samples_npz(
 
 
 def _per_image(name: str, values: Sequence[int] | np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Return int64 [N]; `UserError` unless there is a whole number for each image."""
+    """int64 [N]; `UserError` unless there is a whole number for each image."""
     values = np.asarray(values)
     if values.shape != (len(images),) or values.dtype.kind not in "iu":
         raise UserError(
@@ -137,7 +137,7 @@ def _check(images: np.ndarray) -> None:
 
 
 def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
-    """Add a white strip below each image, with its label shortened to the width."""
+    """Adds a white strip below each image, with its label shortened to the width."""
     _check(images)
     if len(labels) != len(images):
         raise UserError(f"{len(labels)} labels for {len(images)} images: give one for each")
@@ -146,7 +146,7 @@ def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """Draw black text on white in pillow's own font, as much as fits `CAPTION_LINES`."""
+    """Draws black text on white in pillow's own font, as much as fits `CAPTION_LINES`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
     draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
@@ -158,7 +158,7 @@ def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
 
 
 def _lines(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Break a text into up to `CAPTION_LINES` lines of whole words; words too long are cut."""
+    """Breaks a text into up to `CAPTION_LINES` lines of whole words; words too long are cut."""
     lines: list[str] = []
     for word in text.split():
         if lines and fits(f"{lines[-1]} {word}"):

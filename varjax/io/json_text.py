@@ -10,12 +10,12 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | Non
 
 
 def json_text(content: object) -> str:
-    """Return the text of a JSON file for people and programs (`json_safe`)."""
+    """The text of a JSON file for people and programs (`json_safe`)."""
     return json.dumps(json_safe(content), indent=1, ensure_ascii=False) + "\n"
 
 
 def json_safe(value: object) -> Json:
-    """Turn a value into plain JSON data, through dicts, lists and tuples.
+    """Turns a value into plain JSON data, through dicts, lists and tuples.
 
     Arrays and scalars of NumPy and JAX become Python's. Numbers that JSON lacks become "inf",
     "-inf" and "nan", which `float(text)` reads back.

@@ -34,7 +34,7 @@ _QUIET = threading.Lock()  # filters of warnings belong to all threads
 
 
 def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> Iterator[Path]:
-    """Give the pictures below folders whose names end like that; what is hidden is left out.
+    """Gives the pictures below folders whose names end like that; what is hidden is left out.
 
     Raises:
       UserError: there are pictures of other kinds. None is left out in silence.
@@ -56,7 +56,7 @@ def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> 
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Give all files, of linked folders too, each folder once. `OSError`: one cannot be listed."""
+    """Gives all files, of linked folders too, each folder once. `OSError`: one cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -72,7 +72,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_picture(
     source: str | os.PathLike | bytes, name: str, heads: Mapping[str, bytes] = HEADS
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Read a picture as it is looked at: turned upright, transparency on white.
+    """Reads a picture as it is looked at: turned upright, transparency on white.
 
     source: a file, or its content. name: what messages call it. heads: of formats that are read.
 
@@ -94,7 +94,7 @@ def read_picture(
 
 
 def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, "H W"]:
-    """Read a mask: True where it is white, or where it is transparent if anything of it is. It is
+    """Reads a mask: True where it is white, or where it is transparent if anything of it is. It is
     turned upright by what its own file says, as pictures are.
 
     Raises:
@@ -146,7 +146,7 @@ def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray
 def fit_picture(
     picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int]
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Cut the largest middle part of the shape of `size` (height, width) and resize it."""
+    """Cuts the largest middle part of the shape of `size` (height, width) and resizes it."""
     return _fitted(picture, size, _pillow().Resampling.BICUBIC)
 
 
@@ -174,7 +174,7 @@ def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:
 
 
 def save_png(path: str | os.PathLike, picture: UInt8[np.ndarray, "H W ..."]) -> None:
-    """Write a picture as PNG. An `OSError` leaves an older file in place."""
+    """Writes a picture as PNG. An `OSError` leaves an older file in place."""
     with new_file(path) as file:
         file.write(png(picture))
 
@@ -195,8 +195,8 @@ def opened(
     heads: Mapping[str, bytes] = HEADS,
     decode: bool = True,
 ) -> Iterator:
-    """Give a pillow picture; errors inside become `UserError`s that name it. Arguments are those of
-    `read_picture`."""
+    """Gives a pillow picture; errors inside become `UserError`s that name it. Arguments are those
+    of `read_picture`."""
     data = source if isinstance(source, bytes) else content(source, name)
     kind = next((kind for kind, head in heads.items() if re.match(head, data)), None)
     try:

@@ -115,7 +115,7 @@ class NextScaleTransformer(Transformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Array, Array | None]:
-        """Draw tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
+        """Draws tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
         raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------

@@ -41,7 +41,7 @@ from varjax.sequence import TokenSequence
 
 
 def as_it_is(branch: Array, number: int) -> Array:
-    """Return what a branch adds, without dropout."""
+    """Returns what a branch adds, without dropout."""
     return branch
 
 
@@ -142,7 +142,7 @@ class NextTokenTransformer(Transformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        """Draw tokens; the results are those of `varjax.sampling.sample`."""
+        """Draws tokens; the results are those of `varjax.sampling.sample`."""
         return sampling_lib.sample(scores, keys, sampling, implementation)
 
     @staticmethod

@@ -172,7 +172,7 @@ def register(
     sampling: Mapping | None = None,
     class_names: tuple[str, ...] | None = None,
 ) -> None:
-    """Make a model of your own known under a name (docs/howto/own_model.md).
+    """Makes a model of your own known under a name (docs/howto/own_model.md).
 
     Args:
       transformer, codec: classes, built as `cls(config, rngs=rngs)`: a `NextScaleTransformer` or
@@ -243,7 +243,7 @@ def own_parts(
 
 
 def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Import a module that registers models of your own, once, and return their names, which
+    """Imports a module that registers models of your own, once, and returns their names, which
     `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
     imported, or registers nothing or a taken name."""
     return own_modules.load("model", path_or_name, (PRESETS, FAMILIES), _models_of)

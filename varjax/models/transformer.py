@@ -31,8 +31,8 @@ class Transformer(nnx.Module):
     model_axis: str | None = None  # axis of the mesh that heads and weights are divided over
 
     def over(self, axis: str) -> Self:
-        """Return the same parameters in a transformer whose step functions run on every device of
-        this axis of a mesh, each with its share of the weights that `splits` names."""
+        """The same parameters in a transformer whose step functions run on every device of this
+        axis of a mesh, each with its share of the weights that `splits` names."""
         divided = nnx.merge(*nnx.split(self))
         divided.model_axis = axis
         return divided

@@ -70,7 +70,7 @@ class Family:
         return {name: part for name, part in self.parts.items() if not part.own_folder}
 
     def check(self, configs: Mapping[str, Configuration]) -> None:
-        """Raise `UserError` if configurations, {part: configuration}, do not belong together."""
+        """Raises `UserError` if configurations, {part: configuration}, do not belong together."""
         for name in self.agreed:
             ours, theirs = getattr(configs["transformer"], name), getattr(configs["codec"], name)
             if ours != theirs:

@@ -119,8 +119,8 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
 def dropout(
     x: Float[Array, "*shape"], number: int, *, rate: float, key: Array
 ) -> Float[Array, "*shape"]:
-    """Set a share `rate` of `x` to zero at random places and enlarge the rest, so that the expected
-    value stays. number: tells uses of the same key apart."""
+    """Sets a share `rate` of `x` to zero at random places and enlarges the rest, so that the
+    expected value stays. number: tells uses of the same key apart."""
     if not rate:
         return x
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)

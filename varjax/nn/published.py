@@ -85,19 +85,19 @@ class Configuration:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def check_sizes(self, *names: str, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raise `UserError` unless `least` <= value <= `most` in these fields."""
+        """Raises `UserError` unless `least` <= value <= `most` in these fields."""
         for name in names:
             self.check_size(name, getattr(self, name), least, most)
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raise `UserError` unless `least` <= value <= `most`, for a value that follows from
+        """Raises `UserError` unless `least` <= value <= `most`, for a value that follows from
         fields."""
         if not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
 
     def check_real(self, name: str, *, positive: bool = False) -> None:
-        """Raise `UserError` unless a field is finite and not negative, with `positive` not 0
+        """Raises `UserError` unless a field is finite and not negative, with `positive` not 0
         either."""
         value = getattr(self, name)
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
@@ -128,7 +128,7 @@ class TransformerConfig(Configuration):
         return sum(h * w for h, w in self.token_maps)
 
     def check_shape(self, *names: str) -> None:
-        """Raise `UserError` for an impossible size in the shared fields or in the fields
+        """Raises `UserError` for an impossible size in the shared fields or in the fields
         `names`."""
         self.check_sizes("depth", most=LARGEST_DEPTH)
         self.check_sizes("embed_dim", "num_heads", *names)

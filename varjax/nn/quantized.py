@@ -67,7 +67,7 @@ class Quantized:
         return jax.tree.map(lambda *leaves: stack(leaves), *layers)
 
     def by_axis(self, function: Callable[[Leaf, int | None], object], axis: int) -> "Quantized":
-        """Call `function(array, its axis)` for numbers and scales, where `axis` is one of the
+        """Calls `function(array, its axis)` for numbers and scales, where `axis` is one of the
         matrix, and return a tree of the results. None: the array does not have the axis."""
         last = len(self.shape) - 1  # outputs
         other = {last: last - 1, last - 1: last}.get(axis, axis)
@@ -255,8 +255,8 @@ def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:
 
 
 def convert(transformer: nnx.Module, scheme: Scheme = SCHEMES[INT8]) -> None:
-    """Replace its matrices (`matrices`) by 8-bit ones, stacked, parameter by parameter. Arrays of a
-    device go back to the default device.
+    """Replaces its matrices (`matrices`) by 8-bit ones, stacked, parameter by parameter. Arrays of
+    a device go back to the default device.
 
     Raises:
       UserError: the widths of a matrix do not fit the scheme; nothing is replaced then.

@@ -96,7 +96,7 @@ def _reason(scheme: Scheme, device: str) -> str:
 
 
 def check_widths(scheme: Scheme, name: str, shape: Sequence[int], where: str = "") -> None:
-    """Refuse a matrix [..., D_in, D_out] whose widths a chip cannot multiply in this scheme.
+    """Refuses a matrix [..., D_in, D_out] whose widths a chip cannot multiply in this scheme.
 
     where: which part of a matrix it is, for the message.
 

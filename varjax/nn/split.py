@@ -36,8 +36,8 @@ def contract(
     axis: str | None,
     activation: Activation | None = None,
 ) -> Float[Array, "... D_out"]:
-    """Apply a linear layer whose input width is divided over `axis` of the mesh; the bias is added
-    once. activation: applied to `x` first."""
+    """Applies a linear layer whose input width is divided over `axis` of the mesh; the bias is
+    added once. activation: applied to `x` first."""
     if axis is None:
         return linear(x, activation)
     # Every device sums over its part of the width. The bias is whole on all of them, so it may only
@@ -47,7 +47,7 @@ def contract(
 
 
 def whole(x: Float[Array, "... D"], axis: str | None) -> Float[Array, "... D"]:
-    """Gather an array whose last axis is divided over `axis` of the mesh."""
+    """Gathers an array whose last axis is divided over `axis` of the mesh."""
     return x if axis is None else jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
 
 

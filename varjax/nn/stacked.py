@@ -85,7 +85,7 @@ class Separate:
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Build `num_layers` modules with one vmapped initialisation: every parameter gains a leading
+    """Builds `num_layers` modules with one vmapped initialisation: every parameter gains a leading
     layer axis."""
     return nnx.vmap(make, in_axes=0, out_axes=0)(
         rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers)
@@ -109,9 +109,9 @@ def is_one(leaf: object) -> bool:
 
 
 def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = False) -> None:
-    """Replace stacked parameters of linear layers by an array per layer. This is done one parameter
-    after the other, so that only one of them exists twice. Shapes stay shapes; arrays on the host
-    become views.
+    """Replaces stacked parameters of linear layers by an array per layer. This is done one
+    parameter after the other, so that only one of them exists twice. Shapes stay shapes; arrays on
+    the host become views.
 
     once: linear layers that stay stacked, because all layers use them together, once per image.
     turned: whether float32 matrices are turned, for a CPU. Those in 8 bits are not.

@@ -47,7 +47,7 @@ class Stored:
         return self._kept[1]
 
     def forget(self) -> None:
-        """Free what is kept."""
+        """Frees what is kept."""
         self.origin._kept = None
 
     def __getitem__(self, index: int) -> "Stored":

@@ -183,7 +183,7 @@ def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
 
 
 def check(policy: "AMSKV", geometry: Geometry) -> None:
-    """Raise `UserError` for arguments that are wrong in themselves or contradict each other."""
+    """Raises `UserError` for arguments that are wrong in themselves or contradict each other."""
     choose("mode of policy 'amskv'", policy.mode, ("profiled", "online"))
     choose("oversize of policy 'amskv'", policy.oversize, ("auto", "skip", "fill"))
     for fits, reason in _rules(policy, geometry):

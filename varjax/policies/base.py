@@ -39,7 +39,7 @@ class NotGiven(float):
 
 
 def within(default: Value, low: float, high: float, **more: bool | str) -> Value:
-    """Declare a numeric field with a range from `low` to `high`. The range is the same for all
+    """Declares a numeric field with a range from `low` to `high`. The range is the same for all
     models. more: further arguments of `arguments.number`."""
     return dataclasses.field(
         default=default, metadata={"limits": {"low": low, "high": high} | more}
@@ -47,7 +47,7 @@ def within(default: Value, low: float, high: float, **more: bool | str) -> Value
 
 
 def only_for(kind: str, default: Value) -> Value:
-    """Declare a field of a policy that only models of one kind have a use for; given for others it
+    """Declares a field of a policy that only models of one kind have a use for; given for others it
     is refused. default: its default, or its declaration (`within`)."""
     if not isinstance(default, dataclasses.Field):
         default = dataclasses.field(default=default)
@@ -111,7 +111,7 @@ class Policy(ScaleRule):
         return f"{type(self).__name__}({', '.join(told)})"
 
     def __post_init__(self):
-        """Check the type of every field that is a number, a text or a truth value, and its range
+        """Checks the type of every field that is a number, a text or a truth value, and its range
         (`within`).
 
         Raises:
@@ -178,7 +178,8 @@ class Policy(ScaleRule):
         raise UserError(f"policy {self.name!r}: {reason}")
 
     def require(self, name: str, fits: bool, rule: str) -> None:
-        """Refuse the value of argument `name` unless it fits; `rule` goes on after `name=value`."""
+        """Refuses the value of argument `name` unless it fits; `rule` goes on after
+        `name=value`."""
         if not fits:
             value = getattr(self, name)
             self.refuse(
@@ -247,7 +248,7 @@ class Policy(ScaleRule):
         return None
 
     def check_images(self, num_images: int) -> None:
-        """Raise `UserError` if the policy cannot serve a run of this many images."""
+        """Raises `UserError` if the policy cannot serve a run of this many images."""
 
     def as_selection(self) -> "Policy":
         """The policy that chooses as this one does, in capacities that another one has decided
@@ -262,7 +263,7 @@ def per_layer(geometry: Geometry, values: ArrayLike) -> np.ndarray:
 
 
 def parse_value(name: str, text: str, kind: Kind) -> int | float | str | bool:
-    """Read one `--policy_args` value as the type of its field, which may be given by name."""
+    """Reads one `--policy_args` value as the type of its field, which may be given by name."""
     read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
     if not isinstance(text, str):
         raise UserError(f"policy argument {name}={show(text)}: give its value as a text")
@@ -273,7 +274,7 @@ def parse_value(name: str, text: str, kind: Kind) -> int | float | str | bool:
 
 
 def _name_of(kind: Kind) -> str:
-    """Return "int" for the type and for its name, which an annotation may be; "int | None" too."""
+    """Returns "int" for the type and for its name, which an annotation may be; "int | None" too."""
     if isinstance(kind, types.UnionType):
         return str(kind)
     return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""

@@ -37,7 +37,7 @@ def protect(position: Position, among: Mask, tokens: int) -> Mask:
 
 
 def stratified(score: Score, position: Position, among: Mask, count: Count, ratio: float) -> Mask:
-    """Keep `count` of `among` in two strata by age: the newer `ratio` of them is near, the rest is
+    """Keeps `count` of `among` in two strata by age: the newer `ratio` of them is near, the rest is
     far.
 
     Each stratum keeps its best by score; near gets `ratio` of the count, far the rest, and

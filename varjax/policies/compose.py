@@ -140,7 +140,7 @@ class Compose(Composed, StagedPolicy):
         return self.built(ROLES)
 
     def built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
-        """Return allocator and selector with the arguments that the composition decides. defaults:
+        """Returns allocator and selector with the arguments that the composition decides. defaults:
         the parts that a role has if `parts` does not name one."""
         allocate, select = (build(role, defaults | dict(self.parts)) for role in ROLES)
         shared = {name: getattr(self, name) for name in SHARED}
@@ -160,8 +160,8 @@ class Compose(Composed, StagedPolicy):
     def with_parts(
         self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
     ) -> "Compose":
-        """Return the composition with prepared parts. `parts` also lists the defaults, so
-        compositions are equal whether or not a default was typed."""
+        """The composition with prepared parts. `parts` also lists the defaults, so compositions are
+        equal whether or not a default was typed."""
         parts = tuple(sorted((defaults | dict(self.parts)).items()))
         prepared = (allocator, selector)
         return dataclasses.replace(self, parts=parts, _prepared=prepared, **values)

@@ -49,8 +49,8 @@ def build(role: str, parts: dict[str, str]) -> Policy:
 
 
 def explain_idle(name: str, parts: dict[str, str]) -> None:
-    """Raise `UserError` for an argument that the part has but that its role has no use for; return
-    for any other."""
+    """Raises `UserError` for an argument that the part has but that its role has no use for;
+    returns for any other."""
     role, _, own = name.partition("_")
     if role not in ROLES or own not in own_arguments(POLICIES[parts[role]]):
         return

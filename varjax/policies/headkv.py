@@ -167,7 +167,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
         super().check(geometry)
 
     def check_quota(self, geometry: Geometry) -> None:
-        """Refuse more global heads than a layer has, on any model."""
+        """Refuses more global heads than a layer has, on any model."""
         fits, heads = 0 <= self.global_heads <= geometry.num_heads, geometry.num_heads
         self.require("global_heads", fits, f", but a layer has {heads} heads")
 

@@ -47,7 +47,7 @@ def _check_registration(name: str, cls: type[Policy]) -> None:
 def get_policy(
     name: str, budget: float | None = None, arguments: dict[str, str] | None = None
 ) -> Policy:
-    """Build a registered policy from text arguments; unknown names and arguments raise `UserError`
+    """Builds a registered policy from text arguments; unknown names and arguments raise `UserError`
     with what exists."""
     cls = POLICIES[choose("policy", name, POLICIES)]
     arguments = {} if arguments is None else arguments
@@ -73,7 +73,7 @@ def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
 
 
 def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Import a module that registers policies of your own, once.
+    """Imports a module that registers policies of your own, once.
 
     Args:
       path_or_name: a .py file anywhere, or the import name of a module.

@@ -79,11 +79,11 @@ class Rule:
         return self.policy
 
     def check(self, geometry: Geometry) -> None:
-        """Raise `UserError` for arguments that no budget would make work on this model, before
+        """Raises `UserError` for arguments that no budget would make work on this model, before
         anything is compiled. The policy is prepared."""
 
     def check_budget(self, geometry: Geometry) -> None:
-        """Raise `UserError` if the budget is too small; the message names the smallest feasible
+        """Raises `UserError` if the budget is too small; the message names the smallest feasible
         one."""
         policy, lowest = self.policy, self.minimum_budget(geometry)
         if policy.budgeted and policy.budget < lowest - 1e-9:
@@ -132,7 +132,7 @@ class Rule:
     # --- device -----------------------------------------------------------------------------------
 
     def regroup(self, obs: Observation) -> Int[Array, "R N"]:
-        """Assign heads to regions, once per image, when the allocation says so."""
+        """Assigns heads to regions, once per image, when the allocation says so."""
         raise NotImplementedError
 
     def init_state(self, geometry: Geometry, rows: int) -> PyTree[ArrayLike] | None:

@@ -36,7 +36,7 @@ def rank(
     tie: Position | None = None,
     part: Mask | None = None,
 ) -> Position:
-    """Count the tokens of `among` with a lower score. Equal scores are ordered by `tie` (None: by
+    """Counts the tokens of `among` with a lower score. Equal scores are ordered by `tie` (None: by
     position). With `part`, a token is compared only within its own part."""
     tie = obs.position if tie is None else tie
     if tie.shape[-1] > MOST_COMPARED:

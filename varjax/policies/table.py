@@ -81,7 +81,7 @@ class Table(StagedPolicy):
             self.refuse(str(error))
 
     def check_file(self, geometry: Geometry, stages: int, tokens: int, unit: str) -> None:
-        """Refuse arrays of another type or shape. unit: what stages are called."""
+        """Refuses arrays of another type or shape. unit: what stages are called."""
         name, keep = self.stored
         if keep.dtype.kind not in "biuf":
             self.refuse(f"{name} has type {str(keep.dtype):.60}; store bool")
@@ -118,7 +118,8 @@ class Table(StagedPolicy):
         return np.concatenate([image_index + i * images for i in range(geometry.rows_per_image)])
 
     def refuse_more(self, geometry: Geometry, budget: float, held: int) -> None:
-        """Raise `UserError` if the tokens held in all layers and heads are more than the budget."""
+        """Raises `UserError` if the tokens held in all layers and heads are more than the
+        budget."""
         if held > budget * geometry.dense_tokens + 1e-6:
             self.refuse(
                 f"{self.path} keeps up to {held / geometry.dense_tokens:.4f} of the full cache, "

@@ -199,6 +199,6 @@ class WindowedRule(TokenRule):
 
 
 def check_kernel(policy: Policy) -> None:
-    """Refuse widths of a pooling, the argument `kernel`, that have no centre."""
+    """Refuses widths of a pooling, the argument `kernel`, that have no centre."""
     fits = policy.kernel is None or (1 <= policy.kernel <= 63 and policy.kernel % 2 == 1)
     policy.require("kernel", fits, " must be odd and between 1 (no pooling) and 63")

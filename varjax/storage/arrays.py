@@ -66,7 +66,7 @@ def totals(arrays: Mapping) -> dict:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree.
+    """Writes {name: array} into a new `folder`; '/' in names makes branches of the tree.
 
     Raises:
       OSError: it cannot be written, for example because the disk is full. Nothing is left of it.

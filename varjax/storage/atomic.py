@@ -30,8 +30,7 @@ Written = Callable[[Path], Collection[str] | None]
 
 
 def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
-    """Return `path` as it was given, if a file may be written there now. flag: its name in
-    messages.
+    """`path` as it was given, if a file may be written there now. flag: its name in messages.
 
     Raises:
       UserError: it exists and may not be replaced or is no file; its folder does not exist or
@@ -214,7 +213,7 @@ def exits_when_terminated() -> Iterator[None]:
 
 
 def _swap(work: Path, target: Path) -> None:
-    """Rename `work` to `target`; what was there is removed afterwards, or put back on failure."""
+    """Renames `work` to `target`; what was there is removed afterwards, or put back on failure."""
     if not target.exists():
         os.rename(work, target)
         return

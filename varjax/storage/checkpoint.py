@@ -77,7 +77,7 @@ def save(
     beside: Mapping[str, str | os.PathLike] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint, the folder `directory`.
+    """Writes a checkpoint, the folder `directory`.
 
     Args:
       what: the family of a model, or the part that `directory` is the own folder of.
@@ -267,7 +267,7 @@ def _load_tree(
     dtypes: Mapping,
     how: Mapping,
 ) -> dict[str, nnx.Module]:
-    """Read parts of the tree. Names and shapes are checked for all its parts, including those that
+    """Reads parts of the tree. Names and shapes are checked for all its parts, including those that
     are not asked for. how: arguments of `arrays.read`."""
     checksums.check_files(path / PARAMS, content["files"], within=".")
     named = {name: parameters.named(module) for name, module in modules.items()}

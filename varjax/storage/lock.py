@@ -14,8 +14,8 @@ NAME = "lock"  # the file in the folder, which is there as long as somebody hold
 
 @contextlib.contextmanager
 def held(folder: str | os.PathLike, message: str) -> Iterator[None]:
-    """Hold `folder` while the block runs; the system releases it if the process dies. The folder is
-    made if it is not there, and removed again if it is empty at the end.
+    """Holds `folder` while the block runs; the system releases it if the process dies. The folder
+    is made if it is not there, and removed again if it is empty at the end.
 
     Raises:
       UserError: `message`, if another process holds it.

@@ -192,10 +192,9 @@ def configuration(where: str | Path, content: Mapping, entry: str, part: Part) -
 def check_entries(
     where: str | Path, family: Family, content: Mapping, configs: Mapping[str, Configuration]
 ) -> None:
-    """Raise `UserError` unless the parts of a `model.json` fit each other, and the entries
-    class_names and sampling, where they are there, fit the parts. where: the file or folder,
-    for messages. configs: {part: configuration}.
-    """
+    """Raises `UserError` unless the parts of a `model.json` fit each other, and the entries
+    class_names and sampling, where they are there, fit the parts. where: the file or folder, for
+    messages. configs: {part: configuration}."""
     with about(f"{where} is inconsistent"):
         family.check(configs)
     transformer = configs["transformer"]

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 def opened(path: str | os.PathLike, mode: str = "rb") -> BinaryIO:
-    """Open an ordinary file. `OSError` as from `open`, and for all other kinds of files. Where it
+    """Opens an ordinary file. `OSError` as from `open`, and for all other kinds of files. Where it
     may be created, links are refused, too."""
     return open(path, mode, opener=_open_at_once)
 
@@ -45,8 +45,8 @@ def read(path: str | os.PathLike, most: int) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raise `OSError` if something else than files and folders lies below a folder, which a library
-    will read."""
+    """Raises `OSError` if something else than files and folders lies below a folder, which a
+    library will read."""
     for path in Path(folder).rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise _other(path)

@@ -60,10 +60,9 @@ class TextEncoder:
 
     @classmethod
     def load(cls, directory: str | os.PathLike, dtype: str | None = None) -> "TextEncoder":
-        """Read an encoder onto the default device, from its own folder or from a checkpoint that
+        """Reads an encoder onto the default device, from its own folder or from a checkpoint that
         has one. dtype: "float32" or "bfloat16"; None: the type in which it is stored. Errors are
-        those of `check_folder`, and `UserError` for another type or damaged weights.
-        """
+        those of `check_folder`, and `UserError` for another type or damaged weights."""
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
         _, tokenizer = check_folder(path("text encoder", directory))

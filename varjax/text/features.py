@@ -85,7 +85,7 @@ class TextFeatures(PromptSet):
             )
 
     def _check_rows(self, kv_name: str, lens_name: str) -> None:
-        """Check features and lengths of texts, and give them their types."""
+        """Checks features and lengths of texts, and gives them their types."""
         kv, lens = (arguments.as_array(name, getattr(self, name)) for name in (kv_name, lens_name))
         for name, array, axes, kind, needed in (
             (kv_name, kv, 2, np.floating, "floats [sum of lengths, C]"),
@@ -173,7 +173,7 @@ class TextFeatures(PromptSet):
         return replace(self, text_maxlen=text_maxlen)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the features of the prompts (not how often each is repeated) as npz."""
+        """Writes the features of the prompts (not how often each is repeated) as npz."""
         with new_file(path) as file:
             np.savez(file, **self._arrays())
 
@@ -187,7 +187,7 @@ class TextFeatures(PromptSet):
 def load(
     path: str | os.PathLike, text_channels: int | None = None, text_maxlen: int | None = None
 ) -> TextFeatures:
-    """Read text features that `save` or another program wrote.
+    """Reads text features that `save` or another program wrote.
 
     The file holds `kv` float [sum of lens, C], the features of all prompts one after the other, and
     `lens` int [P]; if need be `negative_kv` and `negative_lens` (P texts, or one for all),

@@ -39,8 +39,8 @@ class TakesPrompts(Protocol):
     prompt_tokens: int
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raise `UserError` if these ids are no prompt of the model, or leave no room for the image
-        in its context."""
+        """Raises `UserError` if these ids are no prompt of the model, or leave no room for the
+        image in its context."""
 
     def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
         """The ids of a text in the format in which the model was trained."""
@@ -170,7 +170,7 @@ class PromptIds(PromptSet):
         return names[number] if names else f"prompt {number}"
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the ids of the prompts (not how often each is repeated) as npz, which `load`
+        """Writes the ids of the prompts (not how often each is repeated) as npz, which `load`
         reads."""
         texts = {} if self.prompts is None else {"prompts": np.array(self.prompts, dtype=str)}
         with new_file(path) as file:
@@ -178,7 +178,7 @@ class PromptIds(PromptSet):
 
 
 def load(path: str | os.PathLike) -> PromptIds:
-    """Read the token ids that `save` or another program wrote.
+    """Reads the token ids that `save` or another program wrote.
 
     The file holds `ids` int [sum of lens], the ids of all prompts one after the other, and `lens`
     int [P]; if need be also `prompts` texts [P]. `UserError` if there is no such file, it is

@@ -81,8 +81,8 @@ class PromptTokenizer:
         return found
 
     def check_end(self, ids: list[int], token: str) -> None:
-        """Raise `UserError` unless the last id is that of a special token: where it is not added as
-        one, a text that ends with its name becomes other tokens."""
+        """Raises `UserError` unless the last id is that of a special token: where it is not added
+        as one, a text that ends with its name becomes other tokens."""
         if not ids or ids[-1] != self.id_of(token):
             raise self._foreign(f"takes {token} for ordinary text")
 

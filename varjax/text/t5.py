@@ -78,10 +78,9 @@ class T5Config(published.Configuration):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "T5Config":
-        """Read the entries of a published `config.json`; entries without effect on the encoder's
+        """Reads the entries of a published `config.json`; entries without effect on the encoder's
         function are passed over. `UserError` for missing or malformed entries, and for another
-        feed-forward than gated GELU, such as that of T5 version 1.0.
-        """
+        feed-forward than gated GELU, such as that of T5 version 1.0."""
         kind = arguments.get("feed_forward_proj", "relu")  # what a file without the entry means
         if kind != FEED_FORWARD:
             raise cls.wrong(

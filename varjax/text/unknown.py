@@ -7,7 +7,7 @@ Tell = Callable[[str], None]
 
 
 def warn(message: str) -> None:
-    """Warn as a library does. Commands print the message to standard error instead."""
+    """Warns as a library does. Commands print the message to standard error instead."""
     warnings.warn(message, stacklevel=3)
 
 

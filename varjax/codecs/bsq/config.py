@@ -90,7 +90,7 @@ class BSQConfig(published.Configuration):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "BSQConfig":
-        """Read published names. `UserError` for an unknown name lists the known ones."""
+        """Reads published names. `UserError` for an unknown name lists the known ones."""
         return cls(**cls.arguments(values, IGNORED_NAMES, cnn_attention=object))
 
 

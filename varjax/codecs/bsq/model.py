@@ -62,7 +62,7 @@ class BSQVAE(ImageCodec):
         enlarged: Float[Array, "B P Q C"],
         scale: Int[Array, ""],
     ) -> Float[Array, "B P Q C"]:
-        """Add the codes of a scale, already enlarged to the latent map, to the map."""
+        """Adds the codes of a scale, already enlarged to the latent map, to the map."""
         return code_map + enlarged
 
     # --- both together ---

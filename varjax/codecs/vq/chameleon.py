@@ -55,7 +55,7 @@ class ChameleonVQConfig(CodebookConfig):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "ChameleonVQConfig":
-        """Read the layout of the published yaml file: `ddconfig`, `embed_dim`, `n_embed`; other
+        """Reads the layout of the published yaml file: `ddconfig`, `embed_dim`, `n_embed`; other
         entries of its `params` are ignored. The names of `ddconfig` may also stand beside it.
         `UserError` for unknown names, and for values that no released model has."""
         values = dict(values)

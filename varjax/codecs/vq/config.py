@@ -69,7 +69,7 @@ class VQConfig(CodebookConfig):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQConfig":
-        """Read published names: the constructor's, or the shorter ones of this class (`ALIASES`).
+        """Reads published names: the constructor's, or the shorter ones of this class (`ALIASES`).
         `UserError` for unknown names and for an encoder and decoder of different widths."""
         found = cls.arguments(
             values,

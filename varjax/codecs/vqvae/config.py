@@ -79,7 +79,7 @@ class VQVAEConfig(Levels):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQVAEConfig":
-        """Read published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
+        """Reads published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
         `UserError` for unknown names, and if the two differ."""
         found = cls.arguments(values, IGNORED_NAMES, patch_nums=object, v_patch_nums=object)
         maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]

@@ -223,7 +223,7 @@ class VQVAE(ImageCodec):
         enlarged: Float[Array, "B P Q C"],
         scale: Int[Array, ""],
     ) -> Float[Array, "B P Q C"]:
-        """Add phi of the codes of a scale, already enlarged to the latent map, to the map."""
+        """Adds phi of the codes of a scale, already enlarged to the latent map, to the map."""
         return code_map + self.quantizer.phi(enlarged, scale)
 
     # --- what training asks of a codec ---

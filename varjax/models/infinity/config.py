@@ -91,10 +91,9 @@ class InfinityConfig(published.TransformerConfig):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "InfinityConfig":
-        """Read the published constructor's names. Besides, `aspect` and `size` name a template, or
+        """Reads the published constructor's names. Besides, `aspect` and `size` name a template, or
         `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
-        wrong type, an option that no released model has, or a value that contradicts others.
-        """
+        wrong type, an option that no released model has, or a value that contradicts others."""
         loose = (*FIXED, *DERIVED, *MAPS, "apply_spatial_patchify", "schedule")
         found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))
         for name, value in FIXED.items():
@@ -171,7 +170,7 @@ class InfinityConfig(published.TransformerConfig):
         return self.depth * rows * (6 + 2 * length) * self.embed_dim * item_size
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Return it, or raise `UserError` if this model cannot draw that way."""
+        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(self.schedule.num_scales).check_no_interval(self.what)
         if sampling.more_smooth:
             raise UserError("more_smooth mixes codes of a codebook; Infinity draws bits: drop it")

@@ -66,7 +66,7 @@ class JanusConfig(LlamaConfig):
 
     @classmethod
     def from_published(cls, given: Mapping) -> "JanusConfig":
-        """Read config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there.
+        """Reads config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there.
 
         Raises:
           UserError: unknown names, values of the wrong type, sections that contradict each other.

@@ -48,7 +48,7 @@ class DecoderConfig(published.TransformerConfig):
         return 0
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Return it, or raise `UserError` if this model cannot draw that way."""
+        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(1, self.vocab_size)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(
@@ -94,7 +94,7 @@ class LlamaConfig(DecoderConfig):
     prompt_tokens: int
 
     def check_language_model(self) -> None:
-        """Raise `UserError` for impossible sizes."""
+        """Raises `UserError` for impossible sizes."""
         self.check_sizes("num_hidden_layers", most=published.LARGEST_DEPTH)
         self.check_sizes("hidden_size", "intermediate_size", "num_attention_heads")
         self.check_sizes("num_key_value_heads", "max_position_embeddings")
@@ -117,7 +117,7 @@ class LlamaConfig(DecoderConfig):
         self.check_context(self.prompt_tokens)
 
     def check_grid(self, grid: Sequence[int]) -> None:
-        """Raise `UserError` unless this is a height and a width."""
+        """Raises `UserError` unless this is a height and a width."""
         if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
             raise self.wrong(f"grid {list(grid)} must be a height and a width")
 
@@ -213,7 +213,7 @@ class LlamaConfig(DecoderConfig):
     # --- prompts ----------------------------------------------------------------------------------
 
     def check_context(self, length: int) -> None:
-        """Raise `UserError` if a prompt of this length and an image are too long together."""
+        """Raises `UserError` if a prompt of this length and an image are too long together."""
         if self.image_tokens >= self.max_position_embeddings:
             raise UserError(
                 f"{self.image_tokens} image tokens leave no room for a prompt, {self.what} takes "
@@ -238,7 +238,7 @@ class LlamaConfig(DecoderConfig):
         raise NotImplementedError
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raise `UserError` if these ids are no prompt of this model."""
+        """Raises `UserError` if these ids are no prompt of this model."""
         wrong = sorted({int(i) for i in ids if not 0 <= i < self.text_vocab_size})
         if wrong:
             raise UserError(

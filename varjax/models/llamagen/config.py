@@ -86,7 +86,7 @@ class LlamaGenConfig(DecoderConfig):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "LlamaGenConfig":
-        """Read the published constructor's names; what is left out has the published default.
+        """Reads the published constructor's names; what is left out has the published default.
         `UserError` for an unknown name, a value of the wrong type, or grouped queries, which no
         released model has."""
         found = cls.arguments(arguments, IGNORED_NAMES, n_kv_head=object)
@@ -161,7 +161,7 @@ class LlamaGenConfig(DecoderConfig):
     # --- sampling ---------------------------------------------------------------------------------
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Return it, or raise `UserError` if this model cannot draw that way."""
+        """Returns it, or raises `UserError` if this model cannot draw that way."""
         super().check_sampling(sampling)
         if self.is_guided(sampling) and not self.has_unconditional:
             raise UserError(

@@ -93,8 +93,8 @@ class LlamaGen(Decoder):
     def _left_padded(
         self, text: Float[Array, "B T E"], length: Int[Array, " B"]
     ) -> tuple[Float[Array, "B M E"], Bool[Array, "B M"]]:
-        """Move texts to the end of the condition, with zeros before them; return also which tokens
-        are text."""
+        """Moves texts to the end of the condition, with zeros before them; returns also which
+        tokens are text."""
         index = (
             jnp.arange(self.config.cls_token_num) - (self.config.cls_token_num - length)[:, None]
         )

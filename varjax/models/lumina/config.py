@@ -89,7 +89,7 @@ class LuminaConfig(LlamaConfig):
 
     @classmethod
     def from_published(cls, given: Mapping) -> "LuminaConfig":
-        """Read a published config.json, or {"model", "grammar", "image_vocab"} of a custom model.
+        """Reads a published config.json, or {"model", "grammar", "image_vocab"} of a custom model.
 
         Our own names may stand in either. A vocabulary (`vocabulary_map` or `image_vocab`, names to
         ids) gives `image_ids`. `UserError` for unknown names and values of the wrong type.

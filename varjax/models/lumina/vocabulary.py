@@ -20,7 +20,7 @@ def code_of(name: str) -> int | None:
 
 
 def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the id of every code, in the order of codes. names: {name: id}, of all tokens.
+    """The id of every code, in the order of codes. names: {name: id}, of all tokens.
 
     Raises:
       UserError: there are no codes, some are missing, or two names have one id or stand for one

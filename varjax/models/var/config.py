@@ -60,10 +60,9 @@ class VARConfig(published.TransformerConfig):
 
     @classmethod
     def from_published(cls, arguments) -> "VARConfig":
-        """Read the published constructor's names; `patch_nums` holds sides or [height, width].
+        """Reads the published constructor's names; `patch_nums` holds sides or [height, width].
         What is left out has the published default; hence `attn_l2_norm` is off unless given.
-        `UserError` for an unknown name or a value of the wrong type.
-        """
+        `UserError` for an unknown name or a value of the wrong type."""
         found = cls.arguments(arguments, IGNORED_NAMES, patch_nums=object)
         found.setdefault("attn_l2_norm", False)
         schedule = cls.read_schedule(found.pop("patch_nums", SIDES_256))
@@ -87,7 +86,7 @@ class VARConfig(published.TransformerConfig):
         return self.depth * rows * 6 * self.embed_dim * item_size
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Return it, or raise `UserError` if this model cannot draw that way."""
+        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(self.schedule.num_scales, self.vocab_size).check_no_interval(self.what)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(
