@@ -219,7 +219,7 @@ class Generator:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """How the scale loop is cut; empty for models that draw token by token."""
+        """The segments of the scale loop; empty for models that draw token by token."""
         return self.drawing.segments
 
     @property

@@ -1,5 +1,5 @@
-"""What a cache has to know about a model (`Geometry`), and what a policy asks of the planner: who
-may hold how much, and, for static policies, exactly which tokens.
+"""The sizes of a model that its cache depends on (`Geometry`), and the answers of policies to the
+planner: who may hold how much, and, for static policies, exactly which tokens.
 
 Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored
 right after its layer has run at scale j and is visible from scale j + 1 on. What is dropped never
@@ -99,7 +99,7 @@ class Geometry:
 
     @property
     def kind(self) -> str:
-        """What the model draws at a time: "scales" or "tokens"."""
+        """The unit that the model draws at a time: "scales" or "tokens"."""
         return self.schedule.kind
 
     @property

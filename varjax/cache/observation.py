@@ -1,4 +1,4 @@
-"""What the cache knows about policies: the interface of their rules (`Rule`), and what a rule may
+"""Policies, as the cache knows them: the interface of their rules (`Rule`), and what a rule may
 observe on the device. A rule names its wishes in `Needs` and is shown an `Observation`."""
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a policy wants to see; the engine computes nothing that is not asked for.
+    """The wishes of a policy; the engine computes nothing else.
 
     window: number of queries of the current scale that are looked at more closely, those that
       `Rule.window_tokens` names.
@@ -49,7 +49,7 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Observation:
-    """What the device knows when a layer decides what to keep.
+    """The facts on the device when a layer decides what to keep.
 
     The last axis K lists the candidates: the stored slots of the head in table order, then the
     tokens of the current scale (padded). What a policy does not ask for in `Needs` is None: all
@@ -123,7 +123,7 @@ class Observation:
 
 
 class Rule(Protocol):
-    """What a policy does on one kind of model, as planner, cache and engine see it;
+    """A policy's part on one kind of model, as planner, cache and engine call it;
     `varjax.policies.rule` says what each member means. Models that draw token by token are never
     asked for `window_tokens`, `init_state` and `update_state`, the others never for `local_window`,
     `slots`, `minimum_slots`, `compares_heads` and `inputs_heads`."""
@@ -158,7 +158,7 @@ class Rule(Protocol):
 
 
 class Policy(Protocol):
-    """What the planner asks of a policy (`varjax.policies.Policy`)."""
+    """A policy, as the planner asks it (`varjax.policies.Policy`)."""
 
     name: str
     budget: float

@@ -1,5 +1,4 @@
-"""What a policy sees of one layer, built from queries, keys and the pool. Nothing is computed that
-the policy does not ask for."""
+"""The observations of one layer that a policy asks for, built from queries, keys and the pool."""
 
 import math
 from dataclasses import dataclass, replace

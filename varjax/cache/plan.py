@@ -66,7 +66,7 @@ class CachePlan(PlanView):
 
     @cached_property
     def rule(self) -> Rule | None:
-        """What the policy does on this kind of model; None where the plan knows no policy."""
+        """The policy's rule for this kind of model; None where the plan knows no policy."""
         return None if self.policy is None else self.policy.rule(self.geometry.kind)
 
     # --- sizes ------------------------------------------------------------------------------------

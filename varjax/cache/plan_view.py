@@ -70,7 +70,7 @@ class PlanView:
         return "".join(cells)
 
     def facts(self) -> dict[str, str]:
-        """What it is, how much it holds, what that takes."""
+        """Name, sizes and bytes of the plan."""
         g, name = self.geometry, "no policy" if self.policy is None else self.policy.name
         per_image = {dtype: self.num_bytes(1, dtype) for dtype in ("bfloat16", "float32")}
         contents = f"contents {'known beforehand' if self.static_content else 'decided per image'}"

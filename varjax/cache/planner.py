@@ -226,8 +226,8 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Groups:
-    """What may be kept where heads lie on several devices, each of which has a pool for its own
-    heads, and its share of the budget.
+    """The search where heads lie on several devices, each of which has a pool for its own heads,
+    and its share of the budget.
 
     Heads of one device may ask for more than its share, as HeatKV's do. Every device's heads then
     keep what the policy gives them at a budget of their own, with which their pool is full.

@@ -33,7 +33,7 @@ LOST_AT_MOST = 0.01
 
 @dataclass(frozen=True, eq=False)
 class StageAllocation:
-    """How many image tokens every head of a layer may hold, and when.
+    """Numbers of image tokens that every head of a layer may hold, and when.
 
     slots: int64 [L]: image slots of a head (B), the buffer among them.
     period: tokens of a stage (P). For known contents it only says after how many tokens reports
@@ -276,7 +276,8 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
 def fit_slots(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
 ) -> tuple[StageAllocation, int]:
-    """What may be kept when the slots of every head are rounded to blocks, and the block size.
+    """The allocation that is left when the slots of every head are rounded to blocks, and the size
+    of these blocks.
 
     allocate: the allocation of a budget. Raises `UserError` as `_rounded`.
     """

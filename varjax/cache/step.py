@@ -30,7 +30,7 @@ from varjax.models.step_inputs import StepInputs
 
 
 class CacheStep(Protocol):
-    """What the engine asks of a strategy."""
+    """A strategy, as the engine calls it."""
 
     def attend_and_store(
         self,
@@ -246,7 +246,7 @@ class DecidingStep:
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """What a layer's heads hold when the scale starts, per row: P places of each head's region.
+    """Tokens of a layer's heads when the scale starts, per row: P places of each head's region.
 
     table: the slots of the regions, per row.
     slots: the slot of every place.

@@ -1,5 +1,5 @@
-"""What a layer that draws token by token keeps after a stage: the policy is shown what the layer
-holds, and what it chooses is stored.
+"""The decision after a stage, where tokens are drawn one by one: the policy is shown the tokens of
+a layer, and those that it chooses are stored.
 
 Layers whose caches are alike decide together, as many as `StageDecision.at_once` says: a decision
 is many small operations, and a GPU starts each of them as a kernel. Pools stay apart.
@@ -30,7 +30,7 @@ MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by on
 
 
 class Look(NamedTuple):
-    """What a policy sees of a layer's pool, of image slots only; fields as in `Observation`."""
+    """A policy's view of a layer's pool, of image slots only; fields as in `Observation`."""
 
     window_logits: Float[Array, "R N K"] | None
     window_scores: Float[Array, "R N W K"] | None
@@ -38,7 +38,7 @@ class Look(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Where image tokens go after a decision.
+    """The ways of image tokens after a decision.
 
     stays, filled: slots outside of the buffer whose token stays, and slots that get a new one.
     fits: tokens of the buffer that find a slot.
@@ -200,7 +200,7 @@ class StageDecision:
         return Look(window_logits, window_scores, keys)
 
     def _observation(self, position, mass, reach, looks: Look, stage) -> Observation:
-        """What the policy sees: image slots only, because the condition always stays."""
+        """The policy's view: image slots only, because the condition always stays."""
         needs = self.needs
         position = position[:, :, self.condition :] - self.condition
         live, heads = position >= 0, position.shape[:2]
@@ -303,7 +303,7 @@ class StageDecision:
         return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
 
     def _coming_in(self, moves: Moves, last):
-        """What comes to every slot of `last`, numbers of the buffer's tokens."""
+        """For every slot the one of `last`, numbers of the buffer's tokens, that comes to it."""
         if target.platform() != "gpu" or self.period > MOST_CHOSEN:
             # at most one token goes to a slot, so the sum is its number
             return jnp.where(moves.goes, last[..., None], 0).sum(-2)

@@ -76,7 +76,8 @@ class OffsetStep(RingStep):
         return jnp.concatenate([fixed, jnp.where(skipped, -1, ring)], axis=-1)
 
     def _sums(self, mass: Float[Array, "R N C"]) -> Float[Array, "R N C"]:
-        """What this query's weights are added to: what the offsets got so far, if somebody asks."""
+        """The sums that this query's weights are added to: those of the offsets so far, or
+        zeros."""
         if not self.rule.needs.total_mass:
             return jnp.zeros_like(mass)
         # what comes around is 0: the last slot is empty as long as offsets are chosen
@@ -100,7 +101,7 @@ class OffsetStep(RingStep):
     def _observation(
         self, skipped: Bool[Array, "LR N K"], mass: Float[Array, "LR N K"], token: Int[Array, ""]
     ) -> Observation:
-        """What the policy sees: the ring only, because all others are read whatever it says."""
+        """The policy's view: the ring only, because all others are read whatever it says."""
         position = self.contents(token)[self.protected :] - self.condition
         live, heads = (position >= 0) & ~skipped, skipped.shape[:2]
         mass = jnp.where(live, mass, 0)

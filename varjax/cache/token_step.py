@@ -28,7 +28,7 @@ from varjax.cache.token_state import LayerCache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Heads:
-    """What a layer projects for one token of every row: finished queries (with the attention scale)
+    """A layer's projections of one token of every row: finished queries (with the attention scale)
     and keys, and values. Query head i reads the keys and values of head i // G. bias: float32,
     added to the score of the condition's first slot. query_sum: the sum that `TokenStep.summed`
     asks for, where the product has made it."""
@@ -62,7 +62,7 @@ class CurrentToken:
 
 
 class TokenStep(Protocol):
-    """What the engine asks of a strategy."""
+    """A strategy, as the engine calls it."""
 
     def current(
         self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None
@@ -91,7 +91,7 @@ class TokenStep(Protocol):
         ...
 
     def at_once(self, cache: LayerCache) -> int:
-        """How many layers `decide` may be called for together."""
+        """The number of layers that `decide` may be called for together."""
         ...
 
     def decide(
@@ -207,8 +207,8 @@ class StageStep(StageDecision):
         return out, replace(found, mass=cache.mass) if place is None else found
 
     def _probe(self, cache: LayerCache, place) -> Probe | None:
-        """What the stage's last token asks attention for: scores of the window's mean query, for
-        the decision that follows. By then all that the decision is about is stored."""
+        """The stage's last token asks attention for scores of the window's mean query, for the
+        decision that follows: by then all its candidates are stored."""
         if cache.scores is None or place is None:
             return None
         wanted = place == self.period - 1

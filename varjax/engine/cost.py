@@ -1,5 +1,5 @@
-"""What a traced program computes and reads, counted from its jaxpr, and what attention and its
-observation cost, counted from a plan.
+"""Operations and bytes of a traced program, counted from its jaxpr, and those of attention and its
+observation, counted from a plan.
 
 The compiler's own count takes a loop body once, however often it runs, so it says nothing about a
 program that scans over scales and layers. Here the body of a scan counts as often as it runs.
@@ -46,7 +46,7 @@ class PallasWork:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program computes and reads.
+    """Operations and bytes of a program.
 
     flops: operations of matrix products and convolutions, two for a multiply-add. Nothing else is
       counted.
@@ -91,8 +91,9 @@ def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
 
 
 def times_read(jaxpr: AnyJaxpr) -> list[int]:
-    """How often a program reads each of its inputs: once for every equation that takes it. A scan
-    that takes it reads it as often as it runs, times the runs of the scans within."""
+    """The number of times that a program reads each of its inputs: once for every equation that
+    takes it. A scan that takes it reads it as often as it runs, times the runs of the scans
+    within."""
     inner, times = open_jaxpr(jaxpr), Counter()
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))

@@ -1,4 +1,4 @@
-"""What a device or its compiler reports of a program, with what to do about it."""
+"""Errors of a device or its compiler, with what to do about them."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What drawing scales and drawing tokens do differently: the static side of the program, its
+"""The differences between drawing scales and drawing tokens: the static side of the program, its
 inputs, how weights are arranged. `Generator` and `experiments.aot` know one interface, `Drawing`;
 `drawing` chooses.
 
@@ -40,7 +40,7 @@ Inputs = TypeVar("Inputs", bound=tuple)
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How a user wants the program to be built; results do not depend on it.
+    """A user's choices of how the program is built; results do not depend on them.
 
     segments: how the scale loop is cut (`segments.plan_segments`).
     layers: how the weights of layers lie (`program.arrange_layers`).
@@ -61,7 +61,7 @@ class BuildOptions:
 
 
 class Drawing(Protocol[Inputs]):
-    """How one kind of model draws a batch.
+    """The way in which one kind of model draws a batch.
 
     plan: of the cache.
     spec: the static side of the program, which `program.trace_codes` takes.

@@ -1,5 +1,5 @@
-"""What the scale loop scans over: for every scale its `StepInputs`, padded to the longest of its
-segment, and for every layer what its cache reads."""
+"""The inputs that the scale loop scans over: for every scale its `StepInputs`, padded to the
+longest of its segment, and for every layer what its cache reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from varjax.models.step_inputs import Resampling, StepInputs
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SegmentInputs:
-    """What the scan over a segment's scales takes.
+    """Inputs of the scan over a segment's scales.
 
     step: what a scale reads; leading axis [scales].
     layers: what the caches of its layers read; leading axes [scales, layers].

@@ -90,6 +90,6 @@ class Mixture(Given):
 
 
 def chance_of_ones(scores: Scores) -> Float[Array, "B T C"]:
-    """How likely every bit is 1, from the logits that it is drawn from."""
+    """The probability that every bit is 1, from the logits that it is drawn from."""
     logits = scores.guided()
     return jax.nn.sigmoid(logits[..., 1] - logits[..., 0])

@@ -34,7 +34,7 @@ ONE_GRAPH = {
 
 
 class Codec(Protocol):
-    """What decoding asks of a codec (`varjax.codecs.autoencoder`); `config` has `downsample` and
+    """A codec, as decoding calls it (`varjax.codecs.autoencoder`); `config` has `downsample` and
     `decoder.widths`."""
 
     config: Configuration
@@ -46,7 +46,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Decoding:
-    """How codes become pixels.
+    """The way from codes to pixels.
 
     dtype: one of `arithmetic.DTYPES`.
     at_once: images that are decoded together; None: as many as `DECODER_BYTES` allow.
@@ -56,7 +56,7 @@ class Decoding:
     at_once: int | None = None
 
     def images_at_once(self, codec: Codec, code_map: tuple[int, int], images: int) -> int:
-        """How many of so many images are decoded together. code_map: height and width of the latent
+        """The number of so many images that are decoded together. code_map: size of the latent
         map."""
         fitting = DECODER_BYTES // self.image_bytes(codec, code_map)
         return max(1, min(images, self.at_once or fitting))
@@ -113,7 +113,7 @@ def decode(
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:
-    """How the program is compiled, where `XLA_FLAGS` do not say otherwise: as others
+    """Options of the compiler, where `XLA_FLAGS` do not say otherwise: as for others
     (`program.compiler_options`), and on GPUs as one graph, without running all algorithms of its
     convolutions."""
     options = program.compiler_options(platform)

@@ -80,7 +80,7 @@ def trace_codes(
 def compiler_options(
     platform: str, *, few_rows: bool = False, weights_dtype: str | None = None
 ) -> dict[str, bool | str]:
-    """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
+    """Options of the compiler for a program, where `XLA_FLAGS` do not say otherwise.
 
     GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
     by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding

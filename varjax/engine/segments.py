@@ -142,7 +142,7 @@ def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Se
 
 
 def images_at_once(tokens: int, logits_per_token: int) -> int:
-    """How many images are sampled at once, so that logits and what sampling makes of them stay
+    """The number of images that are sampled at once, so that logits and copies of them stay
     within `LOGITS_BYTES`."""
     return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * logits_per_token * 4))
 

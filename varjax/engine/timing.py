@@ -1,4 +1,4 @@
-"""How long programs take."""
+"""Times of programs."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass
 class Timing:
-    """How long a generator took, in seconds.
+    """Times of a generator, in seconds.
 
     compile_s: tracing and compiling.
     cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was

@@ -110,7 +110,7 @@ class TokenSpec:
 
     @property
     def stages(self) -> tuple[int, int]:
-        """How many stages end with a decision, and how many tokens the last stage has."""
+        """The number of stages that end with a decision, and of tokens of the last stage."""
         return self.decided, self.sequence.steps - self.decided * (self.period or 0)
 
 
@@ -351,7 +351,7 @@ class _TokenSteps:
         return drawn
 
     def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
-        """What stands at the end of every line, without the head. Its logits are 0."""
+        """The token at the end of every line, without the head. Its logits are 0."""
         shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         new_line = self.transformer.config.vocab_size

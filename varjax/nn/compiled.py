@@ -1,4 +1,4 @@
-"""What a compiled program says about itself."""
+"""Memory of a compiled program."""
 
 import jax
 

@@ -83,7 +83,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a reader of checkpoints knows.
+    """The families and parts that a reader of checkpoints knows.
 
     families: by name.
     parts: those with a folder of their own, by the name of that folder. Some belong to a family,
@@ -98,5 +98,5 @@ class Catalogue:
         return self.families[choose("model family", name, self.families)]
 
     def __or__(self, other: "Catalogue") -> "Catalogue":
-        """What both know together."""
+        """All that both know."""
         return Catalogue({**self.families, **other.families}, {**self.parts, **other.parts})

@@ -106,7 +106,7 @@ class Configuration:
 
 
 class TransformerConfig(Configuration):
-    """What the configurations of transformers share.
+    """Base of the configurations of transformers.
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.

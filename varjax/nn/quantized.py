@@ -52,7 +52,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
+        """The shape of the matrix."""
         *layers, first, second = self.array.shape
         turned = self.scheme.activations
         return (*layers, second, first) if turned else (*layers, first, second)

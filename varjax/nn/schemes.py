@@ -26,7 +26,7 @@ WIDTHS = 16
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix is held in 8 bits and multiplied.
+    """A way to hold a matrix in 8 bits and to multiply with it.
 
     name: as users write it.
     dtype: of its numbers. largest: the magnitude that the largest of a channel is scaled to.

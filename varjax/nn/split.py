@@ -17,7 +17,7 @@ from varjax.nn.quantized import Activation
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is divided.
+    """The division of a parameter.
 
     axis: the axis of the array that is divided.
     name: what the axis counts (`varjax.logical_axes`), which says over which devices.

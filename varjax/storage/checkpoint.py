@@ -58,7 +58,7 @@ def embedded(folder: str, file: str) -> Path:
 
 
 def part_folder(directory: str | os.PathLike, name: str) -> Path:
-    """Where a part with a folder of its own lies: in a checkpoint, or `directory` is its folder."""
+    """The own folder of a part: in a checkpoint, or `directory` itself."""
     own = Path(directory)
     return own if (own / f"{name}.json").is_file() else own / name
 
@@ -122,7 +122,7 @@ def save(
 
 
 def written(folder: Path) -> set[str] | None:
-    """What `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
+    """The files that `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
     content = _said(folder / manifest.NAME, "family")
     if content is None:
         return {name for part in OWN_FOLDERS for name in _part_files(folder, part)} or None

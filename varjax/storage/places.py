@@ -11,6 +11,6 @@ def cache_folder(*names: str) -> Path:
 
 
 def converted(name: str) -> Path:
-    """Where `python -m ported_weights --model=NAME` writes unless it is told another folder, and
-    where `--checkpoint=NAME` and `varjax.load(NAME)` look."""
+    """The folder that `python -m ported_weights --model=NAME` writes unless it is told another one,
+    and that `--checkpoint=NAME` and `varjax.load(NAME)` read."""
     return cache_folder("checkpoints", name)
