@@ -1,6 +1,6 @@
 """Inputs of a layer's cache step at a scale: tables of the slots that it reads and writes, and
 facts that its policy knows beforehand. These are host arrays; the program scans over their scales
-and indexes them by layer. """
+and indexes them by layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

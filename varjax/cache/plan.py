@@ -7,6 +7,7 @@ pool exceeds the budget.
 """
 
 import hashlib
+import html
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -18,7 +19,6 @@ from jaxtyping import Array, PyTree
 from varjax import arguments
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Policy, Rule
-from varjax.cache.plan_view import PlanView
 from varjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class CachePlan(PlanView):
+class CachePlan:
     """The pool and its bytes, and what everybody asks a plan, whichever way its model draws.
 
     Immutable; equal and hashed by content. A model that draws scale by scale has a
@@ -184,6 +184,35 @@ class CachePlan(PlanView):
         raise NotImplementedError
 
     # --- for people -------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:9s} {value}" for name, value in self.facts().items())
+
+    def _repr_html_(self) -> str:
+        """HTML: the facts, and the timeline of what is held."""
+        facts = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self.facts().items()
+        )
+        table = html.escape("\n".join(self.timeline()))
+        details = f"<details><summary>held when</summary><pre>{table}</pre></details>"
+        return f"<table>{facts}</table>{details}"
+
+    def facts(self) -> dict[str, str]:
+        """Name, sizes and bytes of the plan."""
+        g, name = self.geometry, "no policy" if self.policy is None else self.policy.name
+        per_image = {dtype: self.num_bytes(1, dtype) for dtype in ("bfloat16", "float32")}
+        contents = f"contents {'known beforehand' if self.static_content else 'decided per image'}"
+        return {
+            "plan": f"{name}, budget {self.budget:g}, accounting {self.accounting}, {contents}",
+            "model": f"{g.num_layers} layers, {g.heads}; {g.schedule.outline()}",
+            "pool": f"{self.pool_blocks} blocks of {self.block_size} slots = {self.pool_tokens} "
+            f"tokens, {self.fraction:.2%} of a full cache ({g.dense_tokens} tokens)",
+            "peak": f"{self.peak_live_fraction:.2%} of a full cache is live at most",
+            "bytes": ", ".join(f"{size} in {dtype}" for dtype, size in per_image.items())
+            + f" for an image ({g.rows_per_image} rows)",
+        }
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns what `experiments.plan --save` writes beside sizes and capacities."""

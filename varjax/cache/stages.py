@@ -130,8 +130,6 @@ class TokenPlan(CachePlan):
 
     allocation: StageAllocation
 
-    decided_after = "stage"
-
     @property
     def sequence(self) -> TokenSequence:
         return self.geometry.schedule
