@@ -1,4 +1,4 @@
-"""What the images of a run are made of: one condition per image.
+"""Conditions, which images are drawn from: one per image.
 
 A kind of condition belongs to the families that take it: class labels are `varjax.models.labels`,
 texts are `varjax.text.condition`, prompts as token ids are `varjax.text.prompt_ids`. Each kind
@@ -19,7 +19,7 @@ JSON = Mapping | list | str | int  # what describes a condition in a report
 
 
 class Condition(Protocol):
-    """What the images of a run are made of; its length is their number.
+    """The condition of every image of a run; its length is their number.
 
     numbers: int32 [N], of every image its label, or the number of its prompt.
     captions: texts for people, one per image; None: there are none.
@@ -34,15 +34,15 @@ class Condition(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, index: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-        """What `Transformer.encode_condition` takes for some images: arrays with a leading axis
-        over images, whose shapes do not depend on which images are taken."""
+        """The argument of `Transformer.encode_condition` for some images: arrays with a leading
+        axis over images, whose shapes do not depend on which images are taken."""
 
     def describe(self) -> JSON:
-        """What decides the images, for JSON."""
+        """All that decides the images, for JSON."""
 
 
 class TakesCondition(Protocol):
-    """What a kind of condition asks of a model (`varjax.model.Model` has it)."""
+    """A model, as a kind of condition uses it (`varjax.model.Model`)."""
 
     name: str
     directory: str | os.PathLike | None
@@ -70,7 +70,7 @@ class ConditionKind:
     arguments: tuple[str, ...]
 
     def count(self, model: TakesCondition, **given) -> int:
-        """How many images an argument asks for. `UserError` if it is not usable."""
+        """The number of images that an argument asks for. `UserError` if it is not usable."""
         raise NotImplementedError
 
     def resolve(self, model: TakesCondition, **given) -> Condition:
@@ -83,8 +83,9 @@ class ConditionKind:
 
 
 def check(model: TakesCondition, **given) -> int:
-    """How many images are asked for. given: arguments of the Python API by name, None where the
-    caller gave none; `UserError` unless exactly what the model's images are made of is given."""
+    """The number of images that are asked for. given: arguments of the Python API by name, None
+    where the caller gave none; `UserError` unless exactly what the model's images are made of is
+    given."""
     kind, chosen = _chosen(model, given)
     return kind.count(model, **chosen)
 

@@ -59,7 +59,7 @@ def mesh_specs(names: PyTree[P], axes: Collection[str]) -> PyTree[P]:
 
 
 def shardings(names: PyTree[P], mesh: Mesh) -> PyTree[NamedSharding]:
-    """Where every array of a tree lies on a mesh, by its names."""
+    """The place of every array of a tree on a mesh, by its names."""
 
     def of(spec: P) -> NamedSharding:
         return NamedSharding(mesh, mesh_spec(spec, mesh.axis_names))

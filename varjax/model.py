@@ -74,7 +74,7 @@ class Model:
 
     @property
     def networks(self) -> dict[str, nnx.Module]:
-        """What generation runs: transformer and codec."""
+        """The networks of generation: transformer and codec."""
         return {"transformer": self.transformer, "codec": self.codec}
 
     @property
@@ -89,7 +89,7 @@ class Model:
 
     @property
     def weights_dtype(self) -> str:
-        """How the matrices of the transformer's layers are stored: one of `SCHEMES`, or in the type
+        """The storage of the matrices of the transformer's layers: one of `SCHEMES`, or in the type
         of products."""
         kernel = self.transformer.head.kernel.get_value()
         return kernel.scheme.name if quantized.is_one(kernel) else str(self.dtype)
@@ -112,7 +112,7 @@ class Model:
 
     @property
     def condition(self) -> str:
-        """What images are made of, "labels", "text" or "prompt_ids"."""
+        """The condition of images, "labels", "text" or "prompt_ids"."""
         return self.config.condition
 
     @property
@@ -145,11 +145,11 @@ class Model:
 
     @property
     def geometry(self) -> Geometry:
-        """What a cache must know of the model under its recommended sampling."""
+        """The model's sizes for a cache under its recommended sampling."""
         return self.geometry_for(self.sampling())
 
     def geometry_for(self, sampling: Sampling, *, one_slot: bool = True) -> Geometry:
-        """What a cache must know of the model under this sampling: without guidance there are no
+        """The model's sizes for a cache under this sampling: without guidance there are no
         unconditional rows.
 
         one_slot: as in `Transformer.sequence`. A plan for the other geometry runs, too, and draws

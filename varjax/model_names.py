@@ -12,7 +12,7 @@ def convert_command(name: str) -> str:
 
 
 def found(name_or_directory: str | Path | None) -> str | Path | None:
-    """What to read for a checkpoint's name: a published name stands for what
+    """The path to read for a checkpoint's name: a published name stands for what
     `python -m ported_weights --source=hub` has converted (`varjax.storage.places`), if it has and
     there is no folder of that name here; anything else stands for itself."""
     name = str(name_or_directory)

@@ -1,4 +1,4 @@
-"""What can be seen of a picture while it is drawn: after every scale, or every few lines.
+"""Previews of a picture while it is drawn: after every scale, or every few lines.
 
 watched = Watched(lambda **more: varjax.Generator(model, "headkv", 0.25, batch_size=1, **more))
 show = Previews(model).of_picture()
@@ -54,7 +54,7 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """What can be seen so far: a picture uint8 [H, W, 3], the part that is done, and words."""
+    """A preview: a picture uint8 [H, W, 3], the part that is done, and words."""
 
     picture: np.ndarray
     part: float

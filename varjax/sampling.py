@@ -27,7 +27,7 @@ SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """The way in which tokens are drawn.
 
     cfg: guidance strength, one number or one per scale; what it multiplies is the model's own
       convention. VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond.

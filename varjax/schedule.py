@@ -93,7 +93,7 @@ class Schedule:
 
     @property
     def num_drawn(self) -> int:
-        """How many steps draw an image; a step draws one scale."""
+        """The number of steps that draw an image; a step draws one scale."""
         return self.num_scales
 
     def first_tokens(self, count: int) -> int:

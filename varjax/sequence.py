@@ -70,7 +70,7 @@ class TokenSequence:
 
     @property
     def num_drawn(self) -> int:
-        """How many steps draw an image; a step draws one token."""
+        """The number of steps that draw an image; a step draws one token."""
         return self.image_tokens - self.new_lines * (self.image_tokens // self.line)
 
     def first_tokens(self, count: int) -> int:
@@ -117,8 +117,8 @@ class TokenSequence:
         return self.condition + self.steps
 
     def stages(self, period: int) -> tuple[int, int]:
-        """How many stages of `period` tokens end with a decision, and how many tokens follow in the
-        last stage, which ends without one."""
+        """The number of stages of `period` tokens that end with a decision, and of tokens that
+        follow in the last stage, which ends without one."""
         decided = -(-self.steps // period) - 1
         return decided, self.steps - decided * period
 

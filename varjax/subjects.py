@@ -1,4 +1,4 @@
-"""What a picture shall show: from the words of one image to a model's condition.
+"""Subjects of pictures: from the words of one image to a model's condition.
 
 Class-conditional models take a class by its number or name. The others take a prompt, which their
 text encoder or tokenizer reads; both stay in memory. Every condition has the same shapes, so that
@@ -24,8 +24,8 @@ EXAMPLES = ["a red apple on a white table", "a lighthouse at night", "a fox in t
 
 
 class Subjects(Protocol):
-    """How a model's conditions are found. names: of all classes; None: prompts are free. examples:
-    prompts to begin with."""
+    """The way from words to a model's conditions. names: of all classes; None: prompts are free.
+    examples: prompts to begin with."""
 
     names: list[str] | None
     examples: list[str]

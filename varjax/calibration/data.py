@@ -116,7 +116,7 @@ class Calibration:
                 )
 
     def _check_examples(self, geometry: Geometry) -> None:
-        """What nothing is decided from, but reports show."""
+        """Checks arrays that reports show and no policy reads."""
         scales = geometry.schedule.num_scales
         if self.num_samples is not None:
             integer("the calibration's num_samples", self.num_samples, 1)

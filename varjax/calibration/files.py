@@ -55,7 +55,7 @@ class Measurable(Protocol):
 
     @property
     def metadata(self) -> dict:
-        """What its manifest says (`model_digest`)."""
+        """The content of its manifest (`model_digest`)."""
 
     @property
     def directory(self) -> str | os.PathLike | None:

@@ -1,4 +1,4 @@
-"""What a codec's decoder computes in: the values of `decode_dtype`, and which a device offers.
+"""The arithmetic of a codec's decoder: the values of `decode_dtype`, and which a device offers.
 
 | value | feature maps and weights | products and convolutions |
 | --- | --- | --- |

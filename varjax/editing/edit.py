@@ -38,7 +38,7 @@ USUAL_BATCH = 8
 
 @dataclass(frozen=True, eq=False)
 class Edited:
-    """What an edit gives, for N edits.
+    """Results of N edits.
 
     images: float32 [N, H, W, 3] in [0, 1].
     reconstruction: the pictures as the codec reproduces them from their tokens.
@@ -55,7 +55,7 @@ class Edited:
 
 @dataclass(frozen=True, kw_only=True)
 class ByText:
-    """How an edit by text goes: see `varjax.engine.mixture`.
+    """Settings of an edit by text: see `varjax.engine.mixture`.
 
     probability: p, which is not published: near 1 the picture stays, at 0.5 it counts for nothing.
     keep_scales: K_c, the first scales, whose bits are the picture's. mix_scales: K_f, up to which

@@ -15,7 +15,7 @@ from varjax.model import Model
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What is edited of an image: the picture float32 [H, W, 3], and where it is drawn [H, W].
+    """The edit of an image: the picture float32 [H, W, 3], and where it is drawn [H, W].
 
     tokens, kept: of the picture, and which of them stay [L].
     paste, feather: whether the picture's own pixels come back outside the mask, and how softly.

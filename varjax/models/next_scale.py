@@ -1,4 +1,4 @@
-"""What the engine asks of a transformer that draws images scale by scale.
+"""The interface of transformers that draw images scale by scale.
 
 The engine (`varjax.engine.scales`) knows schedules, segments, layers and the cache; everything else
 is a step that the transformer brings, in the order in which it is called:
@@ -45,7 +45,7 @@ class NextScaleTransformer(Transformer):
 
     @property
     def resampling(self) -> Resampling:
-        """How the code map changes size on the way to a scale and back."""
+        """The resizing of the code map on the way to a scale and back."""
         return Resampling()
 
     # --- traced steps -----------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class NextScaleTransformer(Transformer):
         raise NotImplementedError
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
-        """What all layers of a scale share beyond the condition."""
+        """Data that all layers of a scale share beyond the condition."""
         return None
 
     def embed(
@@ -82,7 +82,7 @@ class NextScaleTransformer(Transformer):
 
     @property
     def bits(self) -> Scheme | None:
-        """How rows of activations are brought into 8 bits for products; None: they are not."""
+        """The scheme that brings rows of activations into 8 bits; None: they stay as they are."""
         kernel = self.head.kernel.get_value()
         both = quantized.is_one(kernel) and kernel.scheme.activations
         return kernel.scheme if both else None

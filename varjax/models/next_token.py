@@ -1,4 +1,4 @@
-"""What the engine asks of a transformer that draws images token by token, in raster order.
+"""The interface of transformers that draw images token by token, in raster order.
 
 The engine knows stages, layers and the cache; everything else is a step that the transformer
 brings, in the order in which it is called:
@@ -46,7 +46,7 @@ def as_it_is(branch: Array, number: int) -> Array:
 
 
 class Projected(Protocol):
-    """What a layer projects, finished: queries carry the attention scale, queries and keys are
+    """Finished projections of a layer: queries carry the attention scale, queries and keys are
     rotated. `pallas_kernels.projection.Projection` is one. Q query heads may share N heads of keys.
     """
 
@@ -149,7 +149,7 @@ class NextTokenTransformer(Transformer):
     def condition_mask(
         visible: Bool[Array, "R M"], image_tokens: int = 0
     ) -> Bool[Array, "R 1 T T"]:
-        """Who sees whom among the condition and the image tokens behind it (T together). A token
+        """The mask of the condition and the image tokens behind it (T together). A token
         sees earlier tokens that are no padding, and itself, even if it is padding."""
         rows, length = visible.shape
         total = length + image_tokens

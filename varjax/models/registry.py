@@ -1,4 +1,4 @@
-"""Which models there are: families and published sizes."""
+"""The known models: families and published sizes."""
 
 import os
 import re

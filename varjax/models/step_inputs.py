@@ -1,4 +1,4 @@
-"""What a next-scale transformer is given for a scale: its place, its tokens, and the matrices that
+"""Inputs of a next-scale transformer for a scale: its place, its tokens, and the matrices that
 resize the code map.
 
 Scales that share one compiled program have different map sizes but one padded shape. Tokens lie in
@@ -21,7 +21,7 @@ AnyArray = Array | np.ndarray  # made on the host, read on the device
 
 @dataclass(frozen=True)
 class Resampling:
-    """How a model's code map changes size. The defaults are VAR's.
+    """The resizing of a model's code map. The defaults are VAR's.
 
     down, up: names in `codecs.maps.MATRICES`, towards a scale and back.
     patch: side of the square of codes that one token stands for.
@@ -35,7 +35,7 @@ class Resampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """What a scale and its layers read. On the host, arrays have a leading axis over the scales of
+    """Inputs of a scale and its layers. On the host, arrays have a leading axis over the scales of
     a segment; a step sees one scale, because `lax.scan` takes this axis away.
 
     scale, length: index and real tokens of the scale.

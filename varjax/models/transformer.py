@@ -1,4 +1,4 @@
-"""What transformers of all kinds share: next-scale and next-token."""
+"""Base of transformers of both kinds: next-scale and next-token."""
 
 from collections.abc import Callable
 from typing import ClassVar, Self
@@ -52,7 +52,7 @@ class Transformer(nnx.Module):
         raise NotImplementedError
 
     def sequence(self, one_slot: bool = True) -> Schedule | TokenSequence:
-        """What an image is drawn by, as the cache sees it: scales or tokens.
+        """The order of an image, as the cache sees it: scales or tokens.
 
         one_slot: where tokens are drawn, whether one slot stands for the whole condition if the
           model allows it (`NextTokenTransformer.condition_is_one_slot`).

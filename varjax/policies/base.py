@@ -224,7 +224,7 @@ class Policy(ScaleRule):
         return {rule.kind: rule for rule in rules}
 
     def rule(self, kind: str) -> Rule:
-        """What the policy does on models that draw `kind` (`Geometry.kind`) at a time.
+        """The policy's rule for models that draw `kind` (`Geometry.kind`) at a time.
 
         Raises:
           UserError: it does not serve such models, or was given an argument that only others have
@@ -243,8 +243,8 @@ class Policy(ScaleRule):
     # --- what runs ask ----------------------------------------------------------------------------
 
     def content(self) -> str | None:
-        """What else decides the results, as text: for example the hash of a file named in the
-        arguments."""
+        """Further input that decides the results, as text: for example the hash of a file named in
+        the arguments."""
         return None
 
     def check_images(self, num_images: int) -> None:

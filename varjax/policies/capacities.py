@@ -1,4 +1,4 @@
-"""How many tokens a head may hold, on the host, in whole numbers that keep to the budget.
+"""Numbers of tokens that heads may hold, on the host, in whole numbers that keep to the budget.
 
 A head's limit is an upper bound. Its capacity when a scale starts is the limit or, early on, what
 exists. All limits together are at most floor(budget * F * L * N); with budget 1 every limit is F.

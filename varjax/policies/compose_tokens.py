@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Composed(Rule):
-    """What the rules of a composition have in common. default_parts: policies for the roles that
+    """Base of the rules of a composition. default_parts: policies for the roles that
     the arguments do not name."""
 
     default_parts: ClassVar[dict[str, str]]

@@ -19,7 +19,7 @@ from varjax.policies.windows import minimum_budget
 
 @dataclass(frozen=True, eq=False)
 class PruneSchedule:
-    """What `prune_schedule` decides.
+    """The decisions of `prune_schedule`.
 
     counts: int [K], N_k: heads that give up each source scale once scale k is done; -1 for the last
       scale, which is never stored.
@@ -114,7 +114,7 @@ def prune_schedule(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """What the search needs. Row i of an array is the state before scale i, after scale i - 1.
+    """Input of the search. Row i of an array is the state before scale i, after scale i - 1.
 
     size: int [K + 1, U], stored tokens of each unit; sink_size: int [K + 1], those of a head's
     sinks; removed: bool [K + 1, U, L, N]; rank: int [U, L, N], place in the order of its unit;

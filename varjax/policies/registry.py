@@ -89,7 +89,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
-    """What is new, or was registered by this module when it was imported elsewhere."""
+    """Policies that are new, or that this module registered when it was imported elsewhere."""
     for name in [n for n in POLICIES if n not in before]:
         _check_registration(name, POLICIES[name])  # written there without `register`
     names = (

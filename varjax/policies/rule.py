@@ -1,4 +1,4 @@
-"""What a policy does on one kind of model: one interface, whatever the model draws at a time.
+"""A policy's part on one kind of model: one interface, whatever the model draws at a time.
 
 The planner, the cache and the engine ask a `Rule` only. A policy for one kind of model is its own
 rule. A policy for both is its own rule for models that draw scale by scale, and names a small
@@ -107,19 +107,19 @@ class Rule:
     def allocate(
         self, geometry: Geometry, budget: float, calibration: Calibration | None = None
     ) -> Allocation | StageAllocation:
-        """How much every head may hold, for at most `budget` of the full cache. By default all
+        """The room of every head, for at most `budget` of the full cache. By default all
         heads get the same."""
         raise NotImplementedError
 
     def inputs(
         self, geometry: Geometry, allocation, image_index: np.ndarray
     ) -> PyTree[ArrayLike] | None:
-        """What `select` wants to know of every decision, for a batch of images; None for nothing.
+        """Facts that `select` needs for every decision, for a batch of images; None for nothing.
         Arrays [K, L, ...] by scale and layer, or [L, stages that end with a decision, ...]."""
         return None
 
     def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
-        """What a printed plan should say about this (prepared) policy."""
+        """Lines of a printed plan about this (prepared) policy."""
         return []
 
     def steady_tokens(
@@ -145,7 +145,7 @@ class Rule:
         return obs.state
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
-        """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
+        """The live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
         raise NotImplementedError
 
 
@@ -167,7 +167,7 @@ class ScaleRule(Rule):
     def allocate(
         self, geometry: Geometry, budget: float, calibration: Calibration | None = None
     ) -> Allocation:
-        """How much every head may hold at every scale, in tokens."""
+        """The room of every head at every scale, in tokens."""
         return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:

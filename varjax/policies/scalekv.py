@@ -166,7 +166,7 @@ class ScaleKV(Policy):
         return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
 
     def _published(self, geometry: Geometry) -> RegionAllocation:
-        """What the file lets every head hold."""
+        """The room that the file gives every head."""
         tokens = self._file.tokens(geometry)
         return RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
 

@@ -1,4 +1,4 @@
-"""How much each layer holds under ScaleKV: published budget files, and budgets of our own made in
+"""Sizes of layers under ScaleKV: published budget files, and budgets of our own made in
 the same manner."""
 
 import hashlib

@@ -22,7 +22,8 @@ MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
 
 
 def age_rank(obs: Observation, among: Mask) -> Position:
-    """How many tokens of `among` are older than each token, which need not be in `among` itself."""
+    """The number of tokens of `among` older than each token, which need not be in `among`
+    itself."""
     if obs.position.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, obs.position)
     return compared(None, obs.position, among, implementation=obs.implementation)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TableTokens(TokenRule):
-    """What the file says about stages, or about image tokens before each stage."""
+    """The file's entries for stages, or for image tokens before each stage."""
 
     policy: "Table"
     inputs_heads = 1  # [R or 1, N, image tokens]

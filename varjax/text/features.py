@@ -148,7 +148,7 @@ class TextFeatures(PromptSet):
         return min(-(-self.longest // LENGTH_STEP) * LENGTH_STEP, self.text_maxlen)
 
     def describe(self) -> dict:
-        """What a report says about the texts; equal for equal texts."""
+        """A report's entry about the texts; equal for equal texts."""
         return {
             "kind": "text",
             "images": len(self),
@@ -241,6 +241,6 @@ def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
 
 
 def _encoders(width: int) -> str:
-    """Which published encoders give features of this width, in brackets."""
+    """Published encoders that give features of this width, in brackets."""
     names = [name for name, config in PRESETS.items() if config.d_model == width]
     return f" ({', '.join(names)})" if names else ""

@@ -34,7 +34,7 @@ _ARRAYS = ("ids", "lens", "prompts")
 
 
 class TakesPrompts(Protocol):
-    """What prompts ask of a model's configuration. prompt_tokens: M."""
+    """A model's configuration, as prompts use it. prompt_tokens: M."""
 
     prompt_tokens: int
 
@@ -128,7 +128,7 @@ class PromptIds(PromptSet):
         return int(self.lens.max())
 
     def describe(self) -> dict:
-        """What a report says about the prompts; equal for equal ids."""
+        """A report's entry about the prompts; equal for equal ids."""
         return {
             "kind": "prompt_ids",
             "images": len(self),

@@ -122,7 +122,7 @@ PRESETS = {
 
 
 def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
-    """Which entry of the position bias belongs to (query, key). Half of the buckets are for keys
+    """The entry of the position bias for each (query, key). Half of the buckets are for keys
     before the query or at it, half for keys after it. In each half the first buckets stand for
     single distances, the others for ranges of distances that grow by a constant factor."""
     half = config.relative_attention_num_buckets // 2
@@ -185,7 +185,7 @@ class T5Encoder(nnx.Module):
         return self._norm(x, self.final_norm[...])
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
-        """What is added to the scores of every layer: the bias of relative positions, and the mask
+        """The addition to the scores of every layer: the bias of relative positions, and the mask
         that hides all but the first `lengths` of `size` tokens."""
         buckets = jnp.asarray(relative_buckets(self.config, size))
         relative = self.position_bias[...].astype(jnp.float32)[buckets].transpose(2, 0, 1)

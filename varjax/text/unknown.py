@@ -23,7 +23,7 @@ def is_known(
 
 
 def message(name: str, text: str) -> str:
-    """What a user is told about such a prompt. name: how messages call it."""
+    """The message about such a prompt. name: how messages call it."""
     return (
         f"{name} ({text!r:.60}) has no word that the model's tokenizer knows: it gives the picture"
         " of any such prompt; write it in the language and script that the model was trained on"

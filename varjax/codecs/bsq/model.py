@@ -139,7 +139,7 @@ def code_maps(bits: UInt8[Array, "B L C"], schedule: Schedule) -> list[Float[Arr
 def teacher_inputs(
     bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
 ) -> Float[Array, "B M {patch}**2*C"]:
-    """What the transformer sees at scales 1..K-1: the running sum resized to each next map.
+    """Inputs of the transformer at scales 1..K-1: the running sum resized to each next map.
 
     `schedule` is the codec's, also for a transformer with patchify: then its tokens are `patch` by
     `patch` positions. M is the number of tokens of scales 1..K-1.

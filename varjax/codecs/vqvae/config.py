@@ -72,7 +72,7 @@ class VQVAEConfig(Levels):
 
     @property
     def num_phi(self) -> int:
-        """How many phi convolutions there are; 0 when `quant_resi` is 0."""
+        """The number of phi convolutions; 0 when `quant_resi` is 0."""
         if abs(self.quant_resi) <= 1e-6:
             return 0
         return self.share_quant_resi or self.default_qresi_counts or self.schedule.num_scales

@@ -146,7 +146,7 @@ class Quantizer(nnx.Module):
         return jnp.stack(totals)
 
     def teacher_inputs(self, tokens: Int[Array, "B L"]) -> Float[Array, "B M C"]:
-        """What the transformer sees at scales 1..K-1, M = L - t_0 positions: the running sum pooled
+        """Inputs of the transformer at scales 1..K-1, M = L - t_0 positions: the running sum pooled
         to each next size."""
         maps = self.config.schedule.maps
         totals = self.code_maps(tokens)[:-1]

@@ -41,7 +41,7 @@ FLATTEST, TALLEST = 0.25, 4.0  # height / width for which the nearest template s
 
 @dataclass(frozen=True)
 class TemplateSchedule:
-    """What a template and a size mean.
+    """The maps of a template and a size.
 
     Attributes:
       aspect: published name of the template, height / width.

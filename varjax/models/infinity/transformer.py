@@ -307,7 +307,7 @@ class Infinity(NextScaleTransformer):
         return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
 
     def cross_attention(self, block: Block, text: TextKeys, layer, x: Float[Array, "R T D"]):
-        """What the tokens take from the text, [R, T, D]."""
+        """The addition of the text to the tokens, [R, T, D]."""
         h = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         h = h * block.cross_norm.scale[...] + block.cross_norm.bias[...]
         h = h.astype(self.dtype)

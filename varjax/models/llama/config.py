@@ -1,4 +1,4 @@
-"""What the configurations of models that draw token by token share, and of those among them that
+"""Configurations of models that draw token by token, and of those among them that
 are language models of the Llama family."""
 
 import math
@@ -25,7 +25,7 @@ IGNORED_NAMES = frozenset(
 
 
 class DecoderConfig(published.TransformerConfig):
-    """What models that draw token by token share. Subclasses have `grid`, height and width of the
+    """Base of models that draw token by token. Subclasses have `grid`, height and width of the
     map of image tokens, and `condition_tokens`, the slots of the condition."""
 
     grid: tuple[int, int]

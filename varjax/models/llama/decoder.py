@@ -1,4 +1,4 @@
-"""What decoders of the Llama family share: their layers, and guidance on the logits.
+"""Base of the decoders of the Llama family: their layers, and guidance on the logits.
 
 Letters: R rows, M slots of the condition, T tokens, N heads of keys and values, G query heads for
 each of them, H head size, D width, F hidden width, V codes of image tokens, S sets of norm weights.
@@ -146,12 +146,12 @@ class Decoder(NextTokenTransformer):
         return layers.rms_norm(x, scale[...], self.config.norm_eps, self.dtype)
 
     def attention_branch(self, block: Block, attended: Float[Array, "R T Q H"]):
-        """What attention adds to the stream, float32 [R, T, D]."""
+        """The addition of attention to the stream, float32 [R, T, D]."""
         attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
         return split.contract(block.proj, attended, self.model_axis).astype(jnp.float32)
 
     def feed_forward_branch(self, block: Block, h: Float[Array, "R T D"]):
-        """What the feed-forward adds to the stream, float32 [R, T, D]."""
+        """The addition of the feed-forward to the stream, float32 [R, T, D]."""
         gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
         product = split.contract(block.down, jax.nn.silu(gate) * up, self.model_axis)
         return product.astype(jnp.float32)

@@ -34,8 +34,8 @@ class TokenProducts:
 
     @classmethod
     def where_they_fit(cls, transformer, implementation: str | None) -> "TokenProducts | None":
-        """Those of a decoder; None where there is no kernel, or where it does not fit the model:
-        the layer is then XLA's. A kernel that was named and does not fit is warned about."""
+        """The products of a decoder; None where there is no kernel, or where it does not fit the
+        model: the layer is then XLA's. A kernel that was named and does not fit is warned about."""
         if not token_products.has_kernel(implementation):
             return None
         found = cls(transformer.config, transformer.dtype, implementation, transformer.halves)

@@ -124,7 +124,7 @@ class LlamaGenConfig(DecoderConfig):
 
     @property
     def condition(self) -> str:
-        """What images are made of, "labels" or "text"."""
+        """The condition of images, "labels" or "text"."""
         return CONDITIONS[self.model_type]
 
     @property

@@ -1,4 +1,4 @@
-"""Which token of the language model stands for which code of the image tokenizer.
+"""The tokens of the language model that stand for codes of the image tokenizer.
 
 Published vocabularies name the token of a code by its number: `IMGIMG`, a letter per digit (A is 0,
 J is 9), and `Z`. The ids of these names are in no order.
