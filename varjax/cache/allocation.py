@@ -62,6 +62,7 @@ class Geometry:
         return f"Geometry({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def _check_size(self) -> None:
+        # Tables and searches grow with these numbers: refused here, before anything is made.
         heads = self.num_layers * self.num_heads
         sizes = [(heads, LARGEST_HEADS, "heads in all"), *self.schedule.planning_sizes(heads)]
         for size, most, words in sizes:
@@ -131,6 +132,7 @@ def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
             )
         if name in given:
             raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
+        # more digits would not fit 64 bits, and Python may refuse to read them at all
         if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
             raise UserError(
                 f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
@@ -218,6 +220,7 @@ class StaticAllocation:
         # heads that share their contents were broadcast from one: it is counted once
         heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
+        # scale by scale, which takes no array of all pairs of tokens and scales
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):

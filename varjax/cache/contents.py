@@ -34,6 +34,7 @@ def _(plan: ScalePlan, found: PyTree, row: int = 0) -> np.ndarray:
     kept = np.zeros((g.num_layers, g.num_heads, g.schedule.persistent_tokens), bool)
     if last == 0:
         return kept
+    # after the scale before the last one: the last one reads that cache and stores nothing
     position = np.asarray(found["position"])[last - 1, row]
     regions = np.broadcast_to(np.arange(g.num_heads), kept.shape[:2])
     if found["regions"] is not None:
@@ -53,6 +54,7 @@ def _(plan: ScalePlan, found: PyTree, row: int = 0) -> np.ndarray:
 @at_the_end.register
 def _(plan: TokenPlan, found: PyTree, row: int = 0) -> np.ndarray:
     g, allocation, condition = plan.geometry, plan.allocation, plan.sequence.condition
+    # the last token is drawn and never stored
     steps = plan.sequence.steps
     kept = np.zeros((g.num_layers, g.num_heads, steps), bool)
     for layer in range(g.num_layers):
@@ -61,6 +63,7 @@ def _(plan: TokenPlan, found: PyTree, row: int = 0) -> np.ndarray:
             token = np.arange(steps)
             kept[layer] = (token < allocation.protected) | (token >= steps - ring)
             continue
+        # slots of the condition and empty ones get numbers outside of the image's tokens
         position = np.asarray(found[layer].position)[row] - condition
         head, slot = np.nonzero((position >= 0) & (position < steps))
         kept[layer, head, position[head, slot]] = True

@@ -39,6 +39,7 @@ class OwnRanges:
             self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
         )
         self._used[taken] = True
+        # `add.at`, because a block occurs as often as it has slots among these
         np.add.at(self._count, taken // self._block_size, 1)
         return taken
 
@@ -123,6 +124,7 @@ class CommonSlots:
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots. A block without used slots becomes whole again."""
+        # runs of a block are listed anew: what is freed may join runs on both sides
         self._used.reshape(-1)[slots] = False
         for block in np.unique(slots // self._size).tolist():
             free = ~self._used[block]
@@ -132,6 +134,7 @@ class CommonSlots:
 
     def _list(self, block: int, runs: list[tuple[int, int]]) -> None:
         """Replaces the free runs that are listed for a block."""
+        # A run is found by its length and by its block, so both lists change together.
         for a, b in self._runs.pop(block, ()):
             del self._by_length[bisect.bisect_left(self._by_length, (b - a, block, a))]
         for a, b in runs:

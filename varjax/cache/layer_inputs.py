@@ -81,6 +81,7 @@ def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
     number = np.arange(scales.start, scales.stop)
     read = _read_table(plan, number)
     if plan.static_content:
+        # one program serves the segment, so it may store first only if every scale may
         apart = not any(map(plan.overwrites, scales))
         return StaticInputs(read, write_table(plan, scales, length), apart)
     last_scale = plan.geometry.schedule.num_scales - 1

@@ -107,6 +107,7 @@ def _observe_window(obs: Observation, view: AttentionView, needs: Needs) -> Obse
     obs = replace(obs, window=obs.live & jnp.pad(own, (held, 0)))
     queries = view.projection.queries()[:, :, chosen]
     if needs.window_mass or needs.window_attention:
+        # one softmax serves both: the mass is its mean over queries
         attention = jax.nn.softmax(view.scores(queries), axis=-1)
         if needs.window_attention:
             obs = replace(obs, window_attention=attention)

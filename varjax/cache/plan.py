@@ -88,6 +88,7 @@ class CachePlan:
     def allocated_bytes(self, batch_size: int, dtype, groups: int = 1) -> int:
         """Bytes of the pools of all devices together where heads are divided over `groups` of
         them: one program serves all, so each pool has the size of the fullest."""
+        # all groups have pools of one size, so the first stands for them
         return groups * self.divide(groups)[0].num_bytes(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:
@@ -225,6 +226,7 @@ class CachePlan:
     @property
     def peak_live_fraction(self) -> float:
         """Largest number of live tokens at any time, as a fraction of the full cache."""
+        # a model of one scale stores nothing, so its full cache has no tokens
         return float(self.live_tokens.max() / max(1, self.geometry.dense_tokens))
 
     @property
@@ -250,6 +252,7 @@ class CachePlan:
         return h.hexdigest()
 
     def __hash__(self):
+        # by content: arrays have no hash, and equal plans share programs
         return hash(self.digest)
 
     def __eq__(self, other):

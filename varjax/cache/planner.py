@@ -85,6 +85,7 @@ def choose(
     """Returns what `plan_cache` lays out: the prepared policy, its allocation and the slots of a
     block. The errors are the same."""
     policy = policy.rule(geometry.kind).prepare(geometry, calibration)
+    # of the prepared policy, whose arguments the calibration and the model have filled in
     rule = policy.rule(geometry.kind)
     rule.check(geometry)
     rule.check_budget(geometry)
@@ -135,6 +136,7 @@ def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
 def _usual_size(geometry: Geometry, tokens: int) -> int:
     """The best block size whose pool exceeds the tokens by at most 1 %. There always is one, as
     blocks of one slot round nothing up."""
+    # -tokens % b: slots of the last block that stay empty
     fits = (b for b in _sizes(geometry, tokens) if -tokens % b <= LOST_AT_MOST * tokens)
     return next(fits)
 
@@ -246,6 +248,7 @@ class _Groups:
         policy, asked = self.rule.policy, self.rule.policy.block_size
         least = self._filled(1)  # nothing is rounded up in blocks of one slot
         most, smaller = self._kept(least), [b for b in BLOCK_SIZES if b <= block_size]
+        # Large blocks come first: kernels read them with the fewest copies and table entries.
         for size in (asked,) if asked else smaller:
             found = self._filled(size)
             enough = asked or self._kept(found) >= (1 - LOST_AT_MOST) * most
@@ -284,6 +287,8 @@ class _Groups:
 
     def _filled(self, block_size: int) -> list[StaticAllocation]:
         """The fullest that fits of every device; fewer if one has no room for the least."""
+        # The searches of all devices begin with the same budgets: the policy is asked once for
+        # each.
         known: dict[float, list[StaticAllocation]] = {}
         found = []
         for number in range(self.groups):
@@ -308,6 +313,7 @@ class _Groups:
             low, high = self.rule.minimum_budget(self.geometry), policy.budget
             best = attempt(low)
         for _ in range(SEARCH_STEPS if best else 0):
+            # full enough: what a further halving can find is less than rounding may cost
             if peak_tokens(self._own, best) >= (1 - LOST_AT_MOST / 4) * self._limit:
                 break
             middle = (low + high) / 2

@@ -78,6 +78,7 @@ class ScalePlan(CachePlan):
         heads = self.geometry.num_heads // groups
         geometry = replace(self.geometry, num_heads=heads)
         plans = []
+        # Every device lays out its own heads, so that block numbers are those of its own pool.
         for first in range(0, self.geometry.num_heads, heads):
             last_use = self.allocation.last_use[:, first : first + heads]
             group = build_plan(
@@ -128,6 +129,7 @@ class ScalePlan(CachePlan):
         freed = self.allocation.last_use[..., : starts[scale]] == scale
         if not freed.any() or not self.stores(scale):
             return False
+        # -1 is no slot: tokens that stay, or were never stored
         read = np.where(freed, self.write_slots[..., : starts[scale]], -1)
         written = self.write_slots[..., starts[scale] : ends[scale]]
         pairs = zip(read, written, strict=True)  # layer by layer

@@ -85,6 +85,7 @@ class StageAllocation:
         """A ring of slots behind the first `protected` tokens; the full cache if there is room.
         reads: tokens of the ring that a query reads; None: all."""
         slots = min(slots, geometry.schedule.steps)
+        # where a query reads the whole ring no offset has to be chosen
         if reads is not None:
             reads = np.full(geometry.num_layers, reads) if reads < slots - protected else None
         period = min(geometry.schedule.line, geometry.schedule.steps)
@@ -212,6 +213,7 @@ class TokenPlan(CachePlan):
 
     def arrays(self) -> dict[str, np.ndarray]:
         stage = np.arange(len(self.capacity))
+        # stage 0 is the condition, so stage 1 starts with image token 0, too
         found = {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
         return found if self.allocation.reads is None else found | {"reads": self.allocation.reads}
 
@@ -244,6 +246,7 @@ class TokenPlan(CachePlan):
         on, and for the last one."""
         held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period
         live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
+        # second differences: growth begins, ends or turns into a drop there
         turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
         reads = self.reads()
         lines = [] if reads is None else [f"reads     {reads}", ""]
@@ -297,6 +300,8 @@ def _rounded(geometry: Geometry, rule: Rule, slots: int) -> tuple[int, int]:
     policy, sequence = rule.policy, geometry.schedule
     total, asked = slots + sequence.condition, policy.block_size
     exact = policy.accounting == "tokens" or slots == sequence.steps
+    # The largest size that loses at most 1 % of the slots is the best one for kernels; a size that
+    # was asked for may lose more.
     for size in (check_block_size(asked),) if asked and not exact else BLOCK_SIZES:
         lost = total % size
         fits = slots - lost >= rule.minimum_slots(geometry)

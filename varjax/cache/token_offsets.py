@@ -71,6 +71,7 @@ class OffsetStep(RingStep):
     ) -> Int[Array, "R N C"]:
         """Positions, of which skipped slots have none: kernels then leave them out, whatever they
         know of offsets."""
+        # positions are the same in all heads until skipped slots make them differ
         fixed, ring = position[..., : self.first], position[..., self.first :]
         fixed = jnp.broadcast_to(fixed, (*skipped.shape[:2], self.first))
         return jnp.concatenate([fixed, jnp.where(skipped, -1, ring)], axis=-1)
@@ -86,6 +87,7 @@ class OffsetStep(RingStep):
 
     def at_once(self, cache):
         """As many layers as `TOGETHER` allows."""
+        # sums are what exists several times meanwhile: nothing is moved here, unlike in a stage
         size = cache.mass.size * cache.mass.dtype.itemsize
         return max(1, token_decision.TOGETHER.get(target.platform(), 0) // size)
 
@@ -94,6 +96,7 @@ class OffsetStep(RingStep):
         skipped = jnp.concatenate([cache.skipped for cache in caches])
         mass = jnp.concatenate([cache.mass for cache in caches])
         obs = self._observation(skipped, mass[..., self.first :], stage)
+        # The set only grows: sums know nothing of the queries that a skipped offset has missed.
         skipped |= obs.live & ~self.rule.select(obs)
         parts = zip(caches, jnp.split(skipped, len(caches)), strict=True)
         return tuple(replace(cache, skipped=part) for cache, part in parts)

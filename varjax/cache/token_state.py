@@ -84,6 +84,7 @@ def empty(
 def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> LayerCache:
     g = plan.geometry
     shape = (rows, g.num_heads, slots)
+    # key and value of a slot side by side, as kernels read them: half as many copies
     pool, scale = jnp.zeros((*shape, 2 * g.head_dim), dtype), None
     if pool.dtype == jnp.int8:
         scale = jnp.zeros((rows, 2, g.num_heads, slots), jnp.float32)
@@ -99,6 +100,7 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
 def _with_skipped(cache: LayerCache, plan: CachePlan) -> LayerCache:
     """The cache with what a step that skips offsets carries."""
     rows, heads, slots, _ = cache.pool.shape
+    # the condition and protected tokens are always read, so they have no offsets to skip
     ring = slots - plan.sequence.condition - plan.allocation.protected
     return replace(
         cache,

@@ -15,6 +15,7 @@ def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
         if allocation.reads is None:
             return RingStep(*ring)
         return OffsetStep(*ring, rule=plan.rule, reads=int(allocation.reads[layer]))
+    # the period is the same in all layers, what they keep may differ
     main = slots - allocation.period  # the buffer is part of what the budget pays for
     return StageStep(
         rule=plan.rule,

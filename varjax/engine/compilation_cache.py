@@ -40,6 +40,7 @@ def use(place: str | None) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         _set(None)
         return
+    # who names a folder wants a cache, even where the environment switched it off
     if place:
         jax.config.update("jax_enable_compilation_cache", True)
     # who set JAX's own variable has chosen, and may share the folder with other programs
@@ -112,5 +113,6 @@ class Watch:
 
     def __exit__(self, *error) -> None:
         requests, hits = (_events[name] - self._before[name] for name in (_REQUEST, _HIT))
+        # JAX counts requests without a folder, too
         if requests and jax.config.jax_compilation_cache_dir:
             self.verdict = "warm" if hits == requests else "cold"

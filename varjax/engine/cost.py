@@ -68,6 +68,7 @@ class Cost:
         return Cost(*(mine + others for mine, others in pairs))
 
     def times(self, count: int) -> "Cost":
+        # `loops` stays: it tells that numbers are missing, not how many
         kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
         times = {n: count * getattr(self, n) for n in ("flops", "flops_8_bits", "scanned_bytes")}
         return Cost(**times, kernels=kernels, loops=self.loops)
@@ -101,6 +102,7 @@ def times_read(jaxpr: AnyJaxpr) -> list[int]:
         if equation.primitive.name == "scan":
             inside = _scans_that_read(called[0])
             each = [n * times for n, times in zip(each, inside, strict=True)]
+        # a call reads an input as often as its function does
         if equation.primitive.name in _CALLS and len(called) == 1:
             each = times_read(called[0])
         for variable, count in zip(equation.invars, each, strict=True):

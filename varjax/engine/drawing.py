@@ -205,6 +205,7 @@ class TokenDrawing:
 
     def input_names(self, inputs):
         # the same for all images: `parallel.plans.check_plan` refuses inputs that depend on them
+        # heads are divided along `model`: inputs that differ by head have to be, too
         axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
         # in front of what `select` sees lies an axis of stages
         spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), HEADS)

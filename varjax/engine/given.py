@@ -70,6 +70,7 @@ class Given:
 
         place: numbers of the T tokens in the image. images: numbers of the b images in the batch.
         """
+        # gathered in every run: which tokens are given is data, so that all runs share one program
         given = self.tokens[:, place][images].astype(drawn.dtype)
         return self.choose(given, drawn, place, images)
 

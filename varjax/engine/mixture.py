@@ -51,6 +51,7 @@ class Mixture(Given):
         """The first `keep_scales` scales take the picture's bits, those up to `mix_scales` are
         mixed. tokens: of the pictures of a batch, whose second half repeats the first."""
         scale = np.broadcast_to(schedule.scale_of_token, tokens.shape[:2])
+        # both halves of a batch have the same picture, so the same scales are kept in both
         kept = scale < keep_scales
         mixed = (scale < mix_scales) & ~kept
         p = jnp.float32(probability)

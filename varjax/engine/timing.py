@@ -27,4 +27,6 @@ class Timing:
     def steady_s(self) -> float | None:
         """Median of the runs after the first one; the first one if it is alone; None if there are
         none."""
+        # the first run also loads kernels and fills caches; the median leaves out what others
+        # disturb
         return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
