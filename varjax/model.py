@@ -209,13 +209,6 @@ class Model:
         `UserError` if it takes none, or an image has no room beside so many."""
         return self if count is None else self.with_config(self.config.with_prompt_tokens(count))
 
-    def _shaped(self, aspect, size, grid, prompt_tokens) -> "Model":
-        """This model with the arguments of `load` of these names."""
-        if grid is not None and (aspect is not None or size is not None):
-            raise UserError("grid and size (or aspect) exclude each other: both say the shape")
-        shaped = self.with_template(aspect, size).with_grid(grid)
-        return shaped.with_prompt_tokens(prompt_tokens)
-
     # --- weights ----------------------------------------------------------------------------------
 
     @property
@@ -322,8 +315,10 @@ def describe(
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
             raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")
-    found = Model(name, parts, metadata, directory)
-    return found._shaped(aspect, size, grid, prompt_tokens)
+    if grid is not None and (aspect is not None or size is not None):
+        raise UserError("grid and size (or aspect) exclude each other: both say the shape")
+    found = Model(name, parts, metadata, directory).with_template(aspect, size)
+    return found.with_grid(grid).with_prompt_tokens(prompt_tokens)
 
 
 def _place(given: str | Path | None) -> tuple[str, Path]:
