@@ -342,6 +342,11 @@ def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+def capped(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Per-image numbers of which those above `Metric.largest` count as it."""
+    return {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
+
+
 def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
     """Returns means over images, standard deviations as `*_std`, and the number of identical
     images.
@@ -349,7 +354,7 @@ def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
     arrays: per-image numbers by metric, psnr among them.
     """
     identical = int(np.isinf(arrays["psnr"]).sum())
-    arrays = {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
+    arrays = capped(arrays)
     found: dict = {key: float(values.mean()) for key, values in arrays.items()}
     found |= {f"{key}_std": float(values.std()) for key, values in arrays.items()}
     return found | {"identical_images": identical}
