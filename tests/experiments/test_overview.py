@@ -14,7 +14,8 @@ from experiments import __main__ as overview
 from experiments import own_process
 from tests.conftest import ROOT
 from varjax.cli import command_line
-from varjax.cli.flags import WIDTH, CommandFlags, bare, parse_flags
+from varjax.cli.flags import CommandFlags, bare, parse_flags
+from varjax.cli.help import WIDTH
 
 COMMANDS = overview.commands()
 

@@ -29,10 +29,10 @@ from varjax.cli.flags import (
     VERSION,
     CommandFlags,
     check_arguments,
-    help_text,
     is_asked_for,
     parse_flags,
 )
+from varjax.cli.help import help_text
 from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.parallel.processes import AgreedError, LostProcess

@@ -1,15 +1,10 @@
-"""The flags of one command, error messages about them in our words, and `--help`.
-
-The help is an example that runs, the manual of the command, its essential flags, then the others
-under the headings that they were defined below.
-"""
+"""The flags of one command, and error messages about them in our words."""
 
 import contextlib
 import itertools
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,12 +16,9 @@ from varjax.engine import compilation_cache
 from varjax.errors import UserError, nearest
 
 COMPILATION_CACHE = "compilation_cache"
-OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
 HELP, VERSION = ("h", "help", "helpshort", "helpfull"), ("version",)
-WIDTH = 100
 _REQUIRED = "is required"
-_REPEATED, _LISTED = "multi string", "comma separated list of strings"
-_TYPES = {_LISTED: "LIST", _REPEATED: "STRING"}  # as absl calls them
+REPEATED, LISTED = "multi string", "comma separated list of strings"
 
 
 class CommandFlags:
@@ -193,7 +185,7 @@ def _expand_home(values: flags.FlagValues) -> None:
     for flag in (values[name] for name in values):
         if flag.present and flag.flag_type() == "string" and isinstance(flag.value, str):
             flag.value = _expanded(flag.value)
-        elif flag.present and flag.flag_type() == _LISTED:
+        elif flag.present and flag.flag_type() == LISTED:
             flag.value = [_expanded(text) for text in flag.value]
 
 
@@ -220,41 +212,6 @@ def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:
     return not wanted.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
 
 
-def help_text(main: Callable, values: flags.FlagValues, own: CommandFlags | None = None) -> str:
-    """Return an example, the manual (docstring of the module of `main`), and the flags."""
-    manual = (sys.modules[main.__module__].__doc__ or "").strip()
-    example = _example(own.example) if own else []
-    first = own.essential if own else []
-    rank = {name: i for i, name in enumerate(first)}
-    found: dict[str, list[str]] = {"": []}
-    for flag in sorted(_own_flags(main, values), key=lambda f: rank.get(f.name, len(first))):
-        title = own.heading_of(flag.name) if own and flag.name not in rank else ""
-        found.setdefault(title, []).append(_entry(flag))
-    lines = [*example, manual, "", f"Flags of `{program()}`:", *found.pop("")]
-    for title, entries in found.items():
-        lines += ["", f"{title}:", *entries]
-    return "\n".join([*lines, "  --help, --version"])
-
-
-def _example(text: str) -> list[str]:
-    """Return the lines of a command's example, each no longer than the help is wide."""
-    if not text:
-        return []
-    lines = []
-    for call in text.splitlines():
-        whole = call if call.startswith("python ") else f"{program()} {call}"
-        words = textwrap.wrap(
-            whole,
-            WIDTH - 2,  # room for the backslash
-            initial_indent="    ",
-            subsequent_indent="        ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines += [*(f"{line} \\" for line in words[:-1]), words[-1]]
-    return ["Try:", *lines, ""]
-
-
 def program() -> str:
     """Return how the user calls this command: `python -m package.module`, or a file."""
     if sys.argv[0].startswith("varjax "):  # the console script's sub-command
@@ -279,31 +236,3 @@ def choices(flag: flags.Flag) -> Sequence[str]:
 def bare(flag: flags.Flag) -> str:
     """Return the help text without absl's additions: the list of values, how to repeat it."""
     return re.sub(r"^<[^>]*>: |;\s*repeat this option[\s\S]*", "", flag.help or "")
-
-
-def _own_flags(main: Callable, values: flags.FlagValues) -> list[flags.Flag]:
-    """Return the flags that the module of `main` or a package of this project defines."""
-    own = []
-    for module, defined in values.flags_by_module_dict().items():
-        # absl files the program's own flags under its path or, if imported, under its name
-        is_command = values is not flags.FLAGS or module in (sys.argv[0], main.__module__)
-        if is_command or module.split(".")[0] in OWN_PACKAGES:
-            own += [flag for flag in defined if flag not in own]
-    return own
-
-
-def _entry(flag: flags.Flag) -> str:
-    """Return the lines of `--help` for a flag."""
-    values, kind = choices(flag), flag.flag_type()
-    shown = "|".join(values) or _TYPES.get(kind) or kind.upper()
-    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={shown}"
-    notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
-    if kind in _TYPES:
-        notes = ["may be repeated" if kind == _REPEATED else "separated by commas"]
-    if len(head) > WIDTH:
-        head, notes = f"  --{flag.name}=STRING", [allowed(flag)]
-    if flag.default not in (None, "", []):
-        notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
-    body = bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
-    indent = " " * 6
-    return f"{head}\n{textwrap.fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent)}"
