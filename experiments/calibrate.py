@@ -29,8 +29,9 @@ from varjax.cli.flags import CommandFlags
 from varjax.model import default_dtype
 from varjax.progress import Progress
 
-FLAGS = CommandFlags("--num_samples=2 --save=CAL.json", "save num_samples stability checkpoint")
-FLAGS.compilation_cache()
+FLAGS = CommandFlags(
+    "--num_samples=2 --save=CAL.json", "save num_samples stability checkpoint", compiles=True
+)
 MODEL = ModelFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS, samples=10)
 STABILITY = FLAGS.integer(

@@ -50,6 +50,7 @@ from varjax.text import features as text_features
 FLAGS = CommandFlags(
     "--image=PICTURE.png --mask=MASK.png --labels=22 --policy=headkv --out=DIR",
     "image mask labels prompts policy budget checkpoint seed out",
+    compiles=True,
 )
 IMAGE = FLAGS.string("image", None, "The picture: a PNG, JPEG or WebP file.")
 MASK = FLAGS.string(
@@ -82,10 +83,9 @@ PROBABILITY = FLAGS.floating(
 )
 MODEL = ModelFlags(FLAGS)
 POLICY = PolicyFlags(FLAGS, sizes=False)
-CONDITION = ConditionFlags(FLAGS, literal=True)
+CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
-FLAGS.compilation_cache()
 OUT = FolderFlags(FLAGS)
 FLAGS.require("image")
 

@@ -5,15 +5,15 @@ with the model.
     python -m experiments.run --checkpoint=DIR --text_features=FEATURES.npz
 
 --checkpoint is a checkpoint with a text encoder, or the folder of an encoder alone. --prompts is a
-file with one prompt per line, or a published prompt set (--prompt_set, docs/howto/text.md); instead
-of it --prompt="a red apple" may be repeated. An empty prompt stands for the model's own
-unconditional text. Longer prompts than --max_length are cut, with a warning that names the line.
+file with one prompt per line, a published prompt set (docs/howto/text.md), or a text: --prompts="a
+red apple" may be repeated. An empty prompt stands for the model's own unconditional text. Longer
+prompts than --prompt_tokens are cut, with a warning that names the line.
 """
 
 import pathlib
 
 from experiments.flags import define
-from experiments.flags.prompts import NegativeFlags, PromptFlags
+from experiments.flags.prompts import PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
 from varjax.cli import command_line
@@ -27,16 +27,16 @@ from varjax.text import encoder as encoder_lib
 from varjax.text.features import MAX_LENGTH, TextFeatures
 
 FLAGS = CommandFlags(
-    "--checkpoint=infinity-2b --prompt='a red apple' --save=FEATURES.npz",
-    "checkpoint prompt prompts save",
+    "--checkpoint=infinity-2b --prompts='a red apple' --save=FEATURES.npz",
+    "checkpoint prompts save",
+    compiles=True,
 )
-FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
-PROMPTS, NEGATIVE = PromptFlags(FLAGS), NegativeFlags(FLAGS)
+PROMPTS = PromptFlags(FLAGS)
 DTYPE = define.dtype(FLAGS, None, "the weights")
 BATCH_SIZE = define.batch_size(FLAGS, 8, "Texts per program call.")
 LONGEST = FLAGS.integer(
-    "max_length",
+    "prompt_tokens",
     None,
     f"Tokens per text, the end token included; default: what the model takes, else {MAX_LENGTH}.",
     lower_bound=1,
@@ -58,7 +58,7 @@ def check_reads_features(checkpoint: str) -> None:
 
 
 def max_length(checkpoint: str) -> int:
-    """Return the tokens per text: --max_length, else what the checkpoint's model takes, else what
+    """Tokens per text: --prompt_tokens, else what the checkpoint's model takes, else what
     released models take."""
     if LONGEST.value is not None:
         return LONGEST.value
@@ -87,9 +87,9 @@ def main(argv: list[str]) -> None:
     target = SAVE.check()
     prompts = PROMPTS.read()
     if prompts is None:
-        raise UserError("there are no prompts: give --prompt=TEXT or --prompts=FILE")
+        raise UserError("there are no prompts: give --prompts=TEXT or --prompts=FILE")
     check_reads_features(CHECKPOINT.value)
-    negative = NEGATIVE.read(prompts)
+    negative = PROMPTS.read_negative(prompts)
     folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     encoder_lib.check_folder(folder)
     progress = Progress("encoded text", len(prompts), every=2.0)

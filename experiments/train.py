@@ -31,8 +31,9 @@ from varjax.training import fine_tuning, loop, session
 from varjax.training.loop import Stopped
 from varjax.training.settings import FAMILIES, TrainingSettings
 
-FLAGS = CommandFlags("--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage")
-FLAGS.compilation_cache()
+FLAGS = CommandFlags(
+    "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True
+)
 
 
 STAGE = FLAGS.enum(
@@ -59,18 +60,26 @@ MESH = FLAGS.string(
 )
 DISTRIBUTED = DistributedFlag(FLAGS)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
+MORE = FLAGS.group(
+    "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2 (docs/howto/train.md)."
+)
 REQUIRED = ("data",)
+# settings with a flag of their own: what is trained, on what, and where it runs
+SINGLE = set(
+    "data family image_size max_images loader accumulate remat seed dtype save_dtype".split()
+)
 
 
 def _define_flags() -> None:
-    define = {
-        bool: FLAGS.boolean,
-        int: FLAGS.integer,
-        float: FLAGS.floating,
-        str: FLAGS.string,
-        tuple: FLAGS.list,
-    }
     for field in dataclasses.fields(TrainingSettings):
+        flags = FLAGS if field.name in SINGLE else MORE
+        define = {
+            bool: flags.boolean,
+            int: flags.integer,
+            float: flags.floating,
+            str: flags.string,
+            tuple: flags.list,
+        }
         default = field.default
         if isinstance(default, tuple):
             default = [str(item) for item in default]
@@ -103,7 +112,7 @@ def _integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
 def read_settings() -> TrainingSettings:
     """Return the settings that the given flags make; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
-    values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
+    values = {name: FLAGS.flag(name).value for name in names if FLAGS.flag(name).present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
     if INIT.value is not None:
         return fine_tuning.settings(INIT.value, **values | lists)
@@ -120,9 +129,11 @@ def _flags_in_messages() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        names = "|".join(FLAGS.values)
-        axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
-        raise UserError(re.sub(rf"(?<![\w/.=-]){axis}({names})=", r"--\1=", str(error))) from error
+        text = str(error)
+        for values, before in ((FLAGS.values, "--"), (MORE.values, "--settings=")):
+            axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
+            text = re.sub(rf"(?<![\w/.=-]){axis}({'|'.join(values)})=", rf"{before}\1=", text)
+        raise UserError(text) from error
 
 
 def main(argv: list[str]) -> None:

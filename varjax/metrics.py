@@ -301,16 +301,19 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Imports a module that registers metrics of your own, once, and returns their keys.
     `UserError`: it is not there, fails while it is imported, or registers nothing or a taken
     key."""
-    return own_modules.load("metric", path_or_name, (METRICS,), _metrics_of)
+    return own_modules.load([OWN], path_or_name)
 
 
 def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:
     found = tuple(key for key in METRICS if key not in before)
     if wrong := [METRICS[key] for key in found if not isinstance(METRICS[key], Metric)]:
         raise UserError(f"{show(wrong[0])} is registered, which is no Metric")
-    if found:
-        return found
-    raise UserError("it registers no metric: call varjax.metrics.register(Metric(...))")
+    return found
+
+
+OWN = own_modules.Kind(
+    "metric", (METRICS,), _metrics_of, "call varjax.metrics.register(Metric(...))"
+)
 
 
 def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:

@@ -8,41 +8,56 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 from varjax.arguments import path
 from varjax.errors import UserError
 
-# what a module has registered: (the module, what the first registry held before) -> names
-Found = Callable[[ModuleType, dict], tuple[str, ...]]
-_LOADED: dict[tuple[str, str], tuple[str, ...]] = {}  # (kind, file or import name): names
+_LOADED: dict[tuple[str, ...], tuple[str, ...]] = {}  # by kinds, and file or import name
 
 
-def load(
-    kind: str,
-    path_or_name: str | os.PathLike,
-    registries: Sequence[MutableMapping],
-    found: Found,
-) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Kind:
+    """What modules may register.
+
+    registries: what they add to. names: names of what is new, of (module, what the first registry
+    held before). how: how something is registered, for messages.
+    """
+
+    name: str
+    registries: Sequence[MutableMapping]
+    names: Callable[[ModuleType, dict], tuple[str, ...]]
+    how: str
+
+
+def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Imports a module once, and returns the names of what it registers.
 
     Args:
-      kind: what it registers, for messages: "policy", "model", "metric".
+      kinds: what it may register.
       path_or_name: a .py file anywhere, or the import name of a module.
-      registries: what it may add to; they are as before if anything fails.
-      found: what is new; `UserError` if nothing is.
 
     Raises:
-      UserError: it is not there, or fails while it is imported.
+      UserError: it is not there, fails while it is imported, or registers nothing; the registries
+        are then as before.
     """
-    given = os.fspath(path(f"{kind} module", path_or_name))
+    words = " or ".join(kind.name for kind in kinds)
+    given = os.fspath(path(f"{words} module", path_or_name))
     is_file = given.endswith(".py") or os.sep in given
     key = str(pathlib.Path(given).resolve()) if is_file else given
-    if (kind, key) not in _LOADED:
+    place = (*(kind.name for kind in kinds), key)
+    if place not in _LOADED:
+        registries = [registry for kind in kinds for registry in kind.registries]
         before = [dict(registry) for registry in registries]
+        firsts = [dict(kind.registries[0]) for kind in kinds]
         try:
             module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
-            _LOADED[kind, key] = found(module, before[0])
+            found = [kind.names(module, held) for kind, held in zip(kinds, firsts, strict=True)]
+            if not any(found):
+                how = ", or ".join(kind.how for kind in kinds)
+                raise UserError(f"it registers no {words}: {how}")
+            _LOADED[place] = tuple(name for names in found for name in names)
         except BaseException as error:
             for registry, content in zip(registries, before, strict=True):
                 registry.clear()
@@ -51,8 +66,8 @@ def load(
                 sys.modules.pop(_module_name(pathlib.Path(key)), None)
             if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
                 raise
-            raise UserError(f"{kind} module {given}: {_what_is_wrong(error, key)}") from error
-    return _LOADED[kind, key]
+            raise UserError(f"{words} module {given}: {_what_is_wrong(error, key)}") from error
+    return _LOADED[place]
 
 
 def _module_name(path: pathlib.Path) -> str:

@@ -20,6 +20,7 @@ Exit status 1: a target failed, the others are printed. A program that does not 
 a failure.
 """
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -35,7 +36,6 @@ from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags, ProgramOptions
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
-from experiments.prompts.condition import check_text_tokens
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.cli import command_line
@@ -62,12 +62,6 @@ LARGEST_BATCH = FLAGS.boolean(
 )
 PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True)
 SAMPLING = SamplingFlags(FLAGS)
-TEXT_TOKENS = FLAGS.integer(
-    "text_tokens",
-    None,
-    "Padded length of the texts of a text-to-image model; default: the most it takes.",
-    lower_bound=1,
-)
 FLAGS.heading("A training step")
 TRAIN = FLAGS.boolean(
     "train",
@@ -79,7 +73,7 @@ ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lo
 REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
 # other flags decide how pictures are drawn
 OF_TRAINING = set(
-    "train accumulate remat model model_module checkpoint target mesh batch_size dtype json "
+    "train accumulate remat model plugin checkpoint target mesh batch_size dtype json "
     "overwrite".split()
 )
 FLAGS.heading("Output")
@@ -137,7 +131,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         model=model,
         plan=plan,
         sampling=sampling,
-        text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
+        text_tokens=MODEL.text_tokens(model),
     )
     workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
     # compiling says which kernels cannot take the plan's blocks
@@ -149,7 +143,7 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     if LARGEST_BATCH.value or len(wanted) > 1:
         raise UserError("--budget=fit and --kv_bytes are for one --target and one --batch_size")
     batch, each = PROGRAM.asked_batch_size, PROGRAM.asked_batch_size // program.mesh.data
-    text = check_text_tokens(TEXT_TOKENS.value, model)
+    text = MODEL.text_tokens(model)
     return Sizing(
         batch_size=batch,
         kv_dtype=program.kv_dtype,
@@ -161,8 +155,8 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
 
 def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
     """The training step that is asked for. All flags are checked, nothing is compiled."""
-    for name in FLAGS.values:
-        if FLAGS.values[name].present and name not in OF_TRAINING:
+    for name in itertools.chain(*FLAGS.all_values()):
+        if FLAGS.flag(name).present and name not in OF_TRAINING:
             raise UserError(
                 f"--{name} decides how pictures are drawn, and --train compiles a training step: "
                 "leave out one of them"

@@ -64,6 +64,7 @@ FLAGS = CommandFlags(
     "python -m experiments.run --num_images=8 --policy=headkv --out=headkv\n"
     "--samples=headkv --full=full",
     "samples reference full metrics inception lpips out",
+    compiles=True,
 )
 RECIPE = RecipeFlag(FLAGS, "evaluate")
 SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
@@ -104,7 +105,6 @@ MESH = FLAGS.string("mesh", None, "Devices to split pictures over: data=4.")
 STATISTICS = FLAGS.string(
     "save_statistics", None, "npz file for the samples' statistics, a reference for later."
 )
-FLAGS.compilation_cache()
 FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)

@@ -1,9 +1,11 @@
 """The flags that name a model, --checkpoint and --model, the shape of its pictures, and its places
 for prompts."""
 
+from dataclasses import replace
+
 from absl.flags import FlagHolder
 
-from experiments.prompts.condition import TokenizedPrompts
+from experiments.prompts.condition import Text, TokenizedPrompts
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
@@ -22,12 +24,6 @@ class ModelFlags:
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
         flags.heading("Model")
-        if published is not None:
-            flags.first(
-                "model_module",
-                "Python file, or import name, that registers a model of your own for --model.",
-                registry.load_module,
-            )
         self._checkpoint = flags.string(
             "checkpoint",
             None,
@@ -62,7 +58,8 @@ class ModelFlags:
             None,
             "Places for the token ids of a prompt (Janus-Pro, Lumina-mGPT), which shorter ones do "
             "not fill; the same number in several runs gives them the same plan. Default: as many "
-            "as the longest prompt has, and without prompts the model's own.",
+            "as the longest prompt has, and without prompts the model's own. Of models that read "
+            "features of texts: their padded length until they are encoded; default: the most.",
             lower_bound=1,
         )
 
@@ -97,8 +94,9 @@ class ModelFlags:
             aspect=self._aspect.value,
             size=self._size.value,
             grid=self._grid.value,
-            prompt_tokens=self._prompt_tokens.value,
         )
+        if self.text_tokens(model) is None:
+            model = model.with_prompt_tokens(self._prompt_tokens.value)
         if weights and not model.has_weights:
             raise UserError(
                 f"{model.name} is a published model without weights here: {otherwise}get them "
@@ -109,6 +107,18 @@ class ModelFlags:
     def fitted(self, model: Model, condition: Condition) -> tuple[Model, Condition]:
         """Return both as they fit together: prompts decide how many places the model has for their
         token ids, unless --prompt_tokens does. `UserError` if a prompt does not fit."""
-        if not isinstance(condition, TokenizedPrompts):
-            return model, condition
-        return condition.fitted(model, self._prompt_tokens.value)
+        if isinstance(condition, TokenizedPrompts):
+            return condition.fitted(model, self._prompt_tokens.value)
+        if isinstance(condition, Text):
+            condition = replace(condition, assumed=self.text_tokens(model))
+        return model, condition
+
+    def text_tokens(self, model: Model) -> int | None:
+        """Return --prompt_tokens of a model that reads features of texts, the padded length to plan
+        with; None without it, and of other models. `UserError` if the model takes fewer."""
+        asked, most = self._prompt_tokens.value, getattr(model.config, "text_maxlen", None)
+        if asked is None or most is None:
+            return None
+        if asked > most:
+            raise UserError(f"--prompt_tokens={asked}: {model.name} takes at most {most}")
+        return asked

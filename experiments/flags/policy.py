@@ -1,5 +1,5 @@
 """The flags that choose a KV-cache policy: --policy, --budget, --policy_args, --calibration and
---policy_module."""
+--plugin."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from absl.flags import ArgumentParser, FlagHolder
 
 from experiments import budgets
 from experiments.budgets import Sizing
+from varjax import metrics, own_modules
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import choose, plan_cache
@@ -17,7 +18,9 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.key_values import parse_pairs
 from varjax.model import Model
-from varjax.policies import POLICIES, Policy, get_policy, load_module
+from varjax.models.registry import OWN as own_models
+from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies.registry import OWN as own_policies
 from varjax.sampling import Sampling
 
 UNMEASURED = (
@@ -31,13 +34,19 @@ UNKNOWN_SCHEDULE = (
 )
 
 
-def policy_module_flag(flags: CommandFlags) -> None:
-    """Define --policy_module."""
-    flags.first(
-        "policy_module",
-        "Python file, or import name, that registers policies of your own.",
-        load_module,
+def plugin_flag(flags: CommandFlags) -> None:
+    """Define --plugin."""
+    flags.used(
+        "plugin",
+        "Python files, or import names, separated by commas, that register policies, models or "
+        "metrics of your own.",
+        _load_plugins,
     )
+
+
+def _load_plugins(names: str) -> None:
+    for name in names.split(","):
+        own_modules.load([own_policies, own_models, metrics.OWN], name)
 
 
 def calibration_flag(flags: CommandFlags) -> FlagHolder[str]:
@@ -91,7 +100,7 @@ class PolicyFlags:
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
         self._calibration = calibration_flag(flags)
-        policy_module_flag(flags)
+        plugin_flag(flags)
 
     def resolve(self) -> Policy:
         """Return the policy, checked."""

@@ -6,7 +6,6 @@ import jax
 
 from experiments.budgets import Sizing
 from experiments.flags import define
-from experiments.flags.define import AUTO
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
@@ -19,13 +18,16 @@ from varjax.conditions import Condition
 from varjax.engine import memory
 from varjax.engine.drawing import check_cut
 from varjax.engine.pixels import Decoding
+from varjax.engine.program import LAYERS
 from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.model import Model, computed_in, default_dtype
+from varjax.generator import MATMUL_PRECISIONS, Generator
+from varjax.model import WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans, processes, weights
 from varjax.parallel.split import MeshSpec
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,7 @@ def blocks_too_small(plan: CachePlan, attention: str) -> bool:
 
 
 class ProgramFlags:
-    """--dtype, --weights_dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention,
-    --decode_batch, --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
+    """--dtype, --weights_dtype, --kv_dtype, --program, --batch_size and, if `mesh` says so, --mesh.
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.
@@ -118,21 +119,77 @@ class ProgramFlags:
         batches: bool = True,
     ):
         flags.heading("How programs are compiled, and their types")
-        self._elsewhere = elsewhere
-        self._mesh = define.mesh(flags) if mesh else None
+        self._elsewhere, self._mesh = elsewhere, None
+        if mesh:
+            self._mesh = flags.string(
+                "mesh",
+                None,
+                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights); "
+                "one axis may be -1: what is left over.",
+            )
         if elsewhere:
             self._batch_size = define.batch_size(flags, USUAL_BATCH)
         elif batches:
-            self._batch_size = define.batch_size_that_fits(flags)
-        self._decode_batch = define.decode_batch(flags)
-        self._decode_dtype = define.decode_dtype(flags)
+            usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
+            self._batch_size = flags.integer("batch_size", None, usual)
         self._dtype = define.dtype(flags, "bfloat16" if elsewhere else None, "weights and cache")
-        self._weights = define.weights_dtype(flags)
+        self._weights = flags.enum(
+            "weights_dtype",
+            None,
+            list(WEIGHTS_DTYPES),
+            "Type of stored weights; default: --dtype, in which products run. int8: the matrices "
+            "of the transformer's layers, with a scale per output channel. w8a8, fp8: "
+            "activations, too, with a scale per row, on chips that multiply such numbers.",
+        )
         self._kv_dtype = define.kv_dtype(flags)
-        self._precision = define.matmul_precision(flags)
-        self._segments = define.segments(flags)
-        self._layers = define.layers(flags)
-        self._attention = define.attention(flags, elsewhere)
+        self._define_settings(flags)
+
+    def _define_settings(self, flags: CommandFlags) -> None:
+        """Define --program: what few people set."""
+        program = flags.group(
+            "program",
+            "Further settings, as segments=4,layers=scan. None changes the pictures but for "
+            "rounding.",
+            alone=("segments", "attention", "matmul_precision", "decode_dtype"),
+        )
+        kernels = implementations.PLATFORMS if self._elsewhere else implementations.NAMES[1:]
+        stepwise = "; -interpret: step by step anywhere, slowly" * (not self._elsewhere)
+        self._attention = program.enum(
+            "attention",
+            AUTO,
+            [AUTO, "reference", *kernels],
+            f"Attention and cache writing: auto takes mosaic on GPUs from Hopper on, triton on "
+            f"others, tpu on TPU, else reference{stepwise}.",
+        )
+        self._segments = program.string(
+            "segments", AUTO, "How many segments the scale loop is cut into: auto or a number."
+        )
+        self._layers = program.enum(
+            "layers",
+            AUTO,
+            list(LAYERS),
+            "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
+            "weights but takes longer to compile; auto: unroll large models, but not on TPUs.",
+        )
+        self._precision = program.enum(
+            "matmul_precision",
+            "default",
+            list(MATMUL_PRECISIONS),
+            "Precision of float32 products.",
+        )
+        self._decode_dtype = program.enum(
+            "decode_dtype",
+            arithmetic.AUTO,
+            list(arithmetic.CHOICES),
+            "What the decoder of pixels computes in: auto is float32 on CPUs, else bfloat16, "
+            "which is faster and rounds pixels; tf32 (NVIDIA GPUs) rounds them less.",
+        )
+        self._decode_batch = program.integer(
+            "decode_batch",
+            None,
+            "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
+            lower_bound=1,
+        )
 
     def resolve(self, model: Model, chip: Chip | None = None) -> ProgramOptions:
         """Return the options; all is checked that does not depend on the plan. chip: that programs

@@ -1,77 +1,48 @@
-"""The flags that give texts: --prompt, --prompts, --prompt_set and --images_per_prompt,
---negative_prompt and --negative_prompts."""
+"""The flags that give texts: --prompts and --negative_prompts."""
 
-import contextlib
 import os
+import re
 from collections.abc import Sequence
 
 from absl.flags import FlagHolder
 
 from experiments.prompts import sets
-from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.errors import MissingExtra, UserError
+from varjax.errors import UserError
 from varjax.text.encoder import negative_texts
+
+_OF_KIND = re.compile(rf"({'|'.join(kind.value for kind in Kind)}):(?=.)")
+_PATH = re.compile(r"\S*(/\S*|\.[A-Za-z]\w*)")  # no text of several words
 
 
 class PromptFlags:
-    """--prompt, --prompts and --prompt_set.
+    """--prompts and --negative_prompts."""
 
-    literal: what --prompts names may also be the text itself, if there is no such file.
-    """
-
-    def __init__(self, flags: CommandFlags, *, literal: bool = False):
-        self._literal = literal
-        self._texts = flags.texts("prompt", None, "A prompt, as it is written here.")
-        self._path = flags.string(
-            "prompts", None, "Prompts: a file with one per line, or a published set."
+    def __init__(self, flags: CommandFlags):
+        self._prompts = flags.texts(
+            "prompts",
+            None,
+            "Prompts: texts, or one file with a prompt per line, or a published set (KIND:FILE for "
+            f"another kind than it looks like: {', '.join(kind.value for kind in Kind)}).",
         )
-        self._kind = flags.enum(
-            "prompt_set", sets.AUTO, sets.KINDS, "What --prompts holds; auto: look."
+        self._negative = flags.texts(
+            "negative_prompts", None, "Texts, or a file, that guidance leads away from: one or all."
         )
-        self.holders = (self._texts, self._path, self._kind)
+        self.positive = (self._prompts,)
+        self.holders = (self._prompts, self._negative)
 
     def read(self) -> PromptSet | None:
         """Return the prompts; None if none are given. Raises the errors of `sets.read_prompts`."""
-        typed = _typed(self._texts, self._path)
-        if typed is None and self._path.value:
-            if self._literal and not os.path.exists(self._path.value):
-                return plain([" ".join(self._path.value.split())], ["--prompts"])
-            return sets.read_prompts(self._path.value, self._kind.value)
-        if self._kind.present:
-            raise UserError(
-                f"--prompt_set={self._kind.value} says what the file of --prompts holds: leave it "
-                f"out, or give --prompts=FILE"
-            )
-        return typed
+        return _read(self._prompts)
 
-
-class ImagePromptFlags(PromptFlags):
-    """--prompt, --prompts and --prompt_set of a command that draws images; --images_per_prompt
-    unless `samples` says that it takes a few examples only."""
-
-    def __init__(self, flags: CommandFlags, *, samples: bool, literal: bool = False):
-        super().__init__(flags, literal=literal)
-        self._each = None
-        if not samples:
-            self._each = flags.integer(
-                "images_per_prompt",
-                None,
-                "Images of every prompt; default: as the prompt set's scorer expects, else 1.",
-                lower_bound=1,
-            )
-            self.holders += (self._each,)
-
-    def each(self, prompts: PromptSet, height: int, width: int) -> int:
-        """Return how many images every prompt has. `UserError` if the prompt set's scorer cannot
-        read so many of this size. Without pillow no files are written."""
-        if self._each is None:
-            return 1
-        each = self._each.value or prompts.images_per_prompt
-        with contextlib.suppress(MissingExtra):
-            check_layout(prompts, each, height, width)
-        return each
+    def read_negative(self, prompts: PromptSet) -> PromptSet | None:
+        """Return one text for each prompt or one for all; None if none are given. Raises the errors
+        of `sets.read_prompts` and `negative_texts`."""
+        found = _read(self._negative, Kind.LINES)
+        if found is not None:
+            negative_texts(found.texts, len(prompts), found.names)
+        return found
 
     def read_beside(
         self, holder: FlagHolder[str], texts: Sequence[str] | None, count: int
@@ -100,27 +71,6 @@ class ImagePromptFlags(PromptFlags):
         return found
 
 
-class NegativeFlags:
-    """--negative_prompt and --negative_prompts."""
-
-    def __init__(self, flags: CommandFlags):
-        self._texts = flags.texts("negative_prompt", None, "A text to lead away from.")
-        self._path = flags.string(
-            "negative_prompts", None, "File with one such text per prompt, or one for all."
-        )
-        self.holders = (self._texts, self._path)
-
-    def read(self, prompts: PromptSet) -> PromptSet | None:
-        """Return one text for each prompt or one for all; None if none are given. Raises the errors
-        of `sets.read_prompts` and `negative_texts`."""
-        found = _typed(self._texts, self._path)
-        if found is None and self._path.value:
-            found = sets.read_prompts(self._path.value, Kind.LINES)
-        if found is not None:
-            negative_texts(found.texts, len(prompts), found.names)
-        return found
-
-
 def plain(texts: Sequence[str], names: Sequence[str]) -> PromptSet:
     """Return texts that come from no file as a prompt set. names: how messages call them."""
     given = enumerate(zip(texts, names, strict=True))
@@ -128,15 +78,23 @@ def plain(texts: Sequence[str], names: Sequence[str]) -> PromptSet:
     return PromptSet(tuple(prompts), Kind.LINES, 1)
 
 
-def _typed(texts: FlagHolder[list[str]], path: FlagHolder[str]) -> PromptSet | None:
-    """Read the texts of a repeatable flag, each like a line of a file; None without any."""
-    if texts.value and path.value:
-        raise UserError(
-            f"--{texts.name} and --{path.name} exclude each other: write all texts into the file, "
-            f"or repeat --{texts.name}"
-        )
-    if not texts.value:
+def _read(holder: FlagHolder[list[str]], kind: str = sets.AUTO) -> PromptSet | None:
+    """Read a flag whose value is one file, or texts, each like a line of a file; None without."""
+    texts = holder.value
+    if not texts:
         return None
-    lines = [" ".join(text.splitlines()).strip() for text in texts.value]
+    for text in texts:
+        path = os.path.expanduser(text)
+        found = _OF_KIND.match(text) if kind == sets.AUTO else None
+        if found or _PATH.fullmatch(text) or text.strip() and os.path.exists(path):
+            if len(texts) > 1:
+                raise UserError(
+                    f"--{holder.name}={text} is a file, and the flag is given {len(texts)} times: "
+                    "give one file, or texts of several words"
+                )
+            if found:
+                return sets.read_prompts(os.path.expanduser(text[found.end() :]), found[1])
+            return sets.read_prompts(path, kind)
+    lines = [" ".join(text.splitlines()).strip() for text in texts]
     number = "" if len(lines) == 1 else " number {}"
-    return plain(lines, [f"--{texts.name}{number.format(i)}" for i in range(1, len(lines) + 1)])
+    return plain(lines, [f"--{holder.name}{number.format(i)}" for i in range(1, len(lines) + 1)])

@@ -208,16 +208,6 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
     return folder
 
 
-def check_text_tokens(asked: int | None, model: Model) -> int | None:
-    """Return --text_tokens, the padded length of texts; `UserError` unless the model takes it."""
-    most = getattr(model.config, "text_maxlen", None)
-    if asked is not None and most is None:
-        raise UserError(f"--text_tokens={asked}: {model.name} takes no text, leave it out")
-    if asked is not None and asked > most:
-        raise UserError(f"--text_tokens={asked}: {model.name} takes at most {most}")
-    return asked
-
-
 def text_tokens(condition: Condition) -> int | None:
     """Return the padded length of a condition's texts, for predictions; None for labels."""
     return condition.padded_length if isinstance(condition, Text) else None

@@ -13,7 +13,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +35,7 @@ DOCS = "docs/howto/reproduce.md"
 DECIDING = {
     "run": """
         cfg tau cfg_insertion_layer cfg_interval top_k top_p greedy more_smooth resize aspect size
-        negative_prompt negative_prompts given_tokens given_bits given_scales
+        negative_prompts given_tokens given_bits given_scales
         dtype kv_dtype matmul_precision decode_dtype
     """.split(),
     "evaluate": ["protocol", "metrics", "split_size"],
@@ -146,8 +146,8 @@ class RecipeFlag:
     """--recipe. command: "run" or "evaluate"."""
 
     def __init__(self, flags: CommandFlags, command: str):
-        self._values, self._command = flags.values, command
-        flags.first(
+        self._flags, self._command = flags, command
+        flags.used(
             "recipe",
             f"Published settings, as defaults of the other flags ({DOCS}): {', '.join(names())}.",
             self._use,
@@ -155,12 +155,12 @@ class RecipeFlag:
 
     def _use(self, name: str) -> None:
         for flag, value in load(name).flags(self._command).items():
-            self._values.set_default(flag, value)
+            self._flags.set_default(flag, value)
 
     @property
     def recipe(self) -> Recipe | None:
         """The recipe that is given."""
-        name = self._values["recipe"].value
+        name = self._flags.flag("recipe").value
         return load(name) if name else None
 
     def about(self) -> AbstractContextManager[None]:
@@ -170,14 +170,18 @@ class RecipeFlag:
     def changed(self) -> dict[str, object]:
         """Return {flag: value} for flags of the recipe that were given another value."""
         settings = self.recipe.flags(self._command)
-        given = {name: self._values[name].value for name in settings if self._values[name].present}
+        given = self._given([name for name in settings if name != "num_images"])  # it is counted
         return {name: value for name, value in given.items() if not _equal(value, settings[name])}
 
     def added(self) -> dict[str, object]:
         """Return {flag: value} for given flags that decide results and are not in the recipe."""
-        settings, values = self.recipe.flags(self._command), self._values
-        names = [n for n in DECIDING[self._command] if n in values and values[n].present]
-        return {name: values[name].value for name in names if name not in settings}
+        settings = self.recipe.flags(self._command)
+        return self._given([name for name in DECIDING[self._command] if name not in settings])
+
+    def _given(self, names: Iterable[str]) -> dict[str, object]:
+        """Return {flag: value} of those that were given."""
+        found = {name: self._flags.flag(name) for name in names}
+        return {name: flag.value for name, flag in found.items() if flag.present}
 
     def describe(self) -> dict | None:
         """Return what reports say about the recipe; None without one."""

@@ -3,7 +3,7 @@
     python -m experiments.run --policy=headkv --budget=0.25 --labels=3,7,7 --out=DIR
     python -m experiments.run --policy=streaming --budget=0.1 --compare
     python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
-    python -m experiments.run --checkpoint=DIR --prompt="a red apple" --aspect=1.5 --size=0.25M
+    python -m experiments.run --checkpoint=DIR --prompts="a red apple" --aspect=1.5 --size=0.25M
     python -m experiments.run --checkpoint=DIR --recipe=var-fid50k --policy=headkv --out=DIR
 
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
@@ -35,7 +35,7 @@ from experiments.run import part
 from experiments.run import results as run_results
 from experiments.shards import PartStore, ShardFlag
 from experiments.stopping import Stopped, say_stopped
-from varjax import api, metrics
+from varjax import api, errors
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
@@ -51,27 +51,20 @@ LARGEST_SIDE = 2**13  # pixels, for --resize
 
 FLAGS = CommandFlags(
     "--policy=headkv --budget=0.25 --labels=3,7,22 --compare",
-    "policy budget kv_bytes labels prompt prompts num_images checkpoint batch_size seed out compare"
-    " dry_run",
+    "policy budget kv_bytes labels prompts num_images checkpoint batch_size seed out compare "
+    "dry_run",
+    compiles=True,
 )
-MODEL = ModelFlags(
-    FLAGS, published="A model of --model_module; or, with --dry_run, a published name"
-)
+MODEL = ModelFlags(FLAGS, published="A model of --plugin; or, with --dry_run, a published name")
 RECIPE = RecipeFlag(FLAGS, "run")
 POLICY = PolicyFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS, mesh=True)
-FLAGS.compilation_cache()
 FLAGS.heading("What is compared and written")
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 LPIPS = FLAGS.string(
     "lpips", None, "With --compare: folder of a converted LPIPS network (docs/howto/evaluate.md)."
-)
-FLAGS.first(
-    "metric_module",
-    "Python file, or import name, that registers metrics of your own.",
-    metrics.load_module,
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
@@ -85,14 +78,18 @@ RESIZE = FLAGS.integer(
     upper_bound=LARGEST_SIDE,
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
-FLAGS.heading("Tokens that are given")
+GIVEN = FLAGS.group(
+    "given",
+    "Tokens that replace the draw, as tokens=FILE.npz,scales=3.",
+    alone=("given_tokens", "given_bits", "given_scales"),
+)
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
-GIVEN = {  # {name that a model gives its tokens: flag}
-    name: FLAGS.string(f"given_{name}", None, f"npz file with `{name}` {s} that replace the draw.")
-    for name, s in SHAPES.items()
+GIVEN_FILES = {  # {name that a model gives its tokens: setting}
+    name: GIVEN.string(name, None, f"npz file with `{name}` {shape}.")
+    for name, shape in SHAPES.items()
 }
-GIVEN_SCALES = FLAGS.integer(
-    "given_scales",
+GIVEN_SCALES = GIVEN.integer(
+    "scales",
     None,
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
@@ -175,10 +172,10 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
     them, None for all), checked against the model. Tokens are None if none are given."""
     mine, order = model.transformer.token_name, model.geometry.schedule
     steps = order.num_drawn
-    for name, holder in GIVEN.items():
+    for name, holder in GIVEN_FILES.items():
         if holder.value and name != mine:
             raise UserError(f"--given_{name}: {model.name} draws {mine}: use --given_{mine}")
-    path, scales = GIVEN[mine].value, GIVEN_SCALES.value
+    path, scales = GIVEN_FILES[mine].value, GIVEN_SCALES.value
     if scales is not None and (not path or not 0 <= scales <= steps):
         raise UserError(
             f"--given_scales={scales}: 0 to {steps} {order.kind}, together with --given_{mine}=FILE"
@@ -186,7 +183,7 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
     if not path:
         return None, None
     count = steps if scales is None else scales
-    with about(GIVEN[mine]):
+    with errors.about(f"--given_{mine}={path}"):
         found = npz.load(path, [mine])
         if mine not in found:
             held = some(npz.names(path)) or "nothing"

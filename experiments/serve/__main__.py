@@ -46,12 +46,12 @@ USUAL, FULL = "headkv", "full"
 FLAGS = CommandFlags(
     "--policy=headkv --budget=0.25 --port=7860",
     "policy budget policies kv_bytes checkpoint host port api_key allowed_hosts queue max_batch",
+    compiles=True,
 )
 MODEL = ModelFlags(FLAGS)
 POLICY = PolicyFlags(FLAGS, sizes=False, usual=USUAL)
 SAMPLING = SamplingFlags(FLAGS, seed=False)
 PROGRAM = ProgramFlags(FLAGS, batches=False)
-FLAGS.compilation_cache()
 HOST = FLAGS.string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is every one.")
 PORT = FLAGS.integer("port", 7860, "Port; 0: any free one.", lower_bound=0, upper_bound=65535)
 POLICIES = FLAGS.list("policies", None, "Policies that requests may name; default: all that fit.")

@@ -36,7 +36,7 @@ from experiments import judges, parts
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
-from experiments.flags.policy import calibration_flag, policy_module_flag
+from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
@@ -46,7 +46,7 @@ from experiments.stopping import Stopped, say_stopped
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
-from varjax import api, metrics
+from varjax import api
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli import command_line
@@ -62,6 +62,7 @@ from varjax.storage import ordinary
 FLAGS = CommandFlags(
     "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",
     "policies budgets checkpoint labels prompts num_images out",
+    compiles=True,
 )
 POLICIES = FLAGS.string(
     "policies",
@@ -72,15 +73,10 @@ BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's
 KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
 )
-MODEL = ModelFlags(FLAGS, published="A model of --model_module, or a published name")
+MODEL = ModelFlags(FLAGS, published="A model of --plugin, or a published name")
 CALIBRATION = calibration_flag(FLAGS)
-policy_module_flag(FLAGS)
+plugin_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
-FLAGS.first(
-    "metric_module",
-    "Python file, or import name, that registers metrics of your own.",
-    metrics.load_module,
-)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
@@ -88,7 +84,6 @@ FLAGS.heading("What is compared and kept")
 LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
-FLAGS.compilation_cache()
 FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 SHARD = ShardFlag(FLAGS, "cells")

@@ -15,7 +15,7 @@ import pytest
 from varjax import __version__
 from varjax.cli import devices, version
 from varjax.cli.command_line import run
-from varjax.cli.flags import CommandFlags, parse_flags
+from varjax.cli.flags import GONE, CommandFlags
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = '''
@@ -24,15 +24,24 @@ import os
 import sys
 from absl import flags
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 
-NAMES = flags.DEFINE_list("names", ["a", "b"], "who")
-BUDGET = flags.DEFINE_float("budget", 0.5, "fraction of the cache", lower_bound=0.0)
-COUNT = flags.DEFINE_integer("count", 3, "how many images")
-POLICY = flags.DEFINE_enum("policy", "full", ["full", "headkv"], "which tokens stay")
-GREEDY = flags.DEFINE_bool("greedy", False, "take the best token")
-FAIL = flags.DEFINE_string("fail", None, "how to fail")
-flags.register_validator("count", lambda n: n != 13, message="13 brings bad luck")
+FLAGS = CommandFlags()
+
+NAMES = FLAGS.list("names", ["a", "b"], "who")
+BUDGET = FLAGS.floating("budget", 0.5, "fraction of the cache", lower_bound=0.0)
+COUNT = FLAGS.integer("count", 3, "how many images")
+POLICY = FLAGS.enum("policy", "full", ["full", "headkv"], "which tokens stay")
+GREEDY = FLAGS.boolean("greedy", False, "take the best token")
+MORE = FLAGS.group("more", "Further settings.", alone=("tau", "more_fast"))
+TAU = MORE.floating("tau", None, "a temperature")
+FAST = MORE.boolean("fast", False, "not slow")
+SIZE = MORE.list("size", None, "sizes")
+FAIL = FLAGS.string("fail", None, "how to fail")
+flags.register_validator(
+    "count", lambda n: n != 13, message="13 brings bad luck", flag_values=FLAGS.values
+)
 
 
 def main(argv):
@@ -53,6 +62,8 @@ def main(argv):
         raise RuntimeError("impossible state")
     if FAIL.value == "status":
         return 7
+    if TAU.present or FAST.present or SIZE.present:
+        print(TAU.value, FAST.value, SIZE.value)
     print(len(argv), BUDGET.value, COUNT.value, POLICY.value, GREEDY.value)
     if FAIL.value == "text":
         print("L\\u00f6we", "\\udcff")
@@ -157,6 +168,37 @@ def test_a_flag_is_no_value_of_the_flag_before(tiny_here):
     assert tiny_here("--fail", "--help")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--more=tau=2,size=1,2"], "2.0 False ['1', '2']"),
+        (["--more=size=1", "--tau", "2", "--more_fast"], "2.0 True ['1']"),
+        (["--tau=3", "--nomore_fast", "--more=fast=true"], "3.0 True None"),
+    ],
+)
+def test_settings_of_a_group(tiny_here, given, said):
+    """Together or, some of them, as flags."""
+    assert tiny_here(*given) == (0, f"{said}\n1 0.5 3 full False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--more=tua=2", "--more has no tua; did you mean 'tau'?"),
+        ("--more=tau=x", "--tau=x is not valid: it must be a number"),
+        ("--more=fast=2", "--more_fast=2 is not valid"),
+        ("--more=size=1,size=2", "size is given twice"),
+        ("--more=tau", "cannot read 'tau'"),
+        ("--more=", "--more= is empty"),
+        ("--size=2", "there is no flag --size: use --more=size=VALUE"),
+        *((f"--{name}", f"--{name} is gone: {instead}") for name, instead in GONE.items()),
+        ("--nopage", "--page is gone"),
+    ],
+)
+def test_wrong_settings_and_flags_that_are_gone(tiny_here, given, said):
+    assert_one_message(tiny_here(given), 2, said)
+
+
 def test_wrong_flag_in_a_real_process(tiny):
     outcome = tiny("fruit", "--count=2", "--policy=full")
     assert_one_message(outcome, 2, "unexpected argument 'fruit'", "run `python -m tiny --help`")
@@ -180,6 +222,9 @@ def test_help_is_for_people(tiny_here):
     """No empty defaults, no shouting types; the flags that every command has are named."""
     output = tiny_here("--help")[1]
     assert "--fail=STRING\n      how to fail\n" in output and "default: )" not in output
+    assert (
+        "--more=KEY=VALUE,...\n      Further settings.\n      --tau=FLOAT: a temperature" in output
+    )
     assert "--names=LIST\n" in output and "separated by commas; default: a,b)" in output
     assert output.rstrip().endswith("--help, --version")
 
@@ -269,10 +314,11 @@ def test_reader_that_goes_away_leaves_no_traceback(environment):
 def test_required_flag_is_named(tmp_path, environment):
     program = """
         '''Needs a flag.'''
-        from absl import flags
         from varjax.cli import command_line
-        flags.DEFINE_string("out", None, "where to write", required=True)
-        flags.DEFINE_string("source", None, "what to read", required=True)
+        from varjax.cli.flags import CommandFlags
+        FLAGS = CommandFlags()
+        FLAGS.string("out", None, "where to write", required=True)
+        FLAGS.string("source", None, "what to read", required=True)
         command_line.run(lambda argv: None)
     """
     (tmp_path / "needy.py").write_text(textwrap.dedent(program))
@@ -297,13 +343,13 @@ def test_home_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/of me")
     own = CommandFlags()
     out, args = own.string("out", "~/kept", ""), own.list("args", [], "")
-    prompts = own.texts("prompt", None, "")
-    parse_flags(["x", "--args=path=~/a.npz,~,b~/c", "--prompt=~/d"], own.values)
+    prompts = own.texts("prompts", None, "")
+    own.parse(["x", "--args=path=~/a.npz,~,b~/c", "--prompts=~/d"])
     assert args.value == ["path=/home/of me/a.npz", "/home/of me", "b~/c"]
     assert prompts.value == ["~/d"] and out.value == "~/kept"
-    parse_flags(["x", "--out=~/e"], own.values)
+    own.parse(["x", "--out=~/e"])
     assert out.value == "/home/of me/e"
-    parse_flags(["x", "--out=~other/e"], own.values)
+    own.parse(["x", "--out=~other/e"])
     assert out.value == "~other/e"
 
 

@@ -19,10 +19,10 @@ from tests.evaluation import recipe
 PAGE = ROOT / "docs" / "howto" / "many_processes.md"
 BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRAINING = (
-    "--max_images=16 --val_fraction=0.5 --image_size=16 --ch=8 --norm_groups=4 --ch_mult=1,1 "
-    "--num_res_blocks=1 --patch_nums=1,2,8 --depth=1 --width=32 --heads=2 --vocab_size=16 "
-    "--z_channels=4 --vqvae_steps=2 --autoencoder_steps=1 --var_steps=2 --vqvae_batch_size=8 "
-    "--var_batch_size=8 --log_every=1 --validate_every=2 --checkpoint_every=2 --quiet"
+    "--max_images=16 --image_size=16 --settings=val_fraction=0.5,ch=8,norm_groups=4,ch_mult=1,1,"
+    "num_res_blocks=1,patch_nums=1,2,8,depth=1,width=32,heads=2,vocab_size=16,z_channels=4,"
+    "vqvae_steps=2,autoencoder_steps=1,var_steps=2,vqvae_batch_size=8,var_batch_size=8,log_every=1,"
+    "validate_every=2,checkpoint_every=2 --quiet"
 )
 HOSTS = 4  # of `# every host`
 # (section, its folders of pictures, largest difference to a process that draws one at a time: other

@@ -70,14 +70,25 @@ def module_of(command: str):
 
 
 def flags_of(command: str) -> set[str]:
-    return set(module_of(command).FLAGS.values)
+    return set(module_of(command).FLAGS.names())
+
+
+def shared(page: str, text: str) -> set[str]:
+    """Flags of the groups that a command's section names."""
+    named = set()
+    for group, but in re.findall(r"(\w+)(?: \(not ([^)]*)\))?[,.]", text):
+        rows = page.split(f"\n### {group}\n")[1].split("\n##")[0]
+        there = re.findall(r"^\| `--(\w+)", rows, re.MULTILINE)
+        named |= set(there) - set(FLAG.findall(but))
+    return named
 
 
 @pytest.mark.parametrize("command", commands())
 def test_the_reference_names_every_flag(command):
     page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
     text = page.split(f"\n## {command}\n")[1].split("\n## ")[0]
-    named = set(FLAG.findall(text))
+    own, _, groups = text.partition("\nGroups: ")
+    named = set(FLAG.findall(own)) | shared(page, groups)
     assert named - GENERAL == flags_of(command) - GENERAL
 
 

@@ -38,7 +38,7 @@ def encode(call, checkpoint, tmp_path):
 
 def test_prompts_to_a_file(encode, tmp_path):
     """One warning names the file and line that is cut; what is there is not replaced."""
-    status, out, err = encode(f"a cat\n\n{LONG}\n", "--max_length=14", "--batch_size=2")
+    status, out, err = encode(f"a cat\n\n{LONG}\n", "--prompt_tokens=14", "--batch_size=2")
     assert status == 0, err
     assert "3 prompts" in out and "longest 14, width 64" in out and "1 empty prompts" in out
     assert err.count("cut to 14") == 1 and f"{tmp_path / 'prompts.txt'}, line 3 has" in err
@@ -61,7 +61,7 @@ def test_prompts_of_unknown_words_are_named(encode, tmp_path):
 
 
 def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
-    """Without --max_length the checkpoint says so."""
+    """Without --prompt_tokens the checkpoint says so."""
     preset = registry.preset("infinity-2b")
     transformer = dataclasses.replace(preset.configs["transformer"], text_maxlen=9)
     configs = {**preset.configs, "transformer": transformer}
@@ -87,16 +87,18 @@ def test_negative_prompts_and_the_encoder_alone(encode, checkpoint, tmp_path):
 
 def test_prompts_on_the_command_line(encode, call, checkpoint, tmp_path):
     """The same features as from a file; a cut is blamed on the prompt."""
-    status, _, err = encode(f"a cat\n\n{LONG}\n", "--max_length=9", f"--save={tmp_path / 'f.npz'}")
+    status, _, err = encode(
+        f"a cat\n\n{LONG}\n", "--prompt_tokens=9", f"--save={tmp_path / 'f.npz'}"
+    )
     assert status == 0, err
-    typed = [f"--prompt={text}" for text in ("a cat", " ", LONG)]
-    flags = (f"--checkpoint={checkpoint}", "--max_length=9", "--negative_prompt=a dog")
+    typed = [f"--prompts={text}" for text in ("a cat", " ", LONG)]
+    flags = (f"--checkpoint={checkpoint}", "--prompt_tokens=9", "--negative_prompts=a dog")
     status, out, err = call("encode_text", *typed, *flags, f"--save={tmp_path / 'g.npz'}")
-    assert status == 0 and "--prompt number 3 has" in err and "1 negative prompts" in out, err
+    assert status == 0 and "--prompts number 3 has" in err and "1 negative prompts" in out, err
     one, other = (features.load(tmp_path / name) for name in ("f.npz", "g.npz"))
     assert one.prompts == other.prompts and (one.kv == other.kv).all()
     status, _, err = call("encode_text", *flags, f"--save={tmp_path / 'h.npz'}")
-    assert status == 2 and "give --prompt=TEXT or --prompts=FILE" in err
+    assert status == 2 and "give --prompts=TEXT or --prompts=FILE" in err
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from varjax.models import registry
 EXAMPLE = ROOT / "docs" / "howto" / "own_model.py"
 PAGE = (ROOT / "docs" / "howto" / "own_model.md").read_text("utf-8")
 METRIC = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1]
-MODEL = (f"--model_module={EXAMPLE}", "--model=my-model")
+MODEL = (f"--plugin={EXAMPLE}", "--model=my-model")
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +44,9 @@ def test_run_and_metric(call, tmp_path):
     """The example is short, draws, keeps to its budget, and a metric of one's own measures it."""
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 120
     out = tmp_path / "out"
-    flags = (*MODEL, "--policy=headkv", "--budget=0.4", "--labels=1,2", "--compare")
-    metric = f"--metric_module={write(tmp_path, METRIC)}"
-    status, text, err = call("run", *flags, metric, f"--out={out}")
+    flags = (MODEL[1], "--policy=headkv", "--budget=0.4", "--labels=1,2", "--compare")
+    both = f"{MODEL[0]},{write(tmp_path, METRIC)}"
+    status, text, err = call("run", *flags, both, f"--out={out}")
     assert status == 0, err
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["kv"]["fraction"] <= 0.4 and report["model"] == "my-model"
@@ -99,7 +99,7 @@ def test_models_that_cannot_be(refused, tmp_path_factory, text, message):
         with pytest.raises(UserError, match=f"model module .*mine.py: .*{message}|{message}"):
             registry.load_module(path)
     assert registry.PRESETS == known and set(registry.FAMILIES).isdisjoint({"my-model"})
-    refused("plan", "error: ", f"--model_module={path}", "--model=my-model")
+    refused("plan", "error: ", f"--plugin={path}", "--model=my-model")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_prompts_become_a_benchmarks_folder(call, family, tmp_path):
     texts = ("a red apple", "two green pears")
     entries = [{"prompt": text, "tag": "color", "include": []} for text in texts]
     prompts.write_text("\n".join(map(json.dumps, entries)))
-    flags = (f"--checkpoint={folder}", f"--prompts={prompts}", "--images_per_prompt=2", *FAST)
+    flags = (f"--checkpoint={folder}", f"--prompts={prompts}", "--num_images=2/prompt", *FAST)
     status, plan, err = call("run", *flags, "--dry_run")
     assert status == 0, err
     # the second prompt is the longer one: its 5 words and spaces, and what the format adds
@@ -116,12 +116,12 @@ def test_sweep(call, family, checkpoint, files, tmp_path):
 
 
 BAD = [
-    ((), "reads prompts as token ids; give --prompt=TEXT, --prompts=FILE or --prompt_ids=FILE"),
+    ((), "reads prompts as token ids; give --prompts=TEXT, --prompts=FILE or --prompt_ids=FILE"),
     (("--labels=3",), "--labels: random-"),
     (("--text_features=IN/other.npz",), "--text_features: random-"),
-    (("--negative_prompt=a",), "--negative_prompt: random-"),
-    (("--prompt=a",), "there is no tokenizer file"),
-    (("--prompt=a",), "--prompt_ids=FILE.npz"),
+    (("--negative_prompts=a",), "--negative_prompts: random-"),
+    (("--prompts=a",), "there is no tokenizer file"),
+    (("--prompts=a",), "--prompt_ids=FILE.npz"),
     (("--prompts=IN/prompts.txt",), "there is no tokenizer file"),
     (("--prompt_ids=/nowhere.npz",), "there is no file /nowhere.npz"),
     (("--prompt_ids=IN/other.npz",), "ids missing; needed are ids [sum of lens] and lens"),
@@ -152,7 +152,7 @@ def test_bad_input(refused, checkpoint, files, flags, message):
 
 
 def test_features_are_of_no_use(call, checkpoint, tmp_path):
-    flags = (checkpoint, "--prompt=a", f"--save={tmp_path / 'features.npz'}")
+    flags = (checkpoint, "--prompts=a", f"--save={tmp_path / 'features.npz'}")
     status, _, err = call("encode_text", *flags)
     assert status == 2 and "models draw from prompt_ids, not from features of texts" in err
     assert not list(tmp_path.iterdir())
@@ -178,7 +178,7 @@ def test_another_size_of_lumina(call, tmp_path):
     [
         (("--model=janus-pro-7b",), "32+576"),
         (("--model=janus-pro-1b", "--prompt_tokens=50"), "50+576"),
-        (("--model=lumina-mgpt-7b-768", "--prompt=a cat"), "70+2352"),
+        (("--model=lumina-mgpt-7b-768", "--prompts=a cat"), "70+2352"),
         (("--model=lumina-mgpt-7b-768", "--size=640x896", "--prompt_tokens=64"), "64+2280"),
         (("--model=lumina-mgpt-7b-1024",), "70+4160"),
     ],

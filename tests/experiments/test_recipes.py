@@ -25,7 +25,7 @@ def test_data_files(name):
     assert found.keys() <= KEYS and found["source"] and found["unknown"] and found["published"]
     families = {registry.preset(model).family for model in found["models"]}
     assert len(families) == 1
-    assert set(found["run"]) <= set(run.FLAGS.values)
+    assert set(found["run"]) <= set(run.FLAGS.names())
     if found["evaluate"] is None:
         assert found["scorer"]
     else:
@@ -34,7 +34,7 @@ def test_data_files(name):
     images = found["images"]
     if "per_class" in images:
         assert images["per_class"] * images["classes"] == images["count"] == 50_000
-        assert found["run"]["images_per_class"] == images["per_class"]
+        assert found["run"]["num_images"] == f"{images['per_class']}/class"
     for flags in found["rows"].values():
         given = dict(flag.removeprefix("--").split("=", 1) for flag in flags.split())
         assert set(given) <= set(run.FLAGS.values)
@@ -78,7 +78,7 @@ def test_what_a_recipe_does_not_name_is_told(call):
     assert "does not name --greedy=True" in out and "is changed" not in out
     assert out.count("does not name") == 2  # seed and batch are the user's, a count has its remark
     for command, names in recipes.DECIDING.items():
-        assert set(names) <= set({"run": run, "evaluate": evaluate}[command].FLAGS.values)
+        assert set(names) <= set({"run": run, "evaluate": evaluate}[command].FLAGS.names())
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ def test_what_a_recipe_does_not_name_is_told(call):
         (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 (off) to 512"),
         (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),
         (["--recipe=var-fid50k", "--model=llamagen-t2i-xl-256"], "that draws from text"),
-        (["--images_per_class=2", "--num_images=9"], "--num_images and --images_per_class exclude"),
+        (["--num_images=0/class"], "--num_images=0: choose 1 to"),
+        (["--num_images=2/prompt"], "write a number of images, or how many of each, as 4/class"),
         (["--resize=4"], "--resize=4 is not valid"),
     ],
 )

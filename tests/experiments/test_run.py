@@ -87,10 +87,10 @@ class Mine(Streaming):
 
 
 def test_a_policy_of_my_own(call, checkpoint, tmp_path):
-    """It is a value of --policy, wherever its module stands, and listed in help and errors."""
+    """It is a value of --policy, wherever its module stands, and listed in errors."""
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    module = f"--policy_module={file}"
+    module = f"--plugin={file}"
     flags = (checkpoint, "--policy=my_streaming", "--budget=0.5", "--dry_run")
     before = list(policies.POLICIES)
     try:
@@ -99,8 +99,7 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
         assert status == 0 and "my_streaming, budget 0.5" in out, err
         status, _, err = call("run", checkpoint, module, "--policy=my_streming")
         assert status == 2 and "did you mean 'my_streaming'?" in err
-        assert ", my_streaming" in call("plan", "--help", module)[1]
-        status, _, err = call("plan", "--policy_module=/nowhere.py")
+        status, _, err = call("plan", "--plugin=/nowhere.py")
         assert status == 2 and "/nowhere.py" in err
     finally:
         for name in set(policies.POLICIES) - set(before):
@@ -128,8 +127,8 @@ BAD = [
     (("--labels=-1",), "labels -1"),
     (("--labels=three",), "class numbers"),
     (("--labels=1", "--num_images=2"), "exclude each other"),
-    (("--num_images=0",), "at least 1"),
-    (("--num_images=1000000000000",), "at most 10000000"),
+    (("--num_images=0",), "choose 1 to"),
+    (("--num_images=1000000000000",), "choose 1 to 10000000"),
     (("--top_k=-1",), "top_k=-1"),
     (("--top_p=1.2",), "top_p=1.2"),
     (("--cfg=-1",), "cfg=-1"),
@@ -145,7 +144,6 @@ BAD = [
     (("--decode_dtype=float16",), "auto, bfloat16, tf32, float32"),
     (("--mesh=data=3",), "takes 3 devices, this machine has at most"),
     (("--mesh=pipe=3",), "unknown axis 'pipe'"),
-    (("--compilation_cache=/proc/1",), "cannot write there"),
     (("--weights_dtype=fp8",), "--weights_dtype=fp8 needs a chip that multiplies fp8 numbers"),
     (("--weights_dtype=w8a8",), "cpu does not: choose int8"),
     (("--prompts=file.txt",), "class-conditional"),

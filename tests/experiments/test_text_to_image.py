@@ -12,7 +12,7 @@ from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments.conftest import flags_as_text
 from varjax.api import Generator
-from varjax.cli.flags import CommandFlags, parse_flags
+from varjax.cli.flags import CommandFlags
 from varjax.model import describe
 
 CASE = "infinity_A_gen_1.5_b2"
@@ -50,7 +50,7 @@ def test_the_original_through_the_command(call, checkpoint, files, tmp_path):
     flags += (f"--cfg={numbers(arrays['cfg'])}", f"--tau={numbers(arrays['tau'])}")
     flags += (f"--given_bits={files / 'bits.npz'}", f"--given_scales={arrays['gt_leak']}")
     flags += (f"--cfg_insertion_layer={numbers(arrays['cfg_insertion_layer'])}", "--save_arrays")
-    flags += ("--matmul_precision=highest", "--decode_batch=1", *FAST)
+    flags += ("--matmul_precision=highest", "--program=decode_batch=1", *FAST)
     status, _, err = call("run", checkpoint, *flags, f"--out={out}")
     assert status == 0, err
     with np.load(out / "arrays.npz") as found, np.load(out / "samples.npz") as samples:
@@ -83,7 +83,7 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     (tmp_path / "avoid.txt").write_text("a dog\n")
     (tmp_path / "three.txt").write_text("a dog\na cat\na fly\n")
     flags = (f"--checkpoint={folder}", f"--prompts={prompts}", f"--out={out}", "--batch_size=2")
-    flags += ("--images_per_prompt=1", *FAST)
+    flags += ("--num_images=1/prompt", *FAST)
     wrong = call("run", *flags, f"--negative_prompts={tmp_path / 'three.txt'}")
     assert wrong[0] == 2 and "3 negative prompts for 2 prompts" in wrong[2]
     flags += (f"--negative_prompts={tmp_path / 'avoid.txt'}",)
@@ -117,28 +117,31 @@ def test_measured_and_compared(call, checkpoint, files, tmp_path):
 
 
 BAD = [
-    ((), "give --prompt=TEXT, --prompts=FILE or --text_features=FILE.npz"),
-    (("--labels=3",), "--labels: infinity_a draws from text; give --prompt=TEXT, --prompts=FILE"),
+    ((), "give --prompts=TEXT, --prompts=FILE or --text_features=FILE.npz"),
+    (("--labels=3",), "--labels: infinity_a draws from text; give --prompts=TEXT, --prompts=FILE"),
     (("--num_images=3",), "draws from text"),
     (("--prompts=IN/prompts.txt",), "has no text encoder: convert one with"),
     (("--text_features=IN/wide.npz",), "32 wide"),
     (("--text_features=IN/bits.npz",), "kv and lens missing"),
     (("--text_features=/nowhere.npz",), "no file /nowhere.npz"),
     (("TEXT", "--prompts=IN/prompts.txt"), "holds 2 texts, there are 3 prompts"),
-    (("TEXT", "--prompt=a"), "holds 2 texts, there are 1 prompts"),
-    (("--prompt=a", "--prompts=IN/prompts.txt"), "--prompt and --prompts exclude each other"),
-    (("--prompt=a",), "has no text encoder: convert one with"),
-    (("--prompt=a", "--prompt_set=lines"), "--prompt_set=lines says what the file of --prompts"),
-    (("--prompt=\udcff",), "is not UTF-8 text"),
+    (("TEXT", "--prompts=a"), "holds 2 texts, there are 1 prompts"),
+    (("--prompts=a", "--prompts=IN/prompts.txt"), "is a file, and the flag is given 2 times"),
+    (("--prompts=a",), "has no text encoder: convert one with"),
+    (("--prompts=geneval:IN/prompts.txt",), "line 1 is not JSON"),
+    (("--prompts=no/where.txt",), "there is no prompt file or folder no/where.txt"),
+    (("--prompts=where.txt",), "there is no prompt file or folder where.txt"),
+    (("--prompts=\udcff",), "is not UTF-8 text"),
     (
-        ("--prompt=a", "--prompt=b", "--negative_prompt=c", "--negative_prompt="),
+        ("--prompts=a", "--prompts=b", "--negative_prompts=c", "--negative_prompts="),
         "number 2 is empty and others",
     ),
-    (("TEXT", "--negative_prompt=b"), "--negative_prompt: --text_features holds its own"),
+    (("TEXT", "--negative_prompts=b"), "--negative_prompts: --text_features holds its own"),
     (("--text_features=IN/four.npz", "--prompts=IN/four.txt"), "was made of 'a cat', but"),
     (("TEXT", "--negative_prompts=IN/prompts.txt"), "holds its own"),
-    (("TEXT", "--images_per_prompt=0"), "positive integer"),
-    (("TEXT", "--text_tokens=10000"), "takes at most"),
+    (("TEXT", "--num_images=0/prompt"), "choose 1 to"),
+    (("TEXT", "--num_images=2"), "write 2/prompt for so many of each"),
+    (("TEXT", "--prompt_tokens=10000"), "takes at most"),
     (("TEXT", "--aspect=9"), "nearest template is taken from 0.333, 0.400"),
     (("TEXT", "--aspect=wide"), "height / width"),
     (("TEXT", "--size=2M"), "choose one of 0.06M, 0.25M, 0.60M, 1M"),
@@ -152,7 +155,7 @@ BAD = [
     (("TEXT", "--given_bits=IN/short.npz"), "bits have the shape (2, 3, 16)"),
     (("TEXT", "--given_bits=IN/text.npz"), "cannot read array `bits`"),
     (("TEXT", "--given_scales=2"), "together with --given_bits=FILE"),
-    (("TEXT", "--decode_batch=0"), "positive integer"),
+    (("TEXT", "--program=decode_batch=0"), "positive integer"),
     (("TEXT", "--policy=heatkv"), "needs measurements"),
 ]
 
@@ -169,9 +172,9 @@ def test_bad_input(refused, checkpoint, files, flags, message):
         ("--aspect=1.5", "one shape per checkpoint"),
         ("--size=1M", "one shape per checkpoint"),
         ("--text_features=x.npz", "class-conditional; choose images with --labels"),
-        ("--images_per_prompt=3", "class-conditional"),
-        ("--prompt=a red apple", "--prompt: demo is class-conditional"),
-        ("--negative_prompt=a", "--negative_prompt: demo is class-conditional"),
+        ("--num_images=3/prompt", "as 4/class"),
+        ("--prompts=a red apple", "--prompts: demo is class-conditional"),
+        ("--negative_prompts=a", "--negative_prompts: demo is class-conditional"),
         ("--given_bits=x.npz", "draws tokens: use --given_tokens"),
         ("--cfg_insertion_layer=-1", "on the logits only"),
     ],
@@ -188,7 +191,7 @@ def test_class_conditional_models_refuse(call, tmp_path, flag, message):
 def test_dry_run_of_published_sizes(call, name, parameters, tokens):
     """Without weights; the pool follows the schedule, the text its padded length."""
     flags = (f"--model={name}", "--policy=streaming", "--budget=0.1", "--dry_run")
-    flags += () if tokens == 512 else (f"--text_tokens={tokens}",)
+    flags += () if tokens == 512 else (f"--prompt_tokens={tokens}",)
     status, out, err = call("run", *flags, "--batch_size=2")
     assert status == 0, err
     assert f"keys and values of {tokens} tokens" in out and "48x48;64x64" in out
@@ -205,16 +208,16 @@ def test_prompts_on_the_command_line(checkpoint, files):
     def resolved(*given):
         flags = CommandFlags()
         condition = ConditionFlags(flags)
-        parse_flags(["run", *given], flags.values)
+        flags.parse(["run", *given])
         return condition.resolve(describe(checkpoint.partition("=")[2]), weights=False)
 
     (files / "same.txt").write_text("a red apple\nthree dogs\n\n--seed=1\nété\n", encoding="utf-8")
-    typed = resolved(*(f"--prompt={text}" for text in texts))
+    typed = resolved(*(f"--prompts={text}" for text in texts))
     read = resolved(f"--prompts={files / 'same.txt'}")
     assert typed.captions == read.captions == ["a red apple", "three dogs", "", "--seed=1", "été"]
     assert [p.name for p in typed.prompts.prompts] == [p.name for p in read.prompts.prompts]
-    assert typed.prompts.names[1] == "--prompt number 2"
-    twice = resolved("--prompt", "a cat", "--images_per_prompt=2", "--negative_prompt= a dog ")
+    assert typed.prompts.names[1] == "--prompts number 2"
+    twice = resolved("--prompts", "a cat", "--num_images=2/prompt", "--negative_prompts= a dog ")
     assert twice.captions == ["a cat", "a cat"] and twice.negative.texts == ["a dog"]
 
 

@@ -113,7 +113,7 @@ def test_the_encoder_alone_by_command(published, tmp_path, capsys):
     features = []
     for place in (out, tmp_path / "checkpoint"):
         save = tmp_path / f"{place.name}.npz"
-        given = (f"--checkpoint={place}", "--prompt=a red apple", f"--save={save}")
+        given = (f"--checkpoint={place}", "--prompts=a red apple", f"--save={save}")
         status, _, err = _command(capsys, "experiments.encode_text", *given)
         assert status == 0, err
         features.append(np.load(save)["kv"])

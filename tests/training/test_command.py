@@ -13,22 +13,34 @@ def _run(*flags: str) -> int:
 
 
 WRONG = {
-    "list": (["--patch_nums=1,a"], "--patch_nums=1,a is not valid: it must be integers"),
-    "sizes": (["--patch_nums=1,2,5"], "which makes 40 pixels"),
+    "list": (
+        ["--settings=patch_nums=1,a"],
+        "--settings=patch_nums=1,a is not valid: it must be integers",
+    ),
+    "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
     "stage": (["--stage=vqvea"], "did you mean 'vqvae'"),
-    "interval": (["--log_every=7"], "must be a multiple of --log_every=7"),
+    "interval": (["--settings=log_every=7"], "must be a multiple of --settings=log_every=7"),
     "seed": (["--seed=-1"], "--seed=-1 given: choose 0 to 2147483647"),
-    "batch": (["--max_images=8", "--image_size=64"], "--vqvae_batch_size=16 given, but there are"),
-    "classifier": (["--stage=classifier", "--image_size=64"], "--classifier_batch_size=64 given"),
+    "batch": (
+        ["--max_images=8", "--image_size=64"],
+        "--settings=vqvae_batch_size=16 given, but there are",
+    ),
+    "classifier": (
+        ["--stage=classifier", "--image_size=64"],
+        "--settings=classifier_batch_size=64 given",
+    ),
     "no out": (["--out="], "--out= is empty"),
     "family": (["--family=lama"], "unknown model family 'lama': choose one of var, llamagen"),
-    "other family": (["--dropout=0.2"], "--dropout=0.2 is for --family=llamagen only"),
+    "other family": (
+        ["--settings=dropout=0.2"],
+        "--settings=dropout=0.2 is for --family=llamagen only",
+    ),
     "codec first": (["--stage=var"], "holds no trained codec"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
-        ["--init=demo", "--depth=9"],
-        "--depth=9 given, but --init=demo has --depth=4, which training does not change",
+        ["--init=demo", "--settings=depth=9"],
+        "--settings=depth=9 given, but --init=demo has --settings=depth=4, which training does",
     ),
     "Infinity": (["--init=infinity-2b"], "--init=infinity-2b is of the family infinity: var and"),
     "family of init": (
@@ -39,8 +51,8 @@ WRONG = {
     # the axis of a mesh has the name of a flag
     "mesh": (["--mesh=data=0"], "error: --mesh=data=0: data=0 is no number of devices"),
     "parts": (
-        ["--vqvae_batch_size=16", "--accumulate=3"],
-        "--vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a multiple of 3",
+        ["--settings=vqvae_batch_size=16", "--accumulate=3"],
+        "--settings=vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a",
     ),
 }
 
@@ -63,7 +75,11 @@ def test_what_is_required_is_named(capsys):
 def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
-    flags = ["--patch_nums=1,4", "--ch_mult=1,2,2", "--image_size=16", "--noshared_aln"]
+    flags = [
+        "--settings=patch_nums=1,4",
+        "--settings=ch_mult=1,2,2,shared_aln=false",
+        "--image_size=16",
+    ]
     assert _run(f"--data={pictures}", f"--out={tmp_path}/x", "--stage=vqvae", *flags) == 0
     settings, stage, out, quiet, mesh = seen[0]
     assert (settings.patch_nums, settings.ch_mult) == ((1, 4), (1, 2, 2))
@@ -78,7 +94,9 @@ def test_init_has_defaults_of_its_own(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
     flags = [f"--data={pictures}", f"--out={tmp_path}/x"]
     assert _run(*flags, "--init=demo") == 0
-    assert _run(*flags, "--init=demo-llamagen", "--stage=both", "--var_lr=1e-3", "--shifts=1") == 0
+    assert (
+        _run(*flags, "--init=demo-llamagen", "--stage=both", "--settings=var_lr=1e-3,shifts=1") == 0
+    )
     assert _run(*flags) == 0
     assert [stage for _, stage, *_ in seen] == ["var", "both", "both"]
     demo, llamagen, nothing = (settings for settings, *_ in seen)
@@ -95,7 +113,7 @@ def test_defaults_of_a_family(pictures, tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given[0]))
     flags = [f"--data={pictures}", f"--out={tmp_path}/x", "--family=llamagen"]
-    assert _run(*flags) == 0 and _run(*flags, "--vocab_size=512", "--shifts=0") == 0
+    assert _run(*flags) == 0 and _run(*flags, "--settings=vocab_size=512,shifts=0") == 0
     assert [(s.vocab_size, s.shifts, s.ch_mult) for s in seen] == [
         (1024, 4, (1, 1, 1)),
         (512, 0, (1, 1, 1)),

@@ -18,15 +18,15 @@ from tests.training.conftest import _discs, _write_discs
 
 # a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
-    "--image_size=4 --patch_nums=1,2,4 --vocab_size=32 --z_channels=8 --ch=8 --norm_groups=4"
-    " --ch_mult=1 --num_res_blocks=1 --vqvae_steps=12 --vqvae_batch_size=12 --vqvae_lr=3e-3"
-    " --autoencoder_steps=0 --reseed_every=4 --depth=2 --width=32 --heads=2 --var_steps=12"
-    " --var_batch_size=12 --var_lr=3e-3 --log_every=1 --checkpoint_every=5 --validate_every=6"
+    "--image_size=4 --settings=patch_nums=1,2,4,vocab_size=32,z_channels=8,ch=8,norm_groups=4,"
+    "ch_mult=1,num_res_blocks=1,vqvae_steps=12,vqvae_batch_size=12,vqvae_lr=3e-3,depth=2,width=32,"
+    "heads=2,var_steps=12,var_batch_size=12,var_lr=3e-3,log_every=1,checkpoint_every=5,"
+    "validate_every=6 --settings=autoencoder_steps=0,reseed_every=4"
 ).split()
 
 
 # of a run that begins with a checkpoint, which has its codes
-TUNING = [f for f in TINY if not f.startswith(("--autoencoder_steps", "--reseed_every"))]
+TUNING = TINY[:-1]
 
 
 def free_port() -> int:
@@ -46,8 +46,8 @@ def start(folder, out, each, *flags, tiny=TINY):
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
         command += [*tiny, *flags, *own.get("flags", ())]
-        command += [f"--compilation_cache={folder / 'programs'}"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # quick compilation, too
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
     try:

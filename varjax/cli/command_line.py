@@ -19,20 +19,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
-from absl import flags
 from absl.testing import flagsaver
 
 from varjax import jax_settings
 from varjax.cli import devices, streams, version
-from varjax.cli.flags import (
-    HELP,
-    VERSION,
-    CommandFlags,
-    check_arguments,
-    is_asked_for,
-    parse_flags,
-)
+from varjax.cli.flags import CommandFlags
 from varjax.cli.help import help_text
+from varjax.cli.reading import HELP, VERSION, is_asked_for
+from varjax.engine import compilation_cache
 from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.parallel.processes import AgreedError, LostProcess
@@ -43,17 +37,15 @@ Main: TypeAlias = Callable[[Sequence[str]], int | None]
 def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     """Parse `argv` (default: the process's), call `main([program])` and exit with its status.
 
-    The flags are `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones. Their
-    values are restored at the end, so a test may run several commands in one process.
+    The flags are `FLAGS` in the module of `main`, if it has any. Their values are restored at the
+    end, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
     streams.keep()
-    own = getattr(sys.modules[main.__module__], "FLAGS", None)
-    own = own if isinstance(own, CommandFlags) else None
-    values = flags.FLAGS if own is None else own.values
-    saved = flagsaver.save_flag_values(values)
+    own = getattr(sys.modules[main.__module__], "FLAGS", CommandFlags())
+    saved = [(values, flagsaver.save_flag_values(values)) for values in own.all_values()]
     try:
-        status = _guarded(main, argv, own, values)
+        status = _guarded(main, argv, own)
     except Exception as error:
         if why := devices.why_none(error):
             status = _complain(why, 2)
@@ -63,31 +55,24 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
             traceback.print_exc()
             status = 1
     finally:
-        flagsaver.restore_flag_values(saved, values)
+        for values, before in saved:
+            flagsaver.restore_flag_values(before, values)
     processes.leave(status)
     sys.exit(status)
 
 
-def _guarded(
-    main: Main, argv: list[str], own: CommandFlags | None, values: flags.FlagValues
-) -> int:
+def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
     """Return the exit status of one run. Expected failures become a message on standard error."""
     try:
         if is_asked_for(VERSION, argv):
             print(version.text())
             return 0
-        argv = own.named(argv) if own is not None else argv
-        help_wanted = is_asked_for(HELP, argv)
-        if not help_wanted:
-            check_arguments(argv, values)
-        if own is not None:
-            own.use_first(argv)
-        if help_wanted:
-            print(help_text(main, values, own))
+        if is_asked_for(HELP, argv):
+            print(help_text(main, own))
             return 0
-        parse_flags(argv, values)
-        if own is not None:
-            own.use_compilation_cache()
+        own.parse(argv)
+        if own.compiles:
+            compilation_cache.use(None)
         with jax_settings.pinned():
             status = main(argv[:1])
         sys.stdout.flush()

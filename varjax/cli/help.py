@@ -7,27 +7,31 @@ from collections.abc import Callable
 
 from absl import flags
 
-from varjax.cli.flags import LISTED, REPEATED, CommandFlags, allowed, bare, choices, program
+from varjax.cli.flags import CommandFlags, Group
+from varjax.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
 
-OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
 WIDTH = 100
+KEPT = """Compiled programs are kept for the next start in JAX_COMPILATION_CACHE_DIR, else varjax/programs of
+the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none. The subfolder varjax there,
+which older versions wrote, is not read and may be deleted."""
 _TYPES = {LISTED: "LIST", REPEATED: "STRING"}  # as absl calls them
 
 
-def help_text(main: Callable, values: flags.FlagValues, own: CommandFlags | None = None) -> str:
+def help_text(main: Callable, own: CommandFlags) -> str:
     """Return an example, the manual (docstring of the module of `main`), and the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
-    example = _example(own.example) if own else []
-    first = own.essential if own else []
-    rank = {name: i for i, name in enumerate(first)}
+    rank = {name: i for i, name in enumerate(own.essential)}
     found: dict[str, list[str]] = {"": []}
-    for flag in sorted(_own_flags(main, values), key=lambda f: rank.get(f.name, len(first))):
-        title = own.heading_of(flag.name) if own and flag.name not in rank else ""
-        found.setdefault(title, []).append(_entry(flag))
-    lines = [*example, manual, "", f"Flags of `{program()}`:", *found.pop("")]
+    for name in sorted(own.values, key=lambda name: rank.get(name, len(rank))):
+        title = own.heading_of(name) if name not in rank else ""
+        group = own.groups.get(name)
+        entry = _entry(own.values[name]) if group is None else _group(own.values[name], group)
+        found.setdefault(title, []).append(entry)
+    lines = [*_example(own.example), manual, "", f"Flags of `{program()}`:", *found.pop("")]
     for title, entries in found.items():
         lines += ["", f"{title}:", *entries]
-    return "\n".join([*lines, "  --help, --version"])
+    kept = ["", KEPT] if own.compiles else []
+    return "\n".join([*lines, "  --help, --version", *kept])
 
 
 def _example(text: str) -> list[str]:
@@ -49,29 +53,45 @@ def _example(text: str) -> list[str]:
     return ["Try:", *lines, ""]
 
 
-def _own_flags(main: Callable, values: flags.FlagValues) -> list[flags.Flag]:
-    """Return the flags that the module of `main` or a package of this project defines."""
-    own = []
-    for module, defined in values.flags_by_module_dict().items():
-        # absl files the program's own flags under its path or, if imported, under its name
-        is_command = values is not flags.FLAGS or module in (sys.argv[0], main.__module__)
-        if is_command or module.split(".")[0] in OWN_PACKAGES:
-            own += [flag for flag in defined if flag not in own]
-    return own
-
-
 def _entry(flag: flags.Flag) -> str:
     """Return the lines of `--help` for a flag."""
+    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={_kind(flag)}"
+    if len(head) > WIDTH:
+        head = f"  --{flag.name}=STRING"
+    return f"{head}\n{_filled(_words(flag))}"
+
+
+def _group(flag: flags.Flag, group: Group) -> str:
+    """Return the lines of a flag that takes several settings, and of these. Those that may be given
+    as flags, too, are written as such."""
+    lines = [f"  --{flag.name}=KEY=VALUE,...", _filled(bare(flag))]
+    for name in group.values:
+        setting = group.values[name]
+        kind = "true|false" if setting.boolean else _kind(setting)
+        alone = name in group.alone.values()
+        head = group.written(name) if alone else name
+        lines.append(_filled(f"{head}={kind}: {_words(setting)}"))
+    return "\n".join(lines)
+
+
+def _kind(flag: flags.Flag) -> str:
+    kind = flag.flag_type()
+    return "|".join(choices(flag)) or _TYPES.get(kind) or kind.upper()
+
+
+def _words(flag: flags.Flag) -> str:
+    """Return what a flag is, with its values where its head does not name them, and its default."""
     values, kind = choices(flag), flag.flag_type()
-    shown = "|".join(values) or _TYPES.get(kind) or kind.upper()
-    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={shown}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
     if kind in _TYPES:
         notes = ["may be repeated" if kind == REPEATED else "separated by commas"]
-    if len(head) > WIDTH:
-        head, notes = f"  --{flag.name}=STRING", [allowed(flag)]
+    if len(f"  --{flag.name}={_kind(flag)}") > WIDTH:
+        notes = [allowed(flag)]
     if flag.default not in (None, "", []):
         notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
-    body = bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
-    indent = " " * 6
-    return f"{head}\n{textwrap.fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent)}"
+    return bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _filled(text: str) -> str:
+    space = " " * 6
+    return textwrap.fill(text, WIDTH, initial_indent=space, subsequent_indent=space)

@@ -246,7 +246,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Imports a module that registers models of your own, once, and returns their names, which
     `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
     imported, or registers nothing or a taken name."""
-    return own_modules.load("model", path_or_name, (PRESETS, FAMILIES), _models_of)
+    return own_modules.load([OWN], path_or_name)
 
 
 def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
@@ -259,9 +259,15 @@ def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
         for n, preset in PRESETS.items()
         if n in before and type(preset.configs["transformer"]).__module__ == module.__name__
     ]
-    if found:
-        return tuple(found)
-    raise UserError("it registers no model: call varjax.models.registry.register('its_name', ...)")
+    return tuple(found)
+
+
+OWN = own_modules.Kind(
+    "model",
+    (PRESETS, FAMILIES),
+    _models_of,
+    "call varjax.models.registry.register('its_name', ...)",
+)
 
 
 def family(name: str) -> Family:

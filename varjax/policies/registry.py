@@ -85,7 +85,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
       UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
         `POLICIES` is then as it was.
     """
-    return own_modules.load("policy", path_or_name, (POLICIES,), _policies_of)
+    return own_modules.load([OWN], path_or_name)
 
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
@@ -95,9 +95,12 @@ def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[s
     names = (
         n for n, cls in POLICIES.items() if n not in before or cls.__module__ == module.__name__
     )
-    if found := tuple(names):
-        return found
-    raise UserError("it registers no policy: decorate a class with @register('its_name')")
+    return tuple(names)
+
+
+OWN = own_modules.Kind(
+    "policy", (POLICIES,), _policies_of, "decorate a class with @register('its_name')"
+)
 
 
 def markdown_table() -> str:

@@ -194,8 +194,8 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def exits_when_terminated() -> Iterator[None]:
     """SIGTERM, which `kill` and schedulers send, ends the process by an exception here, so that
-    hidden files are removed and started processes ended. Where somebody else handles it, as JAX does of
-    many processes, and in other threads, nothing changes."""
+    hidden files are removed and started processes ended. Where somebody else handles it, as JAX
+    does of many processes, and in other threads, nothing changes."""
 
     def exit_(number: int, frame: object) -> None:
         raise SystemExit(128 + number)  # the status that shells show for the signal
