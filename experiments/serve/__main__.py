@@ -11,7 +11,6 @@ Anyone who reaches the address may use it: it is this machine's own unless --hos
 give --api_key then.
 """
 
-import math
 import socket
 import sys
 import time
@@ -38,7 +37,7 @@ from varjax.subjects import subjects
 if TYPE_CHECKING:
     from experiments.serve.service import Service
 
-MOST_BATCH, MOST_QUEUE, MOST_CONNECTIONS = 1024, 10**6, 10**6
+MOST_BATCH, MOST_QUEUE = 1024, 10**6
 LONGEST_KEY = 4096  # bytes
 BACKLOG = 2048  # connections that wait to be accepted
 USUAL, FULL = "headkv", "full"
@@ -58,9 +57,6 @@ POLICIES = FLAGS.list("policies", None, "Policies that requests may name; defaul
 HOSTS = FLAGS.list("allowed_hosts", [], "Names that clients may know the server by; *: any.")
 ORIGINS = FLAGS.list("cors_origin", [], "Pages of other servers that may use the API; *: any.")
 QUEUE = FLAGS.integer("queue", 64, "Pictures that may wait; more are refused (429).", 1, MOST_QUEUE)
-CONNECTIONS = FLAGS.integer(
-    "connections", 1024, "Connections at once; one address may hold half.", 2, MOST_CONNECTIONS
-)
 MAX_BATCH = FLAGS.integer("max_batch", 8, "Images drawn at once, at most.", 1, MOST_BATCH)
 KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Bytes that keys and values may take, as 2GiB: decides how many images fit."
@@ -70,10 +66,6 @@ API_KEY = FLAGS.string(
     None,
     "File whose first line clients must send as `Authorization: Bearer KEY`; the page's password.",
 )
-SECONDS = FLAGS.floating("request_seconds", 600.0, "Seconds that an answer may take.", 1)
-DRAIN = FLAGS.integer("drain_seconds", 60, "Seconds for what was accepted, after SIGTERM.", 1)
-PAGE = FLAGS.boolean("page", True, "Also serve the page at /.")
-DOCS = FLAGS.boolean("docs", True, "Also serve /openapi.json and /docs.")
 
 
 def say(line: str) -> None:
@@ -96,13 +88,9 @@ def bound_socket() -> socket.socket:
     """Return a socket that listens. `UserError` if the address is taken or is none."""
     try:
         family = socket.getaddrinfo(HOST.value, PORT.value, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((HOST.value, PORT.value))
-        # from now on: only a socket that listens keeps another server from the same port. Clients
-        # that come while programs are compiled wait to be accepted.
-        found.listen(BACKLOG)
-        return found
+        # it listens from now on: only this keeps another server from the same port. Clients that
+        # come while programs are compiled wait to be accepted.
+        return socket.create_server((HOST.value, PORT.value), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -136,9 +124,6 @@ def make_service() -> "Service":
 
     key, model = read_key(), PROGRAM.stored(MODEL.resolve())
     sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
-    with about(SECONDS):
-        if not math.isfinite(SECONDS.value):  # bounds of flags let it through
-            raise UserError(f"{SECONDS.value} is no time: give a number of seconds")
     policy, plan = usual_plan(model, sampling)
     usual = Choice(policy, sampling)
     with about(KV_BYTES):
@@ -171,9 +156,6 @@ def make_service() -> "Service":
                 key=key,
             ),
             policies=POLICIES.value,
-            seconds=SECONDS.value,
-            page=PAGE.value,
-            docs=DOCS.value,
         )
 
 
@@ -190,8 +172,8 @@ def main(argv: list[str]) -> None:
         say(f"compiled in {time.perf_counter() - start:.1f} s; larger batches follow")
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        http.Connection.limit(CONNECTIONS.value, SECONDS.value)
-        server = http.Server(make_app(service), DRAIN.value, lambda: say(f"ready at {address}"))
+        http.Connection.fit_descriptors()
+        server = http.Server(make_app(service), lambda: say(f"ready at {address}"))
         server.run(sockets=[listening])
     http.leave()
 

@@ -10,7 +10,6 @@ Errors are {"error": {"message", "type", "param"}}. Nothing that a client sends 
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
@@ -54,7 +53,6 @@ def make_app(service: Service) -> FastAPI:
         version=varjax.__version__,
         description="Pictures of visual autoregressive models with a compressed KV cache.",
         lifespan=lifespan,
-        openapi_url="/openapi.json" if service.docs else None,
         docs_url=None,  # it would load scripts from other servers
         redoc_url=None,
         redirect_slashes=False,
@@ -88,10 +86,8 @@ def _add_information(app: FastAPI, service: Service) -> None:
     app.get("/metrics", **HIDDEN)(text)
     app.get("/v1/models", summary="The model, what requests may ask of it, what it costs")(models)
     app.get("/v1/gallery", summary="Pictures of the server's own")(lambda: page.listed(service))
-    if service.docs:
-        app.get("/docs", **HIDDEN)(lambda: HTMLResponse(page.described(app.openapi())))
-    if service.page:
-        app.get("/", **HIDDEN)(page.Page().answer)
+    app.get("/docs", **HIDDEN)(lambda: HTMLResponse(page.described(app.openapi())))
+    app.get("/", **HIDDEN)(page.Page().answer)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
@@ -128,7 +124,6 @@ async def _answer(
     service: Service, request: Request, asked: ImageRequest, files: dict[str, bytes] | None
 ) -> Response:
     """The answer to a request, also if the time for the end is over meanwhile."""
-    start = time.perf_counter()
     service.check(asked)
     try:
         # room before anything is planned or decoded: who is refused costs nothing
@@ -139,5 +134,4 @@ async def _answer(
         raise ends() from None
     if asked.stream:
         return StreamingResponse(order.events(), media_type="text/event-stream", headers=HEADERS)
-    service.batcher.times.observe(time.perf_counter() - start)
     return JSONResponse(found, headers=HEADERS)

@@ -49,7 +49,7 @@ class Page:
 
 
 def _names(service: Service) -> list[str]:
-    return (service.subjects.names or service.subjects.examples)[:MOST] if service.page else []
+    return (service.subjects.names or service.subjects.examples)[:MOST]
 
 
 def listed(service: Service) -> dict:
@@ -62,7 +62,7 @@ def listed(service: Service) -> dict:
 async def prepare(service: Service) -> None:
     """Compile what will soon be asked for, then draw the pictures while nobody else draws."""
     programs, names, first, spent = service.programs, _names(service), 0, 0.0
-    if service.page and FULL in service.offered:
+    if names and FULL in service.offered:
         with contextlib.suppress(UserError):  # that request will be told
             await programs.program(Choice(service.offered[FULL], programs.usual.sampling))
     await programs.compile_more()

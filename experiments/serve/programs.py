@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,8 +35,6 @@ COMPILING, DRAWING = "compiling", "drawing"  # names of threads
 KEPT = 8  # programs for one image, and programs that may wait to be compiled
 PLANS = 64  # that are kept: they are small
 FULL_ENOUGH = 3 / 4  # of a batch that is padded; else a smaller one is filled
-USUAL_SECONDS = 1.0  # of a batch, before one was drawn
-BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 
 
 @dataclass(frozen=True)
@@ -184,14 +181,11 @@ class Batcher:
         self._waiting: deque[tuple[Item, asyncio.Future[Drawn]]] = deque()
         self._changed, self._closed, self._task = asyncio.Event(), False, None
         self._taken = self._drawing = 0
-        self._seconds = USUAL_SECONDS  # of a batch, lately
         self.registry = here = prometheus.CollectorRegistry()
-        counter, timed = prometheus.Counter, functools.partial(prometheus.Histogram, registry=here)
-        self.requests = counter("varjax_requests", "Answers.", ["path", "status"], registry=here)
-        self._images = counter("varjax_images", "Pictures that were drawn.", registry=here)
-        self._batches = counter("varjax_batches", "Batches.", ["images"], registry=here)
-        self._draws = timed("varjax_draw_seconds", "Of a batch, to the host.", buckets=BUCKETS)
-        self.times = timed("varjax_request_seconds", "From request to pictures.", buckets=BUCKETS)
+        counter = functools.partial(prometheus.Counter, registry=here)
+        self.requests = counter("varjax_requests", "Answers.", ["path", "status"])
+        self._images = counter("varjax_images", "Pictures that were drawn.")
+        self._batches = counter("varjax_batches", "Batches.", ["images"])
         for name, words, value in (
             ("queue_images", "Pictures that wait.", lambda: self.depth),
             ("queue_limit", "Pictures that may wait.", lambda: most),
@@ -214,9 +208,7 @@ class Batcher:
         if self._closed:
             raise ends()
         if self.depth + count > self.most or idle and self._taken:
-            again = max(1, round((1 + self.depth / self.programs.largest) * self._seconds))
-            words = f"too many pictures wait: try again in {again} s"
-            raise Refused(429, words, retry_after=str(again))
+            raise Refused(429, "too many pictures wait: try again later", retry_after=AGAIN)
         self._taken += count
         try:
             yield
@@ -258,7 +250,7 @@ class Batcher:
         return batch
 
     async def _draw(self, items: Sequence[Item], futures: Sequence[asyncio.Future]) -> None:
-        start, self._drawing = time.perf_counter(), len(items)
+        self._drawing = len(items)
         try:
             found = await self.programs.draw(items)
         except Exception as error:  # one batch that fails must not end the server
@@ -270,9 +262,7 @@ class Batcher:
                     future.exception()  # nobody may wait for it any more
             return
         finally:
-            self._drawing, seconds = 0, time.perf_counter() - start
-        self._seconds = 0.8 * self._seconds + 0.2 * seconds
-        self._draws.observe(seconds)
+            self._drawing = 0
         self._batches.labels(len(items)).inc()
         self._images.inc(len(items))
         for future, drawn in zip(futures, found, strict=True):

@@ -21,28 +21,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from experiments.serve.programs import COMPILING, DRAWING
 from experiments.serve.refusals import Refused, content
+from experiments.serve.service import REQUEST_SECONDS
 
 HEAD_SECONDS = 30  # for the head of a request
+SENDING_SECONDS = 30  # for an answer, besides the time that drawing may take
+DRAIN_SECONDS = 60  # for what was accepted, after SIGTERM
+MOST_CONNECTIONS = 1024
 SPARE = 64  # descriptors for everything but connections
 MANY = Refused(503, "too many connections: try again later")
 NO_HTTP = Refused(400, "this is no HTTP request that can be read")
 
 
 class Connection(H11Protocol):
-    """A client's connection. Of all that there may be, one address holds at most half.
+    """A client's connection. Of all that there may be, `most`, one address holds at most half."""
 
-    most: connections. seconds: that an answer may take, sending included.
-    """
-
-    most, seconds, held = 1024, 3600.0, Counter[str]()
+    most, held = MOST_CONNECTIONS, Counter[str]()
 
     @classmethod
-    def limit(cls, most: int, seconds: float) -> None:
-        """Say how many connections there may be, if the process may have so many descriptors."""
+    def fit_descriptors(cls) -> None:
+        """Allow fewer connections where the process may have fewer descriptors."""
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        unlimited = descriptors == resource.RLIM_INFINITY
-        cls.most = most if unlimited else max(2, min(most, descriptors - SPARE))
-        cls.seconds = seconds + HEAD_SECONDS
+        if descriptors != resource.RLIM_INFINITY:
+            cls.most = max(2, min(MOST_CONNECTIONS, descriptors - SPARE))
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -71,7 +71,7 @@ class Connection(H11Protocol):
         if self.timer is not None:
             self.timer.cancel()
         answers = self.cycle is not None and not self.cycle.response_complete
-        seconds = self.seconds if answers else HEAD_SECONDS
+        seconds = REQUEST_SECONDS + SENDING_SECONDS if answers else HEAD_SECONDS
         self.timer = self.loop.call_later(seconds, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
@@ -90,7 +90,9 @@ class Server(uvicorn.Server):
     """Serves until a signal comes, then until what was accepted is drawn; at most so many seconds,
     whatever hangs: signals are heard, and the time is kept, on threads of their own."""
 
-    def __init__(self, app: FastAPI, drain_seconds: float, ready: Callable[[], None]):
+    def __init__(
+        self, app: FastAPI, ready: Callable[[], None], drain_seconds: float = DRAIN_SECONDS
+    ):
         config = uvicorn.Config(
             app,
             http=Connection,

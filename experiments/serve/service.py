@@ -31,6 +31,7 @@ from varjax.subjects import Subjects
 LOOKING = 1.0  # seconds between two looks whether a client is still there, and signs of life to it
 NEEDS_MORE = ("table", "compose")  # policies that want files or other policies
 SAMPLING = ("cfg", "tau", "top_k", "top_p", "greedy")
+REQUEST_SECONDS = 600  # that an answer may take
 LEVEL = 3  # of PNG's compression: half the time of the usual 6, files a fifteenth larger
 
 
@@ -39,7 +40,7 @@ class Service:
     """What answers requests.
 
     policies: names that requests may give; None: all that the model can have.
-    seconds: that an answer may take. page, docs: whether they are served.
+    seconds: that an answer may take. gallery: pictures that the server draws by itself, as PNGs.
     """
 
     model: Model
@@ -47,9 +48,7 @@ class Service:
     batcher: Batcher
     rules: Rules = Rules()
     policies: Sequence[str] | None = None
-    seconds: float = 600.0
-    page: bool = True
-    docs: bool = True
+    seconds: float = REQUEST_SECONDS
     started: int = field(default_factory=lambda: int(time.time()))
     gallery: dict[int, bytes] = field(default_factory=dict)
     offered: dict[str, Policy] = field(default_factory=dict)
@@ -293,12 +292,8 @@ class Order:
         if isinstance(seen, Preview):
             shown = {"progress": seen.part, "says": seen.words}
             return shown | {"b64_json": png64(seen.picture)}
-        lens = self.condition.get("lens") if isinstance(self.condition, dict) else None
-        text, image = 0 if lens is None else int(lens[0]), len(seen.tokens)
-        usage = {"input_tokens": text, "output_tokens": image, "total_tokens": text + image}
-        usage["input_tokens_details"] = {"image_tokens": 0, "text_tokens": text}
         told = self.service.picture(self.asked, self.seed, seen)
-        return told | self.service.cost(self.choice, seen.seconds) | {"usage": usage}
+        return told | self.service.cost(self.choice, seen.seconds)
 
 
 def png64(picture: np.ndarray) -> str:

@@ -102,7 +102,7 @@ def test_a_run_by_recipe_and_its_evaluation(call, tmp_path, monkeypatch):
     """Pictures of each class are exact, and resized; the report and the evaluation say how."""
     content = recipes.load("var-fid50k").content
     images = {"per_class": 2, "classes": 12, "count": 24}
-    settings = {"cfg": "1.5", "top_k": 5, "images_per_class": 2, "resize": 20}
+    settings = {"cfg": "1.5", "top_k": 5, "num_images": "2/class", "resize": 20}
     tiny = content | {"run": settings, "images": images, "evaluate": {"metrics": "psnr"}}
     model = f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
     classes = json.loads((models.checkpoint_folder("b_k6_sharedaln") / "model.json").read_text())

@@ -45,7 +45,7 @@ def service_of(programs, most=6, **options):
     from experiments.serve.service import Service
 
     model = programs.model
-    given = {"seconds": 60.0, "page": False} | options
+    given = {"seconds": 60.0} | options
     return Service(model=model, subjects=subjects(model), batcher=Batcher(programs, most), **given)
 
 

@@ -15,12 +15,10 @@ from PIL import Image
 from tests import models_under_test as models
 from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
 from varjax.cache import contents
-from varjax.editing.patch import Patch
 from varjax.generator import Generator
 from varjax.io import pictures
 from varjax.io.images import to_uint8
 from varjax.models.labels import Labels
-from varjax.models.transformer import _images_to_tokens
 from varjax.policies import get_policy
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -99,20 +97,6 @@ def test_pictures_are_those_of_run(client):
     assert again["data"] == answer["data"] and isinstance(answer["created"], int)
 
 
-def test_pictures_of_a_request_are_those_drawn_one_by_one(client):
-    """n = 3: picture i is what a generator of single images draws for number i of that seed."""
-    model = models.fixture_model(MODEL)
-    body = {"class": 3, "seed": 11, "n": 3}
-    found = pictures_of(client.post(GENERATIONS, json=body))
-    alone = Generator(model, POLICY, BUDGET, batch_size=1, segments=1)
-    condition = Labels.of([3] * 3, model.num_classes)
-    singles = [alone.draw(condition, np.array([i]), seed=11)["images"][0] for i in range(3)]
-    assert close(found, to_uint8(np.stack(singles)))
-    assert (found[0] != found[1]).any() and (found[1] != found[2]).any()
-    body["n"] = 1
-    assert close(pictures_of(client.post(GENERATIONS, json=body)), found[:1])
-
-
 def edit_files(drawn=None, kind="PNG"):
     height, width = models.fixture_model(MODEL).pixels
     rows = np.linspace(0, 255, height).astype(np.uint8)
@@ -134,21 +118,6 @@ def test_edits(client):
     loose = pictures_of(client.post(EDITS, files=files, data=data))
     assert (loose[0, :half] != picture[:half]).any()
     assert close(loose[0, half:], found[0, half:])
-
-
-def test_a_soft_seam(client):
-    """Outside the mask the picture's own pixels come back by and by, and inside nothing changes."""
-    picture, files = edit_files()
-    asked = {"class": "1", "seed": "5"}
-    hard = pictures_of(client.post(EDITS, files=files, data=asked))[0]
-    soft = pictures_of(client.post(EDITS, files=files, data=asked | {"feather": "3"}))[0]
-    half = len(picture) // 2
-    assert close(soft[half:], hard[half:])
-    assert (soft[: half - 3] == picture[: half - 3]).all()
-    assert (soft[half - 3 : half] != picture[half - 3 : half]).any()
-    wrong = asked | {"feather": "3", "paste": "false"}
-    assert_refused(client.post(EDITS, files=files, data=wrong), 422, "feather")
-    assert_refused(client.post(EDITS, files=files, data=asked | {"feather": "65"}), 422, "feather")
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -210,22 +179,15 @@ def test_policies_that_are_offered(client, service):
     for body, param in (
         ({"policy": "nothing"}, "policy"),
         ({"policy": "table"}, "policy"),
-        ({"policy": "linear"}, "policy"),
         ({"policy": "full", "budget": 0.5}, "budget"),
         ({"budget": 0.001}, "budget"),
-        ({"budget": 0}, "budget"),
-        ({"budget": 1.5}, "budget"),
         ({"budget": "0.5"}, "budget"),
         ({"policy": "h2o", "policy_args": {"recent": 1}}, "policy_args"),
         ({"policy": "h2o", "policy_args": {"recent_share": 7}}, "policy_args"),
-        ({"policy": "h2o", "policy_args": {"recent_share": "x"}}, "policy_args"),
         ({"policy": "h2o", "policy_args": "recent_share=1"}, "policy_args"),
         ({"policy": "h2o", "policy_args": {"a": {}}}, "policy_args"),
-        ({"policy_args": [1]}, "policy_args"),
         ({"cfg": -1}, "cfg"),
-        ({"tau": 0}, "tau"),
         ({"top_k": 10**9}, "top_k"),
-        ({"top_p": 2}, "top_p"),
         ({"greedy": 1}, "greedy"),
     ):
         assert_refused(client.post(GENERATIONS, json={"class": 1} | body), 422, param)
@@ -269,22 +231,8 @@ def test_events(client):
             for e in (end, expected)
         ]
         assert close(*pair) and end["seed"] == 5 and end["policy"] == POLICY
-    assert (
-        ends[0]["usage"]["output_tokens"]
-        == models.fixture_model(MODEL).geometry.schedule.total_tokens
-    )
-
-
-@pytest.mark.parametrize(("asked", "previews"), [(0, 0), (1, 1), (2, 2), (99, 4)])
-def test_as_many_previews_as_asked_for(client, asked, previews):
-    found, _ = events_of(client, {"class": 1, "partial_images": asked})
-    assert len(found) == previews + 1
-
-
-def test_events_of_an_edit(client):
-    _, files = edit_files()
-    found, _ = events_of(client, {"class": "1", "stream": "true"}, EDITS, files=files)
-    assert {e["type"] for e in found} == {"image_edit.partial_image", "image_edit.completed"}
+    few, _ = events_of(client, {"class": 1, "partial_images": 2})
+    assert len(few) == 3
 
 
 def test_what_goes_wrong_before_and_among_events(client, service, monkeypatch):
@@ -301,13 +249,15 @@ def test_what_goes_wrong_before_and_among_events(client, service, monkeypatch):
     assert found[-1]["error"]["type"] == "server_error" and "secret" not in str(found)
 
 
-def test_a_client_that_leaves_events(client, service):
+def test_a_client_that_goes_away(client, service):
     """Its pictures are not drawn, and its place is free again."""
+    body = {"class": 1, "n": 5}
     with busy(service):
-        with client.stream(
-            "POST", GENERATIONS, json={"class": 1, "n": 5, "stream": True}
-        ) as answer:
+        with client.stream("POST", GENERATIONS, json=body | {"stream": True}) as answer:
             assert next(answer.iter_lines()).startswith(": waiting")
+        wait_until(lambda: service.batcher.depth == 0)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(GENERATIONS, json=body, timeout=0.5)
         wait_until(lambda: service.batcher.depth == 0)
     assert len(pictures_of(client.post(GENERATIONS, json={"class": 1}))) == 1
 
@@ -325,7 +275,7 @@ def test_health_models_metrics(client, address):
     text = httpx.get(f"{address}/metrics", trust_env=False).text
     assert "varjax_queue_limit 6.0\n" in text and 'path="/healthz",status="200"' in text
     assert 'path="/v1/images/generations",status="400"' in text
-    for name in ("images_total", "batches_total", "draw_seconds_bucket", "request_seconds_bucket"):
+    for name in ("images_total", "batches_total"):
         assert f"varjax_{name}" in text
     for name in ("queue_images", "largest_batch"):
         assert f"varjax_{name}" in text
@@ -359,7 +309,6 @@ JSON = {"Content-Type": "application/json"}
     ("body", "status", "param"),
     [
         ({"content": b"{", "headers": JSON}, 400, None),
-        ({"content": b"", "headers": JSON}, 400, None),
         ({"content": b"[1]", "headers": JSON}, 400, None),
         ({"content": b"\xff\xfe", "headers": JSON}, 400, None),
         ({"content": b"[" * 60_000, "headers": JSON}, 400, None),
@@ -373,42 +322,24 @@ JSON = {"Content-Type": "application/json"}
         ({"json": {"class": 1, "n": 7}}, 422, "n"),
         ({"json": {"class": 1, "size": "1x1"}}, 422, "size"),
         ({"json": {}}, 422, "prompt"),
-        ({"json": {"class": None}}, 422, "prompt"),
         ({"json": {"prompt": 3}}, 422, "prompt"),
-        ({"json": {"prompt": ["1"]}}, 422, "prompt"),
         ({"json": {"prompt": ""}}, 422, "prompt"),
         ({"json": {"prompt": "a" * 4001}}, 422, "prompt"),
         ({"json": {"prompt": "1", "class": 1}}, 422, "prompt"),
-        ({"json": {"class": "3"}}, 422, "class"),
         ({"json": {"class": 1, "n": 0}}, 422, "n"),
-        ({"json": {"class": 1, "n": "2"}}, 422, "n"),
-        ({"json": {"class": 1, "n": 1.5}}, 422, "n"),
-        ({"json": {"class": 1, "n": True}}, 422, "n"),
         ({"json": {"class": 1, "n": 10**400}}, 422, "n"),
         ({"json": {"class": 1, "seed": -1}}, 422, "seed"),
-        ({"json": {"class": 1, "seed": 2**31}}, 422, "seed"),
-        ({"json": {"class": 1, "size": {}}}, 422, "size"),
         ({"json": {"class": 1, "model": "dall-e-3"}}, 422, "model"),
         ({"json": {"class": 1, "response_format": "url"}}, 422, "response_format"),
-        ({"json": {"class": 1, "output_format": "webp"}}, 422, "output_format"),
-        ({"json": {"class": 1, "background": "transparent"}}, 422, "background"),
-        ({"json": {"class": 1, "quality": "hd"}}, 422, "quality"),
         ({"json": {"class": 1, "style": "vivid"}}, 422, "style"),
         ({"json": {"class": 1, "partial_images": -1}}, 422, "partial_images"),
         ({"json": {"class": 1, "promt": "b"}}, 422, "promt"),
         ({"json": {"class": 1, "paste": True}}, 422, "paste"),
     ],
-    ids=range(39),  # texts of bodies differ between processes
+    ids=range(27),  # texts of bodies differ between processes
 )
 def test_wrong_requests(client, body, status, param):
     assert_refused(client.post(GENERATIONS, **body), status, param)
-
-
-def test_what_clients_of_openai_send(client):
-    """Values that ask for nothing special are taken; null is as good as nothing."""
-    body = {"prompt": "1", "model": models.fixture_model(MODEL).name, "n": None, "size": "auto"}
-    body |= {"quality": "auto", "background": "auto", "moderation": "low", "user": "me"}
-    assert len(pictures_of(client.post(GENERATIONS, json=body | {"output_format": "png"}))) == 1
 
 
 def test_wrong_edits(client):
@@ -429,6 +360,8 @@ def test_wrong_edits(client):
     assert_refused(post(files | {"image": text}), 422, "image")
     assert_refused(post({"image": files["image"]}), 422, "mask")
     assert_refused(post(files, n="x"), 422, "n")
+    assert_refused(post(files, feather="3", paste="false"), 422, "feather")
+    assert_refused(post(files, feather="65"), 422, "feather")
     assert_refused(client.post(EDITS, json={"prompt": "1"}), 415)
     assert_refused(post(files | {"image": ("a.png", bytes(2**24 + 1), "image/png")}), 413)
     pair = [(f"image{end}", files["image"]) for end in ("[]", "[]")]
@@ -531,19 +464,23 @@ def test_a_client_that_vanishes_in_its_body(client, service, address):
 
 
 def test_what_is_not_drawn_in_time_at_the_end(service):
-    """Requests that wait longer than the end may take get 503 in OpenAI's form."""
-    model, answers = models.fixture_model(MODEL), []
-    programs = programs_of(model)
+    """Requests that wait longer than the end may take get 503 in OpenAI's form; of events the last
+    one says so."""
+    programs, answers, lines = programs_of(models.fixture_model(MODEL)), [], []
     programs.own = programs.batches[1] = service.programs.own
-    mine = service_of(programs)
+    mine, gate = service_of(programs), threading.Event()
     with running(make_app(mine), seconds=1) as address:
         url = f"{address}{GENERATIONS}"
 
         def ask():
             answers.append(httpx.post(url, json={"class": 1}, timeout=60, trust_env=False))
 
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        gate = threading.Event()
+        def listen():
+            body = {"class": 1, "stream": True}
+            with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
+                lines.extend(answer.iter_lines())
+
+        threads = [threading.Thread(target=what) for what in (ask, ask, listen)]
         programs._drawer.submit(gate.wait)
         for thread in threads:
             thread.start()
@@ -551,77 +488,29 @@ def test_what_is_not_drawn_in_time_at_the_end(service):
     for thread in threads:
         thread.join(30)
     gate.set()
-    assert len(answers) == 3
+    assert len(answers) == 2
     for answer in answers:
         assert_refused(answer, 503)
         assert int(answer.headers["retry-after"]) >= 1
-
-
-def test_events_that_the_end_breaks_off(service):
-    """The last one says so."""
-    programs = programs_of(models.fixture_model(MODEL))
-    programs.own = programs.batches[1] = service.programs.own
-    gate, lines = threading.Event(), []
-    programs._drawer.submit(gate.wait)
-
-    def ask(address):
-        body = {"class": 1, "stream": True}
-        with httpx.stream("POST", f"{address}{GENERATIONS}", json=body, trust_env=False) as answer:
-            lines.extend(answer.iter_lines())
-
-    with running(make_app(service_of(programs)), seconds=1) as address:
-        thread = threading.Thread(target=ask, args=(address,))
-        thread.start()
-        time.sleep(0.5)
-    thread.join(30)
-    gate.set()
     last = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])
     assert "the server ends" in last["error"]["message"] and "event: error" in lines
-
-
-def test_the_first_edit_compiles_no_encoder(service):
-    """Encoding a picture is compiled when the server starts."""
-    model = service.model
-    before = _images_to_tokens._cache_size()
-    picture, _ = edit_files()
-    drawn = np.zeros(model.pixels, bool)
-    drawn[model.pixels[0] // 2 :] = True
-    Patch.of(model, picture, drawn, True)
-    assert _images_to_tokens._cache_size() == before > 0
-
-
-def test_a_client_that_goes_away(client, service):
-    with busy(service):
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(GENERATIONS, json={"class": 1, "n": 5}, timeout=0.5)
-        wait_until(lambda: service.batcher.depth == 0)  # its images make room
-    body = {"class": 2, "seed": 3}
-    found = pictures_of(client.post(GENERATIONS, json=body))
-    assert close(found, drawn([2], 3))
 
 
 def test_openai_client(address):
     openai = pytest.importorskip("openai", reason="needs openai, of the extra dev")
     http = httpx.Client(trust_env=False)
     client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, http_client=http, max_retries=0)
-    model = client.models.list().data[0]
+    usual = {"model": client.models.list().data[0].id, "size": "auto", "quality": "auto"}
+    usual |= {"background": "auto", "moderation": "low", "user": "me", "output_format": "png"}
     found = client.images.generate(
-        prompt="1", model=model.id, n=2, response_format="b64_json", extra_body={"seed": 5}
+        prompt="1", n=2, response_format="b64_json", extra_body={"seed": 5}, **usual
     )
     data = [base64.b64decode(image.b64_json) for image in found.data]
     assert close(np.stack([np.asarray(Image.open(io.BytesIO(d))) for d in data]), drawn([1, 1], 5))
-    picture, files = edit_files()
-    streams = {name: (name, io.BytesIO(data), kind) for name, (_, data, kind) in files.items()}
-    edited = client.images.edit(prompt="1", **streams)
-    assert len(edited.data) == 1
     events = list(client.images.generate(prompt="1", stream=True, partial_images=2))
-    assert [event.type.rpartition(".")[2] for event in events] == [
-        *["partial_image"] * 2,
-        "completed",
-    ]
-    assert isinstance(events[-1], openai.types.ImageGenCompletedEvent)
+    assert len(events) == 3 and isinstance(events[-1], openai.types.ImageGenCompletedEvent)
     assert isinstance(events[0], openai.types.ImageGenPartialImageEvent)
-    picture, files = edit_files()
+    _, files = edit_files()
     streams = {name: (name, io.BytesIO(data), kind) for name, (_, data, kind) in files.items()}
     events = list(client.images.edit(prompt="1", stream=True, **streams))
     assert isinstance(events[-1], openai.types.ImageEditCompletedEvent)

@@ -1,18 +1,11 @@
 """A server under load: 1,000 requests of 32 clients beside 300 idle connections, killed clients,
-SIGTERM.
-
-As a script it measures what docs/lab/cpu.md holds:
-
-    python -m tests.serve.test_load 300 headkv 0.1 --kv_bytes=2MiB --max_batch=64
-    python -m tests.serve.test_load 300 full 1 --own
-"""
+SIGTERM."""
 
 import base64
 import contextlib
 import http.client
 import io
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -79,11 +72,6 @@ class Load:
         data = {n: base64.b64decode(one["b64_json"]) for n, one in found.items()}
         return {n: np.asarray(Image.open(io.BytesIO(one))) for n, one in data.items()}
 
-    def summary(self) -> dict:
-        p50, p99 = np.percentile(list(self.seconds.values()), [50, 99])
-        per_second = len(self._answers) / self.wall
-        return {"pictures_per_s": per_second, "p50_s": p50, "p99_s": p99, "refused": self.refused}
-
 
 def drawn_by_run(tmp_path, numbers, *flags):
     """{number: picture} as `experiments.run` draws them: for every one picture 0 of its seed."""
@@ -145,7 +133,7 @@ def wait_for_batches(server: Process, size: int = 8) -> None:
 def test_a_thousand_requests(tmp_path):
     """None is lost, every picture is `run`'s, memory stays; 300 connections that send half a head
     are closed meanwhile, and /healthz answers at once."""
-    with process("--nopage", "--policy=headkv", "--budget=0.25") as server:
+    with process("--policy=headkv", "--budget=0.25") as server:
         wait_for_batches(server)
         Load(server.address, 128, CLIENTS)  # threads and connections take memory once
         before = server.resident_bytes
@@ -158,8 +146,6 @@ def test_a_thousand_requests(tmp_path):
             connection.settimeout(5)
             assert connection.recv(1) == b""
             connection.close()
-    print(json.dumps(load.summary()), f"grown by {grown / 2**20:.1f} MiB", file=sys.stderr)
-    print(f"/healthz: {health.asked} times, {health.slowest * 1e3:.0f} ms at most", file=sys.stderr)
     assert health.asked > 100 and health.slowest < 0.1
     assert len(load.answers) == REQUESTS
     assert grown < 64 * 2**20
@@ -172,7 +158,7 @@ def test_a_thousand_requests(tmp_path):
 
 def test_killed_clients_and_sigterm_lose_nothing():
     """Clients vanish, the queue is full, the server is told to end: accepted requests are drawn."""
-    with process("--nopage", "--max_batch=2", "--queue=24") as server:
+    with process("--max_batch=2", "--queue=24") as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = b'{"class": 1, "n": 4}'
         head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {host}\r\n"
@@ -211,58 +197,3 @@ def test_killed_clients_and_sigterm_lose_nothing():
 
 def _metrics(server: Process) -> str:
     return httpx.get(f"{server.address}/metrics", trust_env=False).text
-
-
-def test_an_interrupt_ends_it():
-    with process("--nopage", "--max_batch=1") as server:
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) in (0, 130)
-
-
-def own_speed(batch_size: int, policy: str, budget: str, batches: int = 12) -> float:
-    """Pictures per second of a `Generator` that nobody asks over HTTP, with the same batches."""
-    code = (
-        "import sys, time, numpy as np, varjax\n"
-        "size, policy, budget, batches = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])\n"
-        "generator = varjax.Generator(varjax.load(), policy, float(budget), batch_size=size)\n"
-        "labels = np.arange(size) % 44\n"
-        "generator(labels)\n"
-        "start = time.perf_counter()\n"
-        "for seed in range(batches):\n"
-        "    generator(labels, seed=seed)\n"
-        "print(batches * size / (time.perf_counter() - start))\n"
-    )
-    command = [sys.executable, "-c", code, str(batch_size), policy, budget, str(batches)]
-    found = subprocess.run(
-        command, check=True, cwd=ROOT, env=users_environment(), stdout=subprocess.PIPE, text=True
-    )
-    return float(found.stdout)
-
-
-def _flag(flags: list[str], name: str, usual: int) -> int:
-    return next((int(f.partition("=")[2]) for f in flags if f.startswith(f"{name}=")), usual)
-
-
-def main(argv: list[str]) -> None:
-    """argv: number of requests, policy, budget, --own or flags of the server."""
-    count, policy, budget, *flags = argv
-    own = ["--own"] == flags[:1]
-    with process("--nopage", f"--policy={policy}", f"--budget={budget}", *flags[own:]) as server:
-        wait_for_batches(server, _flag(flags, "--max_batch", 8))
-        Load(server.address, 64, CLIENTS)
-        before = server.resident_bytes
-        load = Load(server.address, int(count), CLIENTS)
-        grown = (server.resident_bytes - before) / 2**20
-        print(*(line for line in server.lines if "at once" in line), sep="\n")
-        batches = [line for line in _metrics(server).splitlines() if "batches_total{" in line]
-        print(*batches, sep="\n")
-        found = load.summary() | {"grown_mib": grown}
-        if own:  # beside the idle server, which takes no time
-            found["generator_pictures_per_s"] = own_speed(8, policy, budget)
-            again = Load(server.address, int(count) // 2, CLIENTS).summary()
-            found["again_pictures_per_s"] = again["pictures_per_s"]
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

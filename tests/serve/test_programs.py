@@ -3,10 +3,8 @@ programs wait, few are kept, those that nobody waits for are not compiled."""
 
 import asyncio
 import contextlib
-import gc
 import threading
 import types
-import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +15,6 @@ from experiments.budgets import images_at_once
 from tests import models_under_test as models
 from tests.serve.server import MODEL, FakePrograms, programs_of
 from varjax.errors import UserError
-from varjax.generator import Generator
 from varjax.mixed_batch import Item
 from varjax.policies import get_policy
 
@@ -25,7 +22,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from experiments.serve import programs as programs_lib  # noqa: E402
-from experiments.serve.programs import Batcher, Choice, Programs  # noqa: E402
+from experiments.serve.programs import Batcher, Programs  # noqa: E402
 from experiments.serve.refusals import Refused  # noqa: E402
 
 
@@ -242,39 +239,3 @@ def test_the_end_compiles_nothing_more(slow):
         assert compiled == [0.7]
 
     asyncio.run(test())
-
-
-def test_programs_that_are_forgotten_are_freed(monkeypatch):
-    """Generator, executables and plan, also while JAX still remembers how they were traced; and its
-    traces are forgotten after as many programs as are kept."""
-    monkeypatch.setattr(programs_lib, "KEPT", 1)
-    model, held, forgotten = models.fixture_model(MODEL), [], []
-    monkeypatch.setattr(programs_lib.jax, "clear_caches", lambda: forgotten.append(len(held)))
-
-    def make(plan, sampling, size, **more):
-        found = Generator(model, plan=plan, batch_size=1, segments=1, **more)
-        held.append((weakref.ref(found), weakref.ref(found.drawing)))
-        return found
-
-    programs = programs_of(model, make=make)
-
-    async def draw(number):
-        program = await programs.program(choice(programs, number))
-        heard = []
-        item = Item(np.ones(1, np.int32), 7, 0, program=program, hear=lambda *a: heard.append(a))
-        (found,) = await programs.draw([item])
-        assert len(heard) == model.config.schedule.num_scales
-        return found.picture, weakref.ref(program.generator.compiled)
-
-    async def test():
-        programs.batches[1] = None
-        first, executable = await draw(0)
-        await draw(10)
-        programs.plan_of.cache_clear()
-        gc.collect()
-        assert [one() for one in (*held[0], executable)] == [None] * 3
-        assert held[1][0]() is not None and len(forgotten) == 2
-        np.testing.assert_array_equal((await draw(0))[0], first)
-
-    asyncio.run(test())
-    assert isinstance(choice(programs, 1), Choice)
