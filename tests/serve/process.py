@@ -56,11 +56,6 @@ class Process:
                 self._found.put(line.split()[-1].rstrip("/"))
         self._found.put(None)
 
-    @property
-    def resident_bytes(self) -> int:
-        with open(f"/proc/{self.process.pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
