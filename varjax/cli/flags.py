@@ -19,13 +19,16 @@ from varjax.key_values import parse_pairs
 
 # {flag that is gone: what to use instead}, of all commands
 GONE = {
+    "adopt": "tiles are kept by bench --tune, times by --draw=TASK --json=FILE",
     "compilation_cache": "set JAX_COMPILATION_CACHE_DIR=DIR, or JAX_ENABLE_COMPILATION_CACHE=false "
     "for none",
     "connections": "a server takes 1024, and fewer where `ulimit -n` is lower",
     "docs": "a server has /docs and /openapi.json; a proxy may hide them",
     "drain_seconds": "a server draws for at most 60 seconds after SIGTERM",
+    "filling": "bench --check fills tables in every way that matters",
     "images_per_class": "use --num_images=N/class",
     "images_per_prompt": "use --num_images=N/prompt",
+    "machine": "use bench --check, --tune or --draw=all, one after the other (make chip)",
     "max_length": "use --prompt_tokens=N",
     "metric_module": "use --plugin=FILE.py",
     "model_module": "use --plugin=FILE.py",
@@ -34,7 +37,10 @@ GONE = {
     "policy_module": "use --plugin=FILE.py",
     "prompt": "use --prompts=TEXT",
     "prompt_set": "write the kind before the file, as --prompts=coco-captions:FILE",
+    "quick": "use bench --draw=all --minutes=5",
     "request_seconds": "a server answers within 600 seconds",
+    "skip": "name the tasks that are to run, as bench --draw=TASK,TASK",
+    "step": "name the tasks that are to run, as bench --draw=TASK,TASK",
     "text_tokens": "use --prompt_tokens=N",
 }
 
