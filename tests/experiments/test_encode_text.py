@@ -104,6 +104,7 @@ def test_prompts_on_the_command_line(encode, call, checkpoint, tmp_path):
 REFUSED = {
     "no prompts": (("--prompts=nowhere.txt",), "there is no prompt file"),
     "no encoder": (("--checkpoint=.",), "has no text encoder"),
+    "kind": (("--prompts=geneval:IN/prompts.txt",), "line 1 is not JSON"),
     "type": (("--dtype=float16",), "must be one of bfloat16, float32"),
     "place": (("--save=nowhere/f.npz",), "there is no folder"),
 }
@@ -123,6 +124,7 @@ def test_refused_before_the_encoder_is_read(encode, checkpoint, tmp_path):
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_flags(case, encode, tmp_path):
     flags, message = REFUSED[case]
+    flags = [flag.replace("IN/", f"{tmp_path}/") for flag in flags]
     status, _, err = encode("a cat\n", *flags)
     assert status == 2 and message in err
     assert not (tmp_path / "f.npz").exists()

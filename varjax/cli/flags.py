@@ -41,6 +41,7 @@ GONE = {
     "request_seconds": "a server answers within 600 seconds",
     "skip": "name the tasks that are to run, as bench --draw=TASK,TASK",
     "step": "name the tasks that are to run, as bench --draw=TASK,TASK",
+    "temporaries": "aot lists the eight largest of each program",
     "text_tokens": "use --prompt_tokens=N",
 }
 

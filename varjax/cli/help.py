@@ -11,9 +11,9 @@ from varjax.cli.flags import CommandFlags, Group
 from varjax.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
 
 WIDTH = 100
-KEPT = """Compiled programs are kept for the next start in JAX_COMPILATION_CACHE_DIR, else varjax/programs of
-the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none. The subfolder varjax there,
-which older versions wrote, is not read and may be deleted."""
+KEPT = """Compiled programs are kept for the next start in JAX_COMPILATION_CACHE_DIR, else in
+varjax/programs of the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none. The
+subfolder varjax there, which older versions wrote, is not read and may be deleted."""
 _TYPES = {LISTED: "LIST", REPEATED: "STRING"}  # as absl calls them
 
 
