@@ -5,9 +5,9 @@
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS`, `TOKENS`, `ENDS` or `LAYERS`.
 Prints one JSON object per program: its temporaries, bytes of the pool and of the scale's keys and
 values where there are any, and of every kernel that no program before had: registers and spilled
-bytes per thread, as ptxas says, bytes of shared memory, columns of tensor memory, and the
-instructions of its loops where there is a disassembler (`sass`). A program of its own, because JAX
-(0.10.2) compiles these kernels for one architecture per process, whatever is asked for later.
+bytes per thread, as ptxas says, bytes of shared memory and columns of tensor memory. A program of
+its own, because JAX (0.10.2) compiles these kernels for one architecture per process, whatever is
+asked for later.
 """
 
 import json
@@ -35,7 +35,7 @@ from pallas_kernels.sample import sample
 from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, store_and_attend
 from pallas_kernels.token_attention import attend as attend_one
 from pallas_kernels.token_specs import abstract_token_arguments, only
-from tests.pallas_kernels import sass, test_token_products
+from tests.pallas_kernels import test_token_products
 from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
@@ -221,9 +221,6 @@ def inspect(folder: Path) -> dict:
             file.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log")
         )
         found[name] = _inspect(*texts)
-        if sass.available():
-            loops = sass.loops(sass.assembled(file.with_suffix(".ptx")))
-            found[name]["loops"] = [loop.counts for loop in loops]
     for file in folder.iterdir():
         file.unlink()
     return found

@@ -14,7 +14,7 @@ from pallas_kernels.ragged_attention import config, mosaic_gpu, tune
 from pallas_kernels.sample import mosaic_gpu as sample_kernel
 from pallas_kernels.slot_moves import mosaic_gpu as slot_moves
 from tests.often import often
-from tests.pallas_kernels import compile_mosaic, sass
+from tests.pallas_kernels import compile_mosaic
 
 # finished keys and values are one; moments take finished queries, too
 KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "apart": 2, "text": 1}
@@ -66,30 +66,6 @@ def test_kernels_compile(target, shapes):
             assert most * (attention["shared_memory"] + 1024) <= together, program
         if operation in ("write", "layer", "apart"):  # no second pool
             assert program["temporaries"] <= program["finished"] * 1.1 + 2**20, program
-
-
-@pytest.mark.aot
-@pytest.mark.skipif(not sass.available(), reason="needs ptxas and nvdisasm")
-def test_instructions_of_a_step():
-    """Attention on an H200 (docs/lab/compiled.md): a step of 128 queries and 64 keys that
-    are all valid, and what a warp does to fetch a step."""
-    two, one = (found["new"]["ragged_attention"]["loops"] for found in attention("h200"))
-    (step,) = (loop for loop in two if "HGMMA" in loop)
-    assert sum(step.values()) <= 290, step
-    assert not {"LDG", "BAR", "MEMBAR", "STSM", "LDSM"} & set(step), step
-    fetching = [loop for loop in two if loop.get("UTMALDG") and "HGMMA" not in loop]
-    assert len(fetching) == 2, two  # own keys and stored ones
-    for loop in fetching:
-        assert loop["UTMALDG"] == 2 and loop.get("LDG", 0) <= 1, loop
-        assert sum(loop.values()) <= 60 and "BAR" not in loop, loop
-    (step,) = (loop for loop in one if "HGMMA" in loop)
-    assert sum(step.values()) <= 330 and step.get("LDG", 0) <= 1, step
-
-
-def attention(target) -> list[dict]:
-    """What is compiled for `attend` of VAR-d30: 256 queries, 64 queries."""
-    found = compiled(target, ["var", "var-64"])
-    return [program for program in found if program["operation"] == "attend"]
 
 
 @pytest.mark.aot

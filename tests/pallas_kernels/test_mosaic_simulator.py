@@ -18,7 +18,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_keys, mosaic_shar
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
-from tests.pallas_kernels import copy_rules, gpu_simulation, register_products
+from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.gpu_simulation import RACE, UNWAITED, no_races
 from tests.pallas_kernels.test_kernels import (
@@ -55,8 +55,7 @@ CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
 
 @pytest.fixture(autouse=True)
 def copies(monkeypatch):
-    """All that the chip asks of them is asked here; products may have factors in registers."""
-    register_products.install(monkeypatch)
+    """All that the chip asks of them is asked here."""
     broken = copy_rules.watch(monkeypatch)
     yield
     assert not broken, broken[:3]
