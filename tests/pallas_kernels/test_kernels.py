@@ -1,7 +1,6 @@
 """Kernels in interpret mode against the float32 reference, over shapes of published models.
 
-Every shape and type is a program of its own, and compiling it is nearly all of a test's time. With
---slow every shape meets every type; by default the shapes of `OFTEN` meet one.
+Every shape and type is a program of its own, and compiling it is nearly all of a test's time.
 """
 
 from dataclasses import replace
@@ -16,20 +15,24 @@ import pytest
 from pallas_kernels import cache_write, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS, ArgSpec
 from pallas_kernels.projection import Projection
+from tests.often import often
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 # Relative Frobenius error against the float32 reference. float32: another order of sums.
 # bfloat16: 8 bits of mantissa in the inputs' products, weights and result.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 TYPES = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("float32", "int8")]
+LONG = SPECS["var-d30-t256"].reduced(tokens=40, length=33)
+WIDE = SPECS["infinity-2b-t64"].reduced()
 # Both sizes of heads, every type, tables for all rows and per row, three sizes of blocks, with and
 # without padding; several query tiles are in test_triton_edges and test_tpu_edges.
-OFTEN = {
-    "var-d30-t1": ("float32", None),
-    "var-d30-t256-rows": ("bfloat16", None),
-    "var-d30-t256-block64": ("float32", "int8"),
-    "infinity-2b-t64-rows-block32": ("bfloat16", "int8"),
+SHAPES = {
+    "one": replace(SPECS["var-d30-t1"].reduced(), dtype="float32"),
+    "rows": replace(LONG, per_row=True),
+    "block64-int8": replace(LONG, block_size=64, dtype="float32", kv_dtype="int8"),
+    "rows-block32-int8": replace(WIDE, per_row=True, block_size=32, kv_dtype="int8"),
 }
+
 
 attend = jax.jit(
     partial(ragged_attention.attend, return_lse=True), static_argnames=["implementation"]
@@ -54,46 +57,19 @@ def in_float32(args):
     return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
 
 
-def shapes() -> list[ArgSpec]:
-    """Every model's shapes; tables per row; larger blocks."""
-    models = [spec.reduced() for spec in SPECS.values()]
-    small = SPECS["var-d30-t256"].reduced(tokens=40, length=33)
-    wide = SPECS["infinity-2b-t64"].reduced()
-    changed = [
-        ("rows", replace(small, per_row=True)),
-        ("rows-block32", replace(wide, per_row=True, block_size=32)),
-        ("block64", replace(small, block_size=64)),
-    ]
-    return models + [replace(s, name=f"{s.name}-{name}") for name, s in changed]
-
-
-def case(spec: ArgSpec, dtype: str, kv_dtype: str | None):
-    often = OFTEN.get(spec.name) == (dtype, kv_dtype)
-    name = f"{spec.name}-{dtype}" + (f"-{kv_dtype}" if kv_dtype else "")
-    marks = [] if often else [pytest.mark.slow]
-    return pytest.param(replace(spec, dtype=dtype, kv_dtype=kv_dtype), id=name, marks=marks)
-
-
-CASES = [case(spec, *types) for spec in shapes() for types in TYPES]
-
-
 def with_kernels() -> list:
-    """Every case with every kernel; by default the kernels take turns."""
-    found, turn = [], 0
-    for shape in CASES:
+    """Every shape; by default the kernels take turns."""
+    found = []
+    for turn, (name, spec) in enumerate(SHAPES.items()):
         for i, kernel in enumerate(KERNELS):
-            often = not shape.marks and turn % len(KERNELS) == i
-            marks = [] if often else [pytest.mark.slow]
-            found.append(
-                pytest.param(kernel, *shape.values, id=f"{shape.id}-{kernel}", marks=marks)
-            )
-        turn += not shape.marks
+            marks = [] if turn % 2 == i else [pytest.mark.slow]
+            found.append(pytest.param(kernel, spec, id=f"{name}-{kernel}", marks=marks))
     return found
 
 
 def tables(spec: ArgSpec):
     """One shape with every kind of table: same program, other numbers."""
-    return [replace(spec, filling=filling, name=f"{spec.name}-{filling}") for filling in FILLINGS]
+    return [replace(spec, filling=filling, name=filling) for filling in FILLINGS]
 
 
 def written(spec: ArgSpec):
@@ -167,10 +143,9 @@ def check_write(kernel, args):
 
 
 @pytest.mark.parametrize("kernel", ["reference", *KERNELS])
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_store_and_attend_is_both(kernel, kv_dtype):
+def test_store_and_attend_is_both(kernel):
     """Bit for bit what attention and storing do, one after the other."""
-    args = replace(PLAIN, apart=True, kv_dtype=kv_dtype).arguments()
+    args = replace(PLAIN, apart=True).arguments()
     options = dict(kv_scale=args.kv_scale, implementation=kernel)
     both = jax.jit(ragged_attention.store_and_attend, static_argnames=["implementation"])
     found = both(*args.attend, args.writes, **options)
@@ -182,13 +157,7 @@ PLAIN = SPECS["var-d30-t256"].reduced(tokens=40, length=33, normalised=False)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [
-        pytest.param(*types, marks=pytest.mark.slow if types in TYPES[::2] else ())
-        for types in TYPES
-    ],
-)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), often(TYPES[1::2], TYPES))
 def test_tokens_are_stored_as_they_are(kernel, dtype, kv_dtype):
     """Without norm, rotation or bias every bit is the reference's, int8 as well."""
     args = replace(PLAIN, dtype=dtype, kv_dtype=kv_dtype).arguments(poison=False)
@@ -240,21 +209,15 @@ def test_empty_entries_of_a_write_touch_nothing(kernel):
     chex.assert_trees_all_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "kernel", ["reference", pytest.param("tpu-interpret", marks=pytest.mark.slow)]
-)
-def test_padding_may_hold_anything(kernel):
-    """Padded keys, values and queries of NaN change nothing. (Kernels: also in test_triton_edges
-    and, operation by operation, in test_tpu_edges.)"""
+def test_padding_may_hold_anything():
+    """Padded keys, values and queries of NaN change nothing in the reference."""
     spec = SPECS["var-d30-t36"].reduced(dtype="float32", tokens=40, length=9)
     args = spec.arguments()
-    dirty = args.padded_with(jnp.nan)
     weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
 
     def results(a):
-        out, lse = attend(*a.attend, implementation=kernel)
-        sums = moments(*a.moments(weights, lse, squares=True), implementation=kernel)
+        out, lse = attend(*a.attend, implementation="reference")
+        sums = moments(*a.moments(weights, lse, squares=True), implementation="reference")
         return out[:, : spec.length], lse[:, :, : spec.length], sums
 
-    for found, expected in zip(*map(jax.tree.leaves, map(results, (dirty, args))), strict=True):
-        chex.assert_trees_all_close(found, expected, atol=1e-6)
+    chex.assert_trees_all_close(results(args.padded_with(jnp.nan)), results(args), atol=1e-6)

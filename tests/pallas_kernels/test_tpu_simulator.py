@@ -15,9 +15,10 @@ from pallas_kernels.cache_write.tpu_stores import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
+from tests.often import often
 from tests.pallas_kernels import tpu_simulation
 from tests.pallas_kernels.test_kernels import (
-    CASES,
+    SHAPES,
     TOLERANCE,
     assert_stored,
     attend,
@@ -35,9 +36,8 @@ from tests.pallas_kernels.tpu_simulation import has_races
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
 )
-# With --slow all shapes of models, which compile for minutes.
-SHAPES = [pytest.param(SMALL, id="small")]
-SHAPES += [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in CASES]
+# With --slow shapes of models, which compile for minutes.
+CASES = often([SMALL], [SMALL, *SHAPES.values()])
 # two groups of entries, so that a buffer is used while another is filled
 SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
 
@@ -65,21 +65,21 @@ def check_write(run, args):
     assert_stored(found, expected, args.projection)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", CASES, ids=lambda spec: spec.name)
 def test_attend(shape):
     run = simulated(tpu.attend, return_lse=True)
     for spec in tables(shape):
         check_attend(run, spec.arguments(), TOLERANCE[spec.dtype], spec.length)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", CASES, ids=lambda spec: spec.name)
 def test_write(shape):
     run = simulated(tpu_write.write)
     for spec in written(shape):
         check_write(run, spec.arguments(poison=False))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", CASES, ids=lambda spec: spec.name)
 def test_attention_moments(shape):
     run = simulated(tpu.attention_moments)
     for spec in tables(shape):
@@ -99,14 +99,12 @@ def test_attention_moments(shape):
             assert error(a, b) < power * TOLERANCE[spec.dtype], spec.name
 
 
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_two_cores(kv_dtype):
+def test_two_cores():
     """The grid is divided: nothing that one core leaves may be needed by the other."""
-    spec = replace(SMALL, kv_dtype=kv_dtype)
     run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)
-    check_attend(run, spec.arguments(), TOLERANCE["float32"], spec.length)
+    check_attend(run, SMALL.arguments(), TOLERANCE["float32"], SMALL.length)
     run = simulated(tpu_write.write, cores=2)
-    for case in written(spec):
+    for case in written(SMALL):
         check_write(run, case.arguments(poison=False))
 
 
@@ -115,25 +113,17 @@ def test_two_cores(kv_dtype):
 SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
 
 
-@pytest.mark.parametrize(
-    "at_once, spec",
-    [
-        pytest.param(1024, SHARING[0], marks=pytest.mark.slow),
-        pytest.param(1024, SHARING[1], marks=pytest.mark.slow),
-        (1, SHARING[0]),
-    ],
-)
-def test_heads_share_blocks(monkeypatch, at_once, spec):
+@pytest.mark.parametrize("at_once", often([1], [1, 1024]))
+def test_heads_share_blocks(monkeypatch, at_once):
     """A block is read again when what another head stored in it has arrived; in one grid step and
     in several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
-    check_write(simulated(tpu_write.write, cores=2), sharing(spec))
+    check_write(simulated(tpu_write.write, cores=2), sharing(SHARING[0]))
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 1000), (1, 40, 4096)])
-def test_sample(shape):
+def test_sample():
     """Programs on two cores; the last one has rows that are not there."""
-    logits, noise, options = numbers(shape)
+    logits, noise, options = numbers((3, 3, 1000))
     filters = {"top_k": 900, "top_p": 0.96}
     found = simulated(tpu_sample.sample, cores=2, **filters)(logits, noise, **options)
     assert not has_races()
@@ -186,11 +176,10 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
     assert has_races()
 
 
-@pytest.mark.parametrize("spec", [pytest.param(SHARING[0], marks=pytest.mark.slow), SHARING[1]])
-def test_reading_a_shared_block_too_early_is_seen(monkeypatch, spec):
+def test_reading_a_shared_block_too_early_is_seen(monkeypatch):
     """The next head's block, while this one's tokens are on their way into it."""
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
-    args = sharing(spec)
+    args = sharing(SHARING[1])
     found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)
