@@ -62,15 +62,6 @@ def test_heuristics_give_legal_tiles(queries, head_dim, dtype):
     assert isinstance(config.heuristic(call, "tpu"), TPUConfig)
 
 
-def test_power_of_two():
-    assert [config.power_of_two(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
-
-
-def test_folder_name():
-    assert config.folder_name("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
-    assert config.folder_name("TPU v5 lite") == "tpu-v5-lite"
-
-
 def test_tuned_tiles_are_found_for_calls_of_about_their_size(tuned_folder):
     assert config.choose(CALL, "triton") == config.heuristic(CALL, "triton") != TILES
     write(tuned_folder)
@@ -106,14 +97,6 @@ def test_foreign_files_are_left_out(tuned_folder, changes, reason):
         assert config.choose(CALL, "triton") == config.heuristic(CALL, "triton")
     assert str(path) in str(caught[0].message) and "--tune" in str(caught[0].message)
     assert config.choose(CALL, "triton") == config.heuristic(CALL, "triton")  # said once
-
-
-def test_a_damaged_file_is_left_out(tuned_folder):
-    path = write(tuned_folder)
-    path.write_text(path.read_text()[:-20])
-    config.tuned.cache_clear()
-    with pytest.warns(UserWarning, match="tuned tiles are left out"):
-        config.choose(CALL, "triton")
 
 
 def test_files_that_come_with_the_package_are_sound():

@@ -1,15 +1,10 @@
 """Which implementation a machine takes, and why others cannot run there."""
 
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from pallas_kernels import implementations, jax_versions, target
-from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.ragged_attention import attend
 
 HERE = jax_versions.importlib.util.find_spec
 
@@ -73,14 +68,6 @@ def test_why_not_here(machine, name, here, reason):
     assert found == reason if reason is None else reason in found
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_simulator(machine, monkeypatch, there):
-    machine("cpu")
-    monkeypatch.setattr(jax_versions, "SIMULATES_GPUS", there)
-    found = implementations.why_not_here("mosaic-interpret")
-    assert (found is None) == there
-
-
 @pytest.mark.parametrize(
     ("kind", "capability"),
     [("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0"), ("NVIDIA A100", "8.0"), ("NVIDIA X", None)],
@@ -128,28 +115,3 @@ def test_the_next_one_takes_what_a_kernel_cannot(machine, refusing, triton, expe
         assert implementations.run(None, modules, "call") == expected
     with pytest.raises(NotImplementedError, match="other shapes"):
         implementations.run("mosaic", modules, "call")
-
-
-def test_the_best_one_runs_without_a_warning(machine, recwarn):
-    machine("gpu", "10.0")
-    assert implementations.run(None, operation(), "call") == "mosaic" and not recwarn
-
-
-@pytest.mark.parametrize(
-    "changed", [{"head_dim": 32}, {"block_size": 4}, {"dtype": "float32", "kv_dtype": None}]
-)
-def test_shapes_that_mosaic_does_not_take_run_in_triton(machine, changed):
-    """The real kernels refuse these shapes."""
-    args = replace(SPECS["var-d30-t256"].reduced(heads=2), **changed).abstract()
-    machine("gpu", "9.0")
-    with pytest.warns(UserWarning, match="the kernel triton runs instead: Mosaic attention takes"):
-        jax.eval_shape(attend, *args.attend, kv_scale=args.kv_scale)
-
-
-@pytest.mark.parametrize("capability", ["8.0", "12.0"])
-def test_mosaic_refuses_other_chips(machine, capability):
-    """A program that is traced for them finds out."""
-    args = SPECS["var-d30-t256"].reduced(heads=2).abstract()
-    machine("gpu", capability)
-    with pytest.raises(NotImplementedError, match=f"9.0 and 10.0, not {capability}"):
-        jax.eval_shape(partial(attend, implementation="mosaic"), *args.attend)

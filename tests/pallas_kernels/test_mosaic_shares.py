@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import mosaic_products
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.ragged_attention import config
-from pallas_kernels.ragged_attention.mosaic_shares import Shares, programs_at_once, shared_memory
+from pallas_kernels.ragged_attention.mosaic_shares import Shares
 
 D30 = SPECS["var-d30-t256"]
 CORES = 132  # multiprocessors of an H100
@@ -51,13 +51,3 @@ def test_every_tile_is_served_once(tiles, heads, rows, programs):
 )
 def test_shares(spec, programs):
     assert shares_of(spec).programs == programs
-
-
-def test_shared_memory_of_three_programs():
-    """With room for what CUDA takes and for barriers: 228 KiB in all."""
-    tiles = config.MosaicConfig(warpgroups=1, block_k=64, buffers=3)
-    needed = shared_memory(tiles, 64, False, several=True, turned=False)
-    assert needed == 72 * 1024 + 256
-    assert programs_at_once(tiles, needed, False) == 3 * CORES
-    assert programs_at_once(tiles, needed + 4096, False) == 2 * CORES
-    assert programs_at_once(tiles, needed, True) == 2 * CORES

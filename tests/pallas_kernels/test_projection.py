@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.projection import Projection, length, quarter_turn, quarter_turn_by_product
+from pallas_kernels.projection import Projection, quarter_turn, quarter_turn_by_product
 from pallas_kernels.tables import (
     CONSECUTIVE,
     EMPTY,
@@ -101,52 +101,11 @@ def test_finished(combination, dtype):
         np.testing.assert_allclose(np.asarray(mine, np.float64), expected, **near[dtype])
 
 
-def test_queries_are_rounded_once():
-    """Every bfloat16 number is the one nearest to the float32 result."""
-    given = projection(True, True, "multiplier", dtype=jnp.bfloat16)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), given).queries()
-    chex.assert_trees_all_equal(given.queries(), wide.astype(jnp.bfloat16))
-
-
-def test_unit_length():
-    given = projection(True, True, "multiplier")
-    chex.assert_trees_all_close(length(given.keys()), jnp.ones((ROWS, HEADS, TOKENS, 1)), rtol=1e-6)
-    wanted = jnp.broadcast_to(given.multiplier[:, None], (ROWS, HEADS, TOKENS))
-    chex.assert_trees_all_close(length(given.queries())[..., 0], wanted, rtol=1e-6)
-
-
 def test_a_key_of_zeros_stays_finite():
     given = projection(False, True, "multiplier")
     given = jax.tree.map(jnp.zeros_like, given)
     chex.assert_trees_all_equal(given.keys(), jnp.zeros((ROWS, HEADS, TOKENS, SIZE)))
     chex.assert_tree_all_finite(given.queries())
-
-
-def test_scores_depend_on_the_difference_of_positions():
-    """What a rotation is for: tokens 1 and 3 meet like tokens 2 and 4."""
-    rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal(SIZE) for _ in range(2))
-    qkv = np.broadcast_to(np.stack([q, k, k])[:, None], (1, TOKENS, 3, 1, SIZE))
-    angle = np.repeat(np.arange(TOKENS)[:, None] / 10.0 ** np.arange(SIZE // 2), 2, axis=-1)
-    tables = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    given = Projection(jnp.asarray(qkv, jnp.float32), rotation=tables)
-    scores = given.queries()[0, 0] @ given.keys()[0, 0].T
-    chex.assert_trees_all_close(scores[1, 3], scores[2, 4], rtol=1e-5)
-    assert abs(scores[1, 3] - scores[3, 1]) > 1e-3
-
-
-def test_of_finished_arrays():
-    rng = np.random.default_rng(1)
-    arrays = [jnp.asarray(rng.standard_normal((ROWS, HEADS, TOKENS, SIZE))) for _ in range(3)]
-    given = Projection.of(*arrays)
-    assert given.shape == (ROWS, HEADS, TOKENS, SIZE) and given.dtype == arrays[0].dtype
-    chex.assert_trees_all_equal([given.queries(), given.keys(), given.values()], arrays)
-
-
-def test_raw_queries_lack_everything():
-    given = projection(True, True, "multiplier")
-    expected = np.asarray(given.qkv)[:, :, 0].transpose(0, 2, 1, 3)
-    chex.assert_trees_all_equal(np.asarray(given.raw_queries()), expected)
 
 
 def test_quarter_turns_agree():
@@ -181,30 +140,6 @@ def test_one_layer_is_a_slice(kind, layer):
     chex.assert_trees_all_equal(found, kind(*(a[layer] for a in arrays)))
     assert found.layer is None and found.sliced() is found
     assert table.of_layer(jnp.int32(layer)).ids is table.ids  # nothing is copied
-
-
-def test_what_is_read_of_a_layer_is_read_of_its_slice():
-    arrays, table = layers_of_tables(BlockTable)
-    one, by_hand = table.of_layer(jnp.int32(1)), BlockTable(*(a[1] for a in arrays))
-    regions = jnp.asarray([[2, 0, 1], [1, 1, 0]])
-    for found, expected in [
-        (one.slots(BLOCK), by_hand.slots(BLOCK)),
-        (one.slot_mask(BLOCK), by_hand.slot_mask(BLOCK)),
-        (one.with_rows(), tuple(a[1][None] for a in arrays)),
-        (one.for_rows(regions), BlockTable(*(a[1][regions] for a in arrays))),
-    ]:
-        chex.assert_trees_all_equal(found, expected)
-    _, writes = layers_of_tables(BlockWrites)
-    chex.assert_trees_all_equal(
-        writes.of_layer(jnp.int32(2)).slots,
-        (writes.ids[2][..., None] * BLOCK + np.arange(BLOCK)).reshape(HEADS, -1),
-    )
-
-
-def test_tables_without_layers_are_as_they_are():
-    arrays, table = layers_of_tables(BlockTable)  # the first axis as rows
-    assert table.sliced() is table
-    chex.assert_trees_all_equal(table.with_rows(), arrays)
 
 
 def test_slots_by_token_say_what_writes_say():

@@ -188,11 +188,6 @@ def test_unknown_implementation_names_the_known_ones():
         attend(Projection.of(q, k, v), 4, pool, BlockTable(*table), implementation="cuneiform")
 
 
-def test_filled_to():
-    table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
-    chex.assert_trees_all_equal(table.filled_to(jnp.array([6])).stop, np.array([[4, 2, 0]]))
-
-
 @pytest.mark.parametrize("entries", [0, 3, 32, 40])
 def test_packed_tables_say_which_entries_are_partial(entries):
     """A bit per entry, also for empty ones and for those behind the last."""

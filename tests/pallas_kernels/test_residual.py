@@ -128,14 +128,6 @@ def test_norms(name, dtype, capsys):
 
 
 @gpu_simulation.needed
-def test_a_norm_alone_changes_no_stream():
-    stream, _, norm = case("tiles", "bfloat16")
-    found, same = simulated(mosaic_gpu.add_and_normalize, stream, None, norm)
-    np.testing.assert_array_equal(same, stream)
-    assert difference(found, exact((stream, None, norm))[0]) < 1e-2
-
-
-@gpu_simulation.needed
 @pytest.mark.parametrize("scheme", [FP8, W8A8])
 @pytest.mark.parametrize("name", ["overlap", "single", "wide"])
 def test_norms_in_8_bits(name, scheme):

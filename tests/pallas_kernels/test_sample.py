@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import implementations
 from pallas_kernels.sample import mosaic_gpu, reference, sample
 from pallas_kernels.sample.row import Parts
 from tests.often import often
@@ -18,11 +17,7 @@ KERNELS = ["triton-interpret", "tpu-interpret"]
 # (images, tokens, vocabulary): parts that overlap; several programs, the last one not full; a token
 # of each image, of which programs hold several
 SHAPES = [(2, 5, 1000), (1, 40, 4096), (11, 1, 512)]
-# one token; rows that no GPU program holds; a bit; a prime; more tokens than a block has
-MANY = [(3, 1, 512), (2, 9, 16384), (1, 3, 65536), (1, 2, 50000), (5, 3, 2), (2, 7, 131)]
-SHAPES += [pytest.param(shape, marks=pytest.mark.slow) for shape in [*MANY, (1, 600, 512)]]
-FILTERS = [(900, 0.96), (7, 0.0), (0, 0.9)]
-FILTERS += [pytest.param(*f, marks=pytest.mark.slow) for f in [(0, 0.0), (1, 0.5), (10**6, 1e-6)]]
+FILTERS = [(7, 0.0), (0, 0.9)]
 
 
 def numbers(shape, *, guided: bool = True, seed: int = 0):
@@ -170,7 +165,7 @@ def test_nothing_is_read_beside_a_row(kernel):
 
 
 @pytest.mark.parametrize("most", [4096, 16384])
-@pytest.mark.parametrize("length", [128, 512, 1000, 4096, 4097, 8191, 16384, 50000, 65536])
+@pytest.mark.parametrize("length", [128, 1000, 4096, 4097, 16384, 50000])
 def test_parts_cover_a_row(length, most):
     """Once each, but for the end of the last one but one, and never beyond it."""
     parts = Parts.of(length, most)
@@ -192,26 +187,9 @@ def test_what_kernels_refuse():
         sample(logits, logits, implementation="cuda")
 
 
-def test_here_the_reference_runs(recwarn):
-    logits, noise, options = numbers((1, 2, 64))
-    found = str(jax.make_jaxpr(partial(sample, **options, top_k=5))(logits, noise))
-    assert "pallas" not in found and not recwarn
-    assert implementations.preferred() == "reference"
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 1000), (1, 2, 4096), (1, 2, 50000)])
+@pytest.mark.parametrize("shape", [(1, 2, 4096), (1, 2, 50000)])
 def test_mosaic_lowers(shape):
     """Every version of JAX lowers them, without the chip's compiler."""
     run = partial(mosaic_gpu.sample, top_k=900, top_p=0.9, interpret=False)
     lowered = jax.jit(run).trace(**abstract(shape)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.0), (5000, 1.0), (50, 0.0), (0, 0.9)])
-@pytest.mark.parametrize("vocabulary", [4096, 5000])
-def test_mosaic_leaves_long_rows_without_filters_to_xla(vocabulary, top_k, top_p):
-    """Rows of up to 4096 numbers are held, and read once whatever is asked for."""
-    run = partial(mosaic_gpu.sample, top_k=top_k, top_p=top_p, interpret=False)
-    lowered = jax.jit(run).trace(**abstract((2, 1, vocabulary))).lower(lowering_platforms=("cuda",))
-    filtered = 0 < top_k < vocabulary or 0 < top_p < 1
-    assert ("mosaic_gpu" in lowered.as_text()) == (filtered or vocabulary == 4096)

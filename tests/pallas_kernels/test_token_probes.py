@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import estimates, token_attention
+from pallas_kernels import token_attention
 from pallas_kernels.token_attention import (
     NewToken,
     Probe,
     mosaic_gpu,
     mosaic_slots,
     reference,
-    storing,
     tpu,
     tpu_scores,
 )
@@ -92,19 +91,6 @@ def test_simulated(cores):
     assert not has_races()
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_simulated_where_nobody_asks(cores):
-    """Attention and pool are right. Two cores race for one place of scores that nobody reads."""
-    query, held, token = problem(*CASES["bfloat16"][:2])
-    query = replace(query, probe=replace(query.probe, wanted=jnp.bool_(False)))
-    run = simulated(tpu.store_and_attend, cores, stops=False, **STEPS)
-    out, found = jax.block_until_ready(jax.jit(run)(query, held, token))
-    assert cores == 2 or not has_races()
-    expected, stored = reference.store_and_attend(without(query), held, token)
-    np.testing.assert_allclose(*(np.float32(a) for a in (out, expected)), atol=1e-2)
-    np.testing.assert_array_equal(in_bits(found.pool), in_bits(stored.pool))
-
-
 # --- Mosaic GPU -----------------------------------------------------------------------------------
 
 ON_THE_WAY = {
@@ -141,28 +127,6 @@ def test_mosaic_simulated(name, monkeypatch, capsys):
     assert not broken, broken[:3]
 
 
-@gpu_simulation.needed
-def test_mosaic_scores_in_other_places_are_seen(monkeypatch):
-    """Those of a step where the ones before it belong."""
-    score = mosaic_gpu._Head._score_probe
-
-    def late(this, place, tiles, start):
-        score(this, place, tiles, jnp.maximum(start - this.ring.steps.slots, 0))
-
-    monkeypatch.setattr(mosaic_gpu._Head, "_score_probe", late)
-    with pytest.raises(AssertionError):
-        test_mosaic_simulated("bfloat16", monkeypatch, None)
-
-
-def test_nothing_is_scored_where_nobody_asks():
-    """The reference leaves what is there, and attention does not read it."""
-    spec, options, _ = CASES["float32"]
-    query, held, token = problem(spec, options)
-    query = replace(query, probe=replace(query.probe, wanted=jnp.bool_(False)))
-    _, found = reference.store_and_attend(query, held, token)
-    assert np.isnan(found.scores).all()
-
-
 def test_who_scores_on_the_way():
     by = token_attention.scores_on_the_way
     _, held, _ = problem(*CASES["bfloat16"][:2])
@@ -175,19 +139,3 @@ def test_who_scores_on_the_way():
         _, other, _ = problem(*CASES[name][:2])
         assert by(other, "tpu") and not by(other, "mosaic")
     assert not by(replace(held, used=jnp.int32(9)), "mosaic")
-
-
-def test_estimate():
-    """One call in eight reads the probe and writes its scores."""
-    query, held, _ = problem(*CASES["bfloat16"][:2])
-    of = partial(estimates.attend_token, query.q, held.pool, held.position, None, None)
-    plain, probed = of(stored=8), of(stored=8, probed=8)
-    rows, heads, slots, _ = held.pool.shape
-    assert probed.bytes_accessed - plain.bytes_accessed == 4 * rows * heads * (slots + 64) / 8
-    assert probed.flops - plain.flops == 2 * rows * heads * slots * 64 / 8
-
-
-def test_a_module_without_scores_takes_no_probe():
-    query, held, token = problem(*CASES["float32"][:2])
-    after = storing.in_two_steps(lambda query, held: (query.probe, None))
-    assert after(without(query), held, token)[0] is None

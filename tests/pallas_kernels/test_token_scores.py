@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import estimates, implementations, token_attention, tpu_slots
+from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import HeadSlots, reference, tpu_scores
 from pallas_kernels.token_specs import abstract_token_arguments, token_arguments
@@ -27,17 +27,7 @@ CASES = {
     "h100": (replace(SMALL, head_dim=100), 41, 8, 0),
     "h128-float32": (replace(SMALL, head_dim=128, dtype="float32"), 70, 5, 40),
 }
-MORE = {
-    "one": (SMALL, 105, 1, 0),
-    "h100-mean": (replace(SMALL, head_dim=100, dtype="float32", kv_dtype="bfloat16"), 105, 1, 1),
-    "h128-mean": (replace(SMALL, head_dim=128, dtype="float32", kv_dtype="bfloat16"), 300, 1, 120),
-    "h128-int8": (replace(SMALL, head_dim=128, kv_dtype="int8"), 33, 48, 1),
-    "float32-pool": (replace(SMALL, kv_dtype="float32"), 32, 3, 1),
-    "exact-window": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), 64, 9, 1),
-    "one-row-long": (replace(SMALL, rows=1, heads=1), 600, 2, 1),
-}
 MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
-MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
 
 
 def arguments(spec, slots: int, count: int):
@@ -104,28 +94,11 @@ def test_heads_of_a_row_in_several_steps():
         check(spec, 105, count, 1, partial(interpreted, most_bytes=most))
 
 
-def test_rows_in_one_step():
-    steps = tpu_slots.steps
-    pool = jax.ShapeDtypeStruct((8, 3, 105, 128), jnp.bfloat16)
-    assert steps(pool, "", 2**22) == (8, 3)
-    assert steps(jax.ShapeDtypeStruct((256, 20, 105, 128), jnp.bfloat16), "", 2**22) == (1, 20)
-    assert steps(jax.ShapeDtypeStruct((256, 20, 600, 256), jnp.bfloat16), "", 2**22) == (1, 10)
-    with pytest.raises(NotImplementedError, match="heads of up to 1000000 bytes"):
-        steps(jax.ShapeDtypeStruct((2, 2, 2000, 256), jnp.bfloat16), "", 10**6)
-
-
 @pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize("name", ["mean", "window"])
 def test_simulated(name, cores):
     check(*CASES[name], simulated(tpu_scores.scores, cores))
     assert not has_races()
-
-
-def test_slots_that_hold_nothing_spoil_no_others():
-    q, held = arguments(CASES["mean"][0], 40, 1)
-    empty = np.arange(40) % 3 == 0
-    found = interpreted(q, HeadSlots(jnp.where(empty[:, None], jnp.nan, held.pool)), 0)
-    np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(empty, found.shape))
 
 
 def test_slots_from_a_number_on():
@@ -159,19 +132,3 @@ def test_tpus_take_the_kernel_or_say_why_not(monkeypatch, recwarn):
         assert not traced(None, "tpu", monkeypatch, head_dim=96)
     with pytest.raises(NotImplementedError, match="not 40 slots of heads of 96 .*--attention=ref"):
         traced("tpu", "tpu", monkeypatch, head_dim=96)
-
-
-@pytest.mark.parametrize("name", [None, "mosaic", "triton", "reference"])
-def test_gpus_have_none(name, monkeypatch, recwarn):
-    """Names of their kernels run the reference, as elsewhere."""
-    assert not traced(name, "gpu", monkeypatch)
-    assert not recwarn.list
-
-
-def test_estimate():
-    """A float32 query per head, two halves of a slot in bfloat16, a score for each slot."""
-    q = jax.ShapeDtypeStruct((2, 3, 1, 64), jnp.float32)
-    pool = jax.ShapeDtypeStruct((2, 3, 10, 128), jnp.bfloat16)
-    found = estimates.token_scores(q, pool, None)
-    assert found.flops == 2 * 2 * 3 * 10 * 64
-    assert found.bytes_accessed == 2 * 3 * (64 * 4 + 10 * 128 * 2 + 10 * 4)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import token_attention, tpu_slots
+from pallas_kernels import token_attention
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import (
     NewToken,
@@ -20,10 +20,8 @@ from pallas_kernels.token_attention import (
     storing,
     tpu,
     tpu_call,
-    tpu_token,
 )
 from pallas_kernels.token_specs import (
-    abstract_token_arguments,
     awaiting_token,
     in_float32,
     token_arguments,
@@ -43,25 +41,11 @@ CASES = {
     "h100": (replace(SMALL, head_dim=100), {"slots": 105}, (50, 104)),
     "many-rows": (replace(SMALL, rows=8), {"slots": 33}, (0, 32)),
 }
-MORE = {
-    "h128-no-sums": (replace(SMALL, head_dim=128), {"slots": 105, "sums": False}, (1, 104)),
-    "one-row": (replace(FLOAT, rows=1, heads=1), {"slots": 13}, tuple(range(13))),
-    "h100-float32": (replace(FLOAT, head_dim=100), {"slots": 22}, tuple(range(22))),
-    "h128-float32": (replace(FLOAT, head_dim=128), {"slots": 70, "sums": False}, (63, 64, 69)),
-    "bfloat16-pool": (replace(FLOAT, kv_dtype="bfloat16"), {"slots": 64}, (9, 63)),
-    "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 37}, (35, 36)),
-    "fewer-than-a-tile": (SMALL, {"slots": 5}, tuple(range(5))),
-    "int8-h128": (replace(SMALL, head_dim=128, kv_dtype="int8"), {"slots": 33}, (32,)),
-}
 MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
-MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
 # slots, of which so many are in use, in pieces of 128; the token's; bytes of a step
 USED = {
     "bfloat16": (SMALL, 300, 130, (0, 127, 128, 129), None),
-    "whole": (replace(SMALL, dtype="float32"), 300, 300, (255, 256, 295, 296, 299), None),
-    "one": (SMALL, 300, 1, (0,), None),
     "int8": (replace(SMALL, kv_dtype="int8"), 300, 200, (199,), None),
-    "h100": (replace(SMALL, head_dim=100), 257, 257, (256,), None),
     "heads-apart": (replace(SMALL, head_dim=128, heads=4), 300, 200, (3, 199), 2 * 304 * 512),
 }
 
@@ -103,13 +87,7 @@ def test_tpu_interpreted(spec, options, slots):
     check(spec, options, slots, partial(tpu.store_and_attend, interpret=True))
 
 
-@pytest.mark.parametrize(
-    ("spec", "slots", "used", "those", "most"),
-    [
-        pytest.param(*USED[n], id=n, marks=[pytest.mark.slow] * (n in ("whole", "one")))
-        for n in USED
-    ],
-)
+@pytest.mark.parametrize(("spec", "slots", "used", "those", "most"), USED.values(), ids=USED)
 def test_tpu_slots_in_use(spec, slots, used, those, most):
     options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}
     more = {} if most is None else {"most_bytes": most}
@@ -119,11 +97,9 @@ def test_tpu_slots_in_use(spec, slots, used, those, most):
 
 # --- Mosaic GPU -----------------------------------------------------------------------------------
 
-ENOUGH = [p for p in MARKED if p.values[1]["slots"] >= 32]
-
 
 @gpu_simulation.needed
-@pytest.mark.parametrize(("spec", "options", "slots"), ENOUGH)
+@pytest.mark.parametrize(("spec", "options", "slots"), MARKED)
 def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
     """Two programs of three heads each, in steps of 32 slots."""
     few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
@@ -148,16 +124,6 @@ def test_mosaic_place_taken_too_early_is_seen(monkeypatch, capsys):
 
 # --- TPU, in several steps ------------------------------------------------------------------------
 
-HEADS_APART = {"most_bytes": 2 * 112 * 256}
-
-
-def test_tpu_heads_of_a_row_in_several_steps():
-    spec = replace(SMALL, heads=4)
-    _, held = abstract_token_arguments(spec, 105)
-    assert tpu_slots.steps(held.pool, "takes", HEADS_APART["most_bytes"]) == (1, 2)
-    run = partial(tpu.store_and_attend, interpret=True, **HEADS_APART)
-    check(spec, {"slots": 105}, (0, 64, 103, 104), run)
-
 
 SIMULATED = {
     "all": (replace(SMALL, rows=3), {"slots": 40}, (8, 39), {}),
@@ -178,7 +144,6 @@ def test_tpu_simulated(case, cores):
     ("spec", "slots"),
     [
         pytest.param(SMALL, 41, id="bfloat16"),
-        pytest.param(replace(FLOAT, head_dim=100), 22, id="h100", marks=pytest.mark.slow),
         pytest.param(replace(SMALL, kv_dtype="int8"), 41, id="int8"),
     ],
 )
@@ -214,18 +179,6 @@ def test_dispatch():
         run("other")
 
 
-def test_gpus_store_by_xla():
-    """What the kernel does not store: heads of 100, int8. Then it attends, as it does without a
-    token to store."""
-    query, held = awaiting_token(*token_arguments(FLOAT, 41), 3)
-    seen = []
-    after = storing.in_two_steps(lambda *given, **more: seen.append((given, more)) or (0, None))
-    _, found = after(query, held, token_of(query, 3), interpret=False)
-    ((given, options),) = seen
-    assert given[1].pool is found.pool and options == {"interpret": False}
-    assert mosaic_gpu._in_two_steps.__code__ is after.__code__
-
-
 # --- mistakes that are seen ---
 
 
@@ -233,19 +186,6 @@ def fails(case: str) -> None:
     spec, options, slots, more = SIMULATED[case]
     with pytest.raises(AssertionError):
         check(spec, options, slots, simulated(tpu.store_and_attend, **more))
-
-
-def test_what_the_slot_held_is_seen(monkeypatch):
-    """If the token is only stored, and not put into what is attended."""
-    put = tpu_token.put
-
-    def into_a_copy(rows_ref, first, slot, pool, tile_ref):
-        held = pool[...]
-        put(rows_ref, first, slot, pool, tile_ref)
-        pool[...] = held
-
-    monkeypatch.setattr(tpu_token, "put", into_a_copy)
-    fails("all")
 
 
 def test_a_pool_that_is_not_aliased_is_seen(monkeypatch):
@@ -256,26 +196,3 @@ def test_a_pool_that_is_not_aliased_is_seen(monkeypatch):
 
     monkeypatch.setattr(tpu_call, "aliases", without)
     fails("all")
-
-
-def test_a_tile_of_all_steps_is_seen(monkeypatch):
-    """The tile of a row's first heads for all of them: the last ones' contents would remain."""
-    spec = tpu_token.tile_spec
-
-    def first_heads(*given):
-        right = spec(*given)
-        return replace(right, index_map=lambda r, n, *rest: right.index_map(r, 0, *rest))
-
-    monkeypatch.setattr(tpu_token, "tile_spec", first_heads)
-    fails("heads-apart")
-
-
-def test_a_token_in_another_piece_is_seen(monkeypatch):
-    """Put into every piece that is in use, at the same place."""
-    put = tpu_token.put
-
-    def first(rows_ref, heads, slot, *rest):
-        put(rows_ref, heads, jnp.zeros_like(slot), *rest)
-
-    monkeypatch.setattr(tpu_token, "put", first)
-    fails("used")

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cache_write, ragged_attention, tpu_projection
-from pallas_kernels.arg_specs import SPECS, ArgSpec
+from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import tpu
 from pallas_kernels.ragged_attention.config import TPUConfig
-from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS, MAX_GROUP
-from pallas_kernels.tpu_projection import Heads
+from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=16, tokens=21, length=13, entries=3, dtype="float32"
@@ -74,18 +73,6 @@ def test_a_pool_without_blocks():
     args = replace(args, table=table, kv_pool=args.kv_pool[:, :0])
     check_attend(args, kernel_attend(args))
     both_writes(args)
-
-
-def test_no_table_and_a_length_that_is_a_number():
-    with_entries = SMALL.arguments()
-    table = jax.tree.map(lambda a: a[..., :0], with_entries.table.sliced())
-    args = replace(with_entries, table=table, length=SMALL.length)
-    check_attend(args, kernel_attend(args))
-
-
-def test_more_entries_than_a_group_may_unroll():
-    args = replace(SMALL, block_size=1, entries=3 * MAX_GROUP + 1, filling="full").arguments()
-    check_attend(args, kernel_attend(args))
 
 
 def test_moments_of_some_queries():
@@ -148,23 +135,6 @@ def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
     """Heads share one grid step or take several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
     both_writes(sharing(replace(SMALL, heads=5, block_size=8, kv_dtype=kv_dtype)))
-
-
-def test_all_heads_of_a_token_in_one_step():
-    spec = SPECS["llamagen-xl-t1"]
-    spec = replace(spec, rows=2, entries=5, per_row=True, dtype="float32")
-    args = spec.arguments()
-    assert Heads.of(args.projection, args.table.with_packed(spec.block_size)).steps == 1
-    check_attend(args, kernel_attend(args))
-    _, lse = attend(*args.attend, implementation="reference")
-    sums = (
-        moments(*args.moments(jnp.ones(1), lse, squares=True), implementation=name)
-        for name in ("tpu-interpret", "reference")
-    )
-    for found, expected in zip(*sums, strict=True):
-        close(found, expected)
-    stored = (write(*args.write, implementation=name)[0] for name in ("tpu-interpret", "reference"))
-    np.testing.assert_allclose(*stored, rtol=1e-6, atol=1e-7)
 
 
 def test_what_does_not_compile_is_refused():

@@ -160,22 +160,6 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     assert has_races() or not np.array_equal(found, expected)
 
 
-def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
-    """Blocks are read, changed and written back, so that one would undo what the other stored."""
-    params = tpu_write.pltpu.CompilerParams
-
-    def parallel(**options):
-        return params(**options | dict(dimension_semantics=("parallel", "parallel")))
-
-    monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
-    monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", 1)  # a grid step for every pair
-    args = sharing(replace(SHARING[0], rows=1))
-    jax.block_until_ready(
-        simulated(tpu_write.write, cores=2, stops=False)(*args.write, args.kv_scale)[0]
-    )
-    assert has_races()
-
-
 def test_reading_a_shared_block_too_early_is_seen(monkeypatch):
     """The next head's block, while this one's tokens are on their way into it."""
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
