@@ -26,14 +26,14 @@ WHY_NOT = chips.why_unavailable("tpu-v5e")
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 
-def results(chip: str, cases: list[str]) -> list[dict]:
+def results(chip: str, cases: list[str], **environment: str) -> list[dict]:
     """What `tpu_programs` finds, in a process of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.run(
         [sys.executable, str(PROGRAMS), chip, *cases],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | environment,
     )
     found = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in found] == cases, child.stderr[-2000:]
@@ -94,6 +94,13 @@ def test_one_chip():
             "stage-int8-h100-s600-q8",
         ],
     )
+
+
+def test_highest_precision():
+    """It is for float32 only; the compiler takes no bfloat16 with it."""
+    cases = ["attend-bfloat16-h64-b16-t64", "moments-int8-h64-b16-t64"]
+    found = results("tpu-v5e", cases, JAX_DEFAULT_MATMUL_PRECISION="highest")
+    assert [r.get("error") for r in found] == [None, None]
 
 
 @pytest.mark.slow
