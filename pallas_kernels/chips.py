@@ -139,14 +139,13 @@ _FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8"
 # Shared memory of a core and of a block: CUDA keeps 1 KiB per block for itself.
 _AMPERE = partial(Gpu, lanes=64, shared_memory=(167936, 166912), threads=2048)
-_ADA = partial(Gpu, lanes=128, shared_memory=(102400, 101376), threads=1536)
-_GA102 = partial(Gpu, lanes=128, shared_memory=(102400, 101376), threads=1536)
+_CONSUMER = partial(Gpu, lanes=128, shared_memory=(102400, 101376), threads=1536)
 _HOPPER = partial(Gpu, lanes=128, shared_memory=(233472, 232448), threads=2048)
 
 _A100 = _AMPERE((8, 0), False, 108, clock=1.41, l2_cache=40)
-_A6000 = _GA102((8, 6), False, 84, clock=1.80, l2_cache=6)
-_L4 = _ADA((8, 9), False, 58, clock=2.04, l2_cache=48)
-_RTX4090 = _ADA((8, 9), False, 128, clock=2.52, l2_cache=72)
+_A6000 = _CONSUMER((8, 6), False, 84, clock=1.80, l2_cache=6)
+_L4 = _CONSUMER((8, 9), False, 58, clock=2.04, l2_cache=48)
+_RTX4090 = _CONSUMER((8, 9), False, 128, clock=2.52, l2_cache=72)
 _H100 = _HOPPER((9, 0), True, 132, clock=1.98, l2_cache=50)
 # a Blackwell core has the sizes of a Hopper one
 _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)

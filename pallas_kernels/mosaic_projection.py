@@ -217,7 +217,8 @@ def finished_and_stored(
       writes: has `by_token`; its table is shared by all rows.
     """
     stores = Stores.of(kv_pool, writes)
-    cost = estimates.finish_and_store(projection, kv_pool, writes, _turned(projection, (K, V)))
+    turned = sum(turn_widths(projection))  # columns of the product that rotates keys
+    cost = estimates.finish_and_store(projection, kv_pool, writes, turned)
     found = _launch(projection, (K, V), products(), interpret, (stores, cost))
     return found, stores.stored().reshape(kv_pool.shape)
 
@@ -225,8 +226,8 @@ def finished_and_stored(
 def _launch(projection: Projection, parts, chip: Products, interpret, storing) -> Array:
     """Finish parts. storing: `Stores` and the cost of a call that stores keys and values, too."""
     rows, heads, tokens, head_dim = projection.shape
-    usual = estimates.finish(projection, len(parts), _turned(projection, parts))
-    stores, cost = storing or (None, usual)
+    turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
+    stores, cost = storing or (None, estimates.finish(projection, len(parts), turned))
     if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
         scale = projection.row_scale
@@ -255,11 +256,6 @@ def _launch(projection: Projection, parts, chip: Products, interpret, storing) -
         name="finish_and_store" if stores else "finish",
     )
     return found.reshape(rows, -1, count * heads * head_dim)
-
-
-def _turned(projection: Projection, parts: Sequence[int]) -> int:
-    """Columns of the products that rotate these parts."""
-    return sum(turn_widths(projection)) * len([part for part in parts if part != V])
 
 
 def _finish(parts, single: bool, chip: Products, given: Unfinished, stores, out_ref, *scratch):

@@ -1,6 +1,7 @@
 """Which slots of the pool a head may read, and which token of a scale goes into which slot."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,24 @@ WORD = 32  # entries that one number says of which are partial
 RUN, TILE = 8, 64  # tokens that are stored together, if their slots are; of which a tile has many
 
 
+class OfLayers:
+    """Tables of one layer or of all."""
+
+    def of_layer(self, layer: Int[AnyArray, ""]) -> Self:
+        """The table of one layer, from a table of all layers; nothing is copied."""
+        return replace(self, layer=layer)
+
+    def sliced(self) -> Self:
+        """The table of its layer alone; the other layers are cut off."""
+        if self.layer is None:
+            return self
+        layer = jnp.asarray(self.layer)  # NumPy's arrays cannot be indexed by a traced number
+        return jax.tree.map(lambda a: jnp.asarray(a)[layer], replace(self, layer=None))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BlockTable:
+class BlockTable(OfLayers):
     """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is
     an empty entry.
 
@@ -39,14 +55,6 @@ class BlockTable:
     stop: Int[AnyArray, "*rows N M"]
     layer: Int[AnyArray, ""] | None = None
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
-
-    def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockTable":
-        """The table of one layer, from a table of all layers; nothing is copied."""
-        return replace(self, layer=layer)
-
-    def sliced(self) -> "BlockTable":
-        """The table of its layer alone; the other layers are cut off."""
-        return _sliced(self)
 
     def with_packed(self, block_size: int) -> "BlockTable":
         """The same table with `packed` filled in."""
@@ -97,7 +105,7 @@ class BlockTable:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BlockWrites:
+class BlockWrites(OfLayers):
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
@@ -117,14 +125,6 @@ class BlockWrites:
     layer: Int[AnyArray, ""] | None = None
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
     by_token: Int[AnyArray, "*rows N by_token"] | None = None
-
-    def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockWrites":
-        """The table of one layer, from a table of all layers; nothing is copied."""
-        return replace(self, layer=layer)
-
-    def sliced(self) -> "BlockWrites":
-        """The table of its layer alone; the other layers are cut off."""
-        return _sliced(self)
 
     def with_packed(self) -> "BlockWrites":
         """The same table with `packed` filled in."""
@@ -166,13 +166,6 @@ def _bits(entries: Bool[AnyArray, "*rows N M"]) -> Int[Array, "*rows N words"]:
     # the highest bit is the sign: sums wrap around to it
     values = jnp.left_shift(jnp.int32(1), jnp.arange(WORD, dtype=jnp.int32))
     return jnp.where(places, values, 0).sum(-1, dtype=jnp.int32)
-
-
-def _sliced(table):
-    if table.layer is None:
-        return table
-    layer = jnp.asarray(table.layer)  # NumPy's arrays cannot be indexed by a traced number
-    return jax.tree.map(lambda a: jnp.asarray(a)[layer], replace(table, layer=None))
 
 
 def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None) -> BlockWrites:

@@ -10,6 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)  # slots of a block that the kernels take
+# of a pool that is left where it is, without Pallas' pipeline: kernels copy the blocks they need
+IN_PLACE = pl.BlockSpec(memory_space=pl.ANY)
 LANES = 128  # of a vector register; in vector memory the last axis of an array is padded to them
 
 
@@ -81,11 +83,6 @@ def block_of(pool, row, block):
     # Scales are copied out of their array as it is: XLA would lay any other view of it out in
     # another way, and copy all scales in every layer.
     return pool.at[row, block] if len(pool.shape) == 4 else pool.at[row, pl.ds(block, 1)]
-
-
-def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
-    # left where they are, without Pallas' pipeline: the kernel copies the blocks that it needs
-    return [pl.BlockSpec(memory_space=pl.ANY) for _ in pools]
 
 
 def fill_with_zeros(refs) -> None:

@@ -122,11 +122,11 @@ class _Entry:
                 plgpu.copy_gmem_to_smem(one, self.tokens.at[half, i], barrier)
         plgpu.barrier_wait(barrier)
         for i in slots:
-            pl.when(self.source(i) >= 0)(partial(self._store_slot, i))
 
-    def _store_slot(self, i: int) -> None:
-        for half in HALVES:
-            plgpu.copy_smem_to_gmem(self.tokens.at[half, i], self._target(i, half))
+            @pl.when(self.source(i) >= 0)
+            def _(i=i):
+                for half in HALVES:
+                    plgpu.copy_smem_to_gmem(self.tokens.at[half, i], self._target(i, half))
 
     def _target(self, slots, half: int):
         """The keys or values of slots of the block."""

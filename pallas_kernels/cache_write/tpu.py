@@ -73,9 +73,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
             in_specs=[
                 tpu_operands.table_spec(writes, table, heads),
                 *[spec for _, spec in given.values()],
-                *tpu_operands.pool_specs(pools),
+                *[tpu_operands.IN_PLACE] * len(pools),
             ],
-            out_specs=tpu_operands.pool_specs(pools),
+            out_specs=[tpu_operands.IN_PLACE] * len(pools),
             scratch_shapes=_scratch_shapes(lanes, heads, pools, whole[0]),
         ),
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -50,13 +50,11 @@ class TPUConfig:
     block_q: queries of a tile.
     copy_keys: stored keys that are copied together; blocks are joined to about this many.
     own_keys: own keys of a step.
-    vmem_limit: bytes of vector memory that the kernel may use; None: as `tpu_vmem_limit` says.
     """
 
     block_q: int
     copy_keys: int
     own_keys: int
-    vmem_limit: int | None = None
 
     @property
     def queries(self) -> int:
@@ -190,7 +188,7 @@ def tpu_vmem_limit(
     are those of `tpu_vector_memory`."""
     # An estimate: 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger.
     needed = tpu_vector_memory(call, tiles, heads=heads, rotated=rotated)
-    return tiles.vmem_limit or (None if needed <= 14 * 2**20 else needed * 5 // 4)
+    return None if needed <= 14 * 2**20 else needed * 5 // 4
 
 
 def tpu_vector_memory(
@@ -256,15 +254,18 @@ def read_tuned(kind: str, operation: str, implementation: str) -> dict[Call, Con
     """The contents of a file that `write_tuned` wrote.
 
     Raises:
-      ValueError: it is damaged, or of another device, operation, implementation or format.
+      ValueError: it is damaged, or of another implementation or format.
     """
     found = json.loads(tuned_path(kind, operation).read_text())
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError("not a file of tuned tiles")
-    for name, value in _header(kind, operation, implementation).items():
-        if found.get(name) != value:
-            raise ValueError(f"{name} is {found.get(name)!r}, needed is {value!r}")
-    return dict(read_entry(entry, operation, implementation) for entry in found["entries"])
+    try:
+        if found["format"] != FORMAT:
+            raise ValueError(f"format is {found['format']}, needed is {FORMAT}")
+        if found["implementation"] != implementation:
+            raise ValueError(f"tiles of {found['implementation']}, needed are {implementation}")
+        tiles = KINDS[implementation]
+        return {Call(**entry["call"]): tiles(**entry["config"]) for entry in found["entries"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a file of tuned tiles: {error}") from None
 
 
 def write_tuned(
@@ -272,7 +273,11 @@ def write_tuned(
 ) -> Path:
     """Write tuned tiles where `choose` finds them; returns that file. For the benchmark only."""
     path = tuned_path(kind, operation)
-    contents = _header(kind, operation, implementation) | {
+    contents = {
+        "format": FORMAT,
+        "device": folder_name(kind),
+        "operation": operation,
+        "implementation": implementation,
         "jax": jax.__version__,
         "entries": [
             {"call": asdict(call.bucket()), "config": asdict(config)}
@@ -287,35 +292,3 @@ def write_tuned(
     os.replace(work, path)
     tuned.cache_clear()  # programs traced from now on in this process find them
     return path
-
-
-def _header(kind: str, operation: str, implementation: str) -> dict:
-    device = {"format": FORMAT, "device": folder_name(kind)}
-    return device | {"operation": operation, "implementation": implementation}
-
-
-def read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
-    """A call and its tiles from {"call": its fields, "config": those of the tiles}. `ValueError` if
-    they are none, or of another operation."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"entry {entry!r} is not a call with its tiles")
-    call = _fill(Call, entry.get("call"))
-    config = _fill(KINDS[implementation], entry.get("config"))
-    if call.operation != operation or call != call.bucket():
-        raise ValueError(f"entry of another call: {entry['call']}")
-    return call, config
-
-
-def _fill(kind: type, values):
-    """A dataclass from a JSON object with exactly its fields, of the right types; sizes are
-    positive."""
-    types = {field.name: field.type for field in fields(kind)}
-    if not isinstance(values, dict) or values.keys() != types.keys():
-        raise ValueError(f"{values!r} does not have the fields {', '.join(types)}")
-    for name, value in values.items():
-        # a bool is an int for isinstance
-        if type(value) is bool or not isinstance(value, types[name]):
-            raise ValueError(f"{name} is {value!r}")
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"{name} is {value}, needed is a positive number")
-    return kind(**values)

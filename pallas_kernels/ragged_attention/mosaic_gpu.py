@@ -286,11 +286,6 @@ class _Results:
         plgpu.copy_smem_to_gmem(self.line, self.lse_ref.at[row, head, here])
 
 
-def _masked(keys: Keys, step, scores):
-    """Scores with -inf where a key is not valid."""
-    return jnp.where(keys.valid(step, scores.shape, 1), scores, -jnp.inf)
-
-
 @dataclass(frozen=True)
 class _Tile:
     """The 64 queries of a warpgroup in shared memory."""
@@ -342,7 +337,12 @@ class _Tile:
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work
         # after the product, so that keys that are not valid may hold anything
-        scores = jax.lax.cond(partly, partial(_masked, keys, i), lambda s: s, scores)
+        scores = jax.lax.cond(
+            partly,
+            lambda s: jnp.where(keys.valid(i, s.shape, 1), s, -jnp.inf),
+            lambda s: s,
+            scores,
+        )
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))

@@ -161,7 +161,7 @@ class StoredBlocks:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.numbers),
                 grid=(len(self.pools[0]), self.heads.steps, steps),
-                in_specs=[self.spec, *in_specs, *tpu_operands.pool_specs(self.pools)],
+                in_specs=[self.spec, *in_specs, *[tpu_operands.IN_PLACE] * len(self.pools)],
                 out_specs=out_specs,
                 scratch_shapes=[*scratch, *self.scratch],
             ),

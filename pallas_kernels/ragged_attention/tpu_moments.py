@@ -64,7 +64,11 @@ def attention_moments(
         ),
         name="attention_moments",
     )
-    columns = _columns(found, projection.shape[1], call.slots, tokens)
+    count = projection.shape[1]
+    columns = [  # of the table and of the own tokens, side by side
+        jnp.concatenate([old[:, :count, 0, : call.slots], own[:, :count, 0, :tokens]], axis=-1)
+        for old, own in zip(found[::2], found[1::2], strict=True)
+    ]
     return columns[0], columns[1] if sums.squares else None
 
 
@@ -85,14 +89,6 @@ def _sums(rows: int, heads: Heads, widths: list[int]) -> list[tuple]:
     step."""
     shapes = (jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32) for width in widths)
     return [(shape, _row_spec(heads, shape.shape[-1])) for shape in shapes]
-
-
-def _columns(found: list, count: int, slots: int, tokens: int) -> list:
-    """The results cut to the columns of the table and of the own tokens, side by side."""
-    return [
-        jnp.concatenate([old[:, :count, 0, :slots], own[:, :count, 0, :tokens]], axis=-1)
-        for old, own in zip(found[::2], found[1::2], strict=True)
-    ]
 
 
 def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
@@ -176,18 +172,17 @@ class _Queries:
             p = jnp.exp(dot(k, self.queries[which, here], (1, 1)) - self.lse[0, head, :, here])
             p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
             terms = [p * weight, p * p * weight][: self.powers]
-            return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
+            lanes = range(0, self.block_q, LANES)
+            return tuple(
+                s + sum(t[:, i : i + LANES] for i in lanes)
+                for s, t in zip(sums, terms, strict=True)
+            )
 
         zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * self.powers
         sums = jax.lax.fori_loop(0, self.queries.shape[1] // self.block_q, step, zeros)
         # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows,
         # not across lanes, and is the row that the result holds.
         return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
-
-
-def _in_lanes(x):
-    """Sum pieces of 128 lanes."""
-    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
 
 
 def _put(results, head, step, rows) -> None:

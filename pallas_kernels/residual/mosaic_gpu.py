@@ -235,17 +235,18 @@ def add_and_normalize(stream, branch: Branch | None, norm: Norm, *, interpret):
     tiles = Tiles.of(*stream.shape[1:], scales=norm.bits is not None)
     sums = None if branch is None else branch.sums
     _check(interpret, stream, sums)
-    results = {"normal": jax.ShapeDtypeStruct(stream.shape, _dtype(norm.bits, norm.dtype))}
+    kind = jnp.dtype(norm.dtype)
+    written = norm.bits.dtype if norm.bits else kind
+    results = {"normal": jax.ShapeDtypeStruct(stream.shape, written)}
     if branch is not None:
         results["stream"] = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
-    kind = jnp.dtype(norm.dtype)
     found = _launch(
         partial(_add_and_normalize, norm.scale, norm.shift, norm.eps),
         Given.of(stream, sums, branch, norm),
         results,
         tiles,
         norm.bits,
-        estimates.add_and_normalize(stream, sums, norm.bits.dtype if norm.bits else kind),
+        estimates.add_and_normalize(stream, sums, written),
         interpret=interpret,
         name="add_and_normalize",
     )
@@ -268,10 +269,6 @@ def to_8_bits(sums: Sums, bits: Bits8, activation: Activation | None, *, interpr
         name="to_8_bits",
     )
     return _result(found, bits, sums.kind)
-
-
-def _dtype(bits: Bits8 | None, dtype):
-    return bits.dtype if bits else dtype
 
 
 def _result(found: dict[str, Array], bits: Bits8 | None, dtype) -> Array | Rows8:

@@ -5,6 +5,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+HOW = {"mode": "drop", "unique_indices": True}  # slots of scatters that are out of the array
+
 
 def move(slots, target, below=None):
     """See `api.move`; nothing but the targets is written here, so `below` does not matter."""
@@ -33,10 +35,9 @@ def _moved(slots, target, new):
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
     if scale is not None:
         half = jnp.arange(2)[:, None, None]  # scales of keys, then of values
-        scale = _scattered(
-            scale, _copied(scale[..., buffer:]), (row[..., None], half, head, target[:, None])
-        )
-    pool = _scattered(slots.pool, new, (row, head, target))
+        places = row[..., None], half, head, target[:, None]
+        scale = scale.at[places].set(_copied(scale[..., buffer:]), **HOW)
+    pool = slots.pool.at[row, head, target].set(new, **HOW)
     return replace(slots, pool=pool, scale=scale)
 
 
@@ -44,7 +45,3 @@ def _copied(array):
     # Keeps XLA from fusing the read into the write: a scatter that reads its own operand is done on
     # a copy of the whole pool.
     return jax.lax.optimization_barrier(array)
-
-
-def _scattered(array, new, places: tuple):
-    return array.at[places].set(new, mode="drop", unique_indices=True)

@@ -151,8 +151,5 @@ def kernel_operands(
     arrays = slots.pool, slots.position, slots.scale, slots.mass, slots.reach, slots.used
     arrays = *arrays, slots.scores if probe else None
     # jax rebuilds both classes without checking annotations: scalars are [1] from here on
-    return jax.tree.map(_at_least_a_line, (query, HeadSlots(*arrays)))
-
-
-def _at_least_a_line(array: Array) -> Array:
-    return array if jnp.ndim(array) else jnp.reshape(array, 1)
+    given = query, HeadSlots(*arrays)
+    return jax.tree.map(lambda a: a if jnp.ndim(a) else jnp.reshape(a, 1), given)

@@ -161,12 +161,9 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
         return out[..., width // 2 :] / total[..., None]
 
     padded = jnp.concatenate([q, jnp.zeros_like(q)], axis=-1)
-    turns = jnp.arange(0, rows, together), _turns(padded, together), _turns(first_bias, together)
+    operands = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), (padded, first_bias))
+    turns = jnp.arange(0, rows, together), *operands
     return jax.lax.map(turn, turns).reshape(q.shape).astype(q.dtype)
-
-
-def _turns(array, together):
-    return None if array is None else array.reshape(-1, together, *array.shape[1:])
 
 
 def _cut(array, row, rows, slot, slots):

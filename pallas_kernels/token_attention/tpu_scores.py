@@ -43,14 +43,14 @@ def scores(q, slots, first: int, *, interpret, most_bytes: int = MOST_BYTES):
     shape = (rows, heads, total - first) if single else (rows, heads, count, total - first)
     found = jax.ShapeDtypeStruct(shape, jnp.float32)
     of_step = partial(_spec, rows=together, heads=some)
+    scales = slots.scale
+    if scales is not None:  # of keys alone: the first half of the second axis
+        shape = (together, 1, *scales.shape[2:])
+        scales = pl.BlockSpec(shape, lambda r, n: (r, 0, 0, 0))
     found = pl.pallas_call(
         partial(_score_rows, first, some, exact),
         grid=(rows // together, heads // some),
-        in_specs=[
-            of_step(queries),
-            of_step(pool),
-            None if slots.scale is None else _key_scales(slots.scale, together),
-        ],
+        in_specs=[of_step(queries), of_step(pool), scales],
         out_specs=of_step(found),
         out_shape=found,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -67,11 +67,6 @@ def _spec(array, *, rows: int, heads: int) -> pl.BlockSpec:
     if len(array.shape) == 3:
         return pl.BlockSpec((rows, *array.shape[1:]), lambda r, n: (r, 0, 0))
     return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
-
-
-def _key_scales(scale, rows: int) -> pl.BlockSpec:
-    """The first half of the second axis: keys have scales of their own, before those of values."""
-    return pl.BlockSpec((rows, 1, *scale.shape[2:]), lambda r, n: (r, 0, 0, 0))
 
 
 def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_ref):

@@ -7,7 +7,6 @@ sum. See `operands` for `Stream` and `Angles`.
 R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import implementations
@@ -39,11 +38,6 @@ def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | No
     return None
 
 
-def no_angles(size: int) -> Array:
-    """Cosines or sines of no angle, of a head of this size, for all rows."""
-    return jnp.zeros((1, size))
-
-
 def start(
     x: Float[Array, "R D"],
     norm: Norm,
@@ -55,7 +49,7 @@ def start(
     """The stream before the first product. eps, norm: of the norm that comes next. dtype: of the
     products. implementation: here and below one of `implementations.NAMES`; None takes the best one
     for this platform."""
-    return _run(implementation, "start", x, norm, eps, dtype)
+    return implementations.run(implementation, MODULES, "start", x, norm, eps, dtype)
 
 
 def project(
@@ -72,14 +66,14 @@ def project(
     Raises:
       NotImplementedError: here and below, the implementation named cannot run, with the reason.
     """
-    return _run(implementation, "project", stream, weights, angles, total)
+    return implementations.run(implementation, MODULES, "project", stream, weights, angles, total)
 
 
 def gate(
     stream: Stream, weights: Float[Array, "D C"], *, implementation: str | None = None
 ) -> Float[Array, "R F"]:
     """silu(gates) * values of the normalised stream; the first half of the columns are gates."""
-    return _run(implementation, "gate", stream, weights)
+    return implementations.run(implementation, MODULES, "gate", stream, weights)
 
 
 def add(
@@ -91,8 +85,4 @@ def add(
     implementation: str | None = None,
 ) -> Stream:
     """The stream with `branch @ weights` added. norm: the one that comes next."""
-    return _run(implementation, "add", stream, branch, weights, norm)
-
-
-def _run(implementation: str | None, function: str, *arguments):
-    return implementations.run(implementation, MODULES, function, *arguments)
+    return implementations.run(implementation, MODULES, "add", stream, branch, weights, norm)

@@ -44,11 +44,8 @@ def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
     rows, width = x.shape
     _check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
-    return Stream(x, norm, _scaled(x, norm, dtype), squares, eps)
-
-
-def _scaled(x, norm, dtype):
-    return (x * norm.row.astype(jnp.float32)).astype(dtype)
+    scaled = (x * norm.row.astype(jnp.float32)).astype(dtype)
+    return Stream(x, norm, scaled, squares, eps)
 
 
 def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, interpret):
@@ -57,7 +54,8 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
     _check(weights.dtype, widths, interpret)
     _check_heads(angles)
-    tiles = Tiles.of(weights, rows, columns, _turned_at_once(angles))
+    # within a tile every number has the one that it is turned with
+    tiles = Tiles.of(weights, rows, columns, max(PIECE, angles.halves * angles.head_dim))
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
     turning = _Turning.of(angles, rows, tiles, weights.dtype, total)
     sums = None if total is None else jax.new_ref(mosaic.padded(total.total, 0, ROWS))
@@ -149,11 +147,6 @@ def _refusal(takes: str) -> NotImplementedError:
         f"Mosaic products of one token take {takes}: use implementation='reference' "
         f"(--attention=reference)"
     )
-
-
-def _turned_at_once(angles: Angles) -> int:
-    """Columns of a tile within which every number has the one that it is turned with."""
-    return max(PIECE, angles.head_dim) if angles.halves else PIECE
 
 
 @dataclass(frozen=True)
@@ -258,10 +251,6 @@ def _squares(stream: Stream, tiles: Tiles) -> Sequence:
     return plgpu.SMEM((len(stream.squares), tiles.rows), jnp.float32), plgpu.Barrier()
 
 
-def _start_squares(squares, rows, memory) -> None:
-    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
-
-
 def _factor(eps: float, memory) -> Array:
     """The factor of every row that normalises it."""
     sums, arrived = memory
@@ -278,7 +267,7 @@ def _factor(eps: float, memory) -> Array:
 
 def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
     column, rows = tiles.place
-    _start_squares(squares, rows, memory)
+    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
 
     def then(gates, values):
         factor = _factor(eps, memory)
@@ -362,7 +351,7 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
     q, k, v, memory, (tile, result), (turn, turned) = refs
     (column, rows), angles, shape = tiles.place, turning.angles, (tiles.rows, tiles.columns)
     values = angles.queries + angles.keys  # the first column of them
-    _start_squares(squares, rows, memory)
+    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
     plgpu.copy_gmem_to_smem(turning.turn, turn, turned)
 
     def then(product):

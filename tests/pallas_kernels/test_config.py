@@ -39,16 +39,6 @@ def write(folder, **changes):
     return path
 
 
-def changed(**changes):
-    """The entries of a file whose one call has other values."""
-    call = {n: getattr(CALL.bucket(), n) for n in Call.__dataclass_fields__}
-    tiles = {n: getattr(TILES, n) for n in TritonConfig.__dataclass_fields__}
-    parts = {"call": call, "config": tiles}
-    for name, value in changes.items():
-        parts["call" if name in call else "config"][name] = value
-    return [parts]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("queries", [1, 16, 100, 4096])
@@ -78,16 +68,9 @@ def test_tuned_tiles_are_found_for_calls_of_about_their_size(tuned_folder):
     ("changes", "reason"),
     [
         ({"format": 2}, "format is 2, needed is 1"),
-        ({"device": "nvidia-h200"}, "device is 'nvidia-h200', needed is 'nvidia-h999'"),
-        ({"operation": "attention_moments"}, "operation is"),
-        ({"implementation": "tpu"}, "implementation is 'tpu'"),
+        ({"implementation": "tpu"}, "tiles of tpu, needed are triton"),
         ({"entries": None}, "not a file of tuned tiles"),
-        ({"entries": [3]}, "entry 3 is not"),
-        ({"entries": [{"call": {}, "config": {}}]}, "does not have the fields"),
-        ({"entries": changed(block_q="64")}, "block_q is '64'"),
-        ({"entries": changed(block_q=0)}, "block_q is 0"),
-        ({"entries": changed(num_warps=True)}, "num_warps is True"),
-        ({"entries": changed(queries=169)}, "entry of another call"),
+        ({"entries": [{"call": {}, "config": {}}]}, "not a file of tuned tiles"),
     ],
 )
 def test_foreign_files_are_left_out(tuned_folder, changes, reason):

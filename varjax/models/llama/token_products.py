@@ -49,7 +49,7 @@ class TokenProducts:
         return None
 
     def _shape(self) -> Angles:
-        one = token_products.no_angles(self.config.head_dim)
+        one = jnp.zeros((1, self.config.head_dim))  # shapes alone matter
         return self.angles((one, one))
 
     def angles(self, rotation: tuple[Array, Array]) -> Angles:
