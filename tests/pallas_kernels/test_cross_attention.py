@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import cross_attention, implementations, mosaic_products
+from pallas_kernels import chips, cross_attention, implementations, mosaic_products
 from pallas_kernels.cross_attention import TextKeys, attend_text, reference
 from pallas_kernels.cross_attention.api import MODULES
 from pallas_kernels.cross_attention.mosaic_gpu import text_table
@@ -45,6 +46,51 @@ def test_the_reference_attends_to_the_text_of_each_row(layer, at_once, monkeypat
     np.testing.assert_allclose(found, expected(q, k[layer], v[layer], (3, 100)), atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_rows_in_turns_are_the_same_rows(at_once, dtype, monkeypatch):
+    """Bit for bit, where the last turn has fewer rows, too."""
+    rows, tokens, text, size = 5, 7, 20, 16
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(keys[0], (rows, tokens, HEADS, size), dtype)
+    k, v = (jax.random.normal(key, (LAYERS, rows, HEADS, text, size), dtype) for key in keys[1:])
+    texts = TextKeys.of(k, v, jnp.arange(rows) + 1)
+    whole = jax.jit(attend_text)(q, texts, 1)
+    monkeypatch.setattr(reference, "SCORE_BYTES", at_once * 8 * HEADS * tokens * text)
+    in_turns = jax.jit(lambda *given: attend_text(*given))(q, texts, 1)  # traced again
+    chex.assert_trees_all_equal(in_turns, whole)
+    assert in_turns.dtype == whole.dtype
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["rtx4090", "a100"])
+def test_layers_share_their_memory(target, monkeypatch):
+    """Of several layers one after the other: XLA used to make results for all of them at once."""
+    if why := chips.why_unavailable(target):
+        pytest.skip(why)
+    where = SingleDeviceSharding(chips.compile_only_devices(target)[0])
+    rows, tokens, text, size, layers = 16, 4096, 64, 64, 24
+    monkeypatch.setattr(reference, "SCORE_BYTES", 4 * 8 * HEADS * tokens * text)  # four rows
+
+    def run(x, matrices, pool, length):
+        texts = TextKeys(pool, length, layers, "reference")
+        for layer, matrix in enumerate(matrices):
+            q = (x @ matrix).reshape(rows, tokens, HEADS, size)
+            x += attend_text(q, texts, layer).reshape(x.shape)
+        return x
+
+    def shape(*numbers, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(numbers, dtype, sharding=where)
+
+    width = HEADS * size
+    pool = shape(rows, layers * HEADS, text, 2 * size)
+    given = shape(rows, tokens, width), [shape(width, width)] * layers, pool
+    lowered = jax.jit(run).lower(*given, shape(rows, dtype=jnp.int32))
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    results = 2 * rows * tokens * width  # bytes of a layer's
+    assert compiled.memory_analysis().temp_size_in_bytes < layers * results / 2
+
+
 def test_texts_are_cut_into_blocks_for_kernels_only():
     whole, cut = (problem(implementation=name)[1].kv_pool for name in ("reference", "mosaic"))
     chex.assert_shape(whole, (ROWS, LAYERS * HEADS, 100, 128))
@@ -52,6 +98,12 @@ def test_texts_are_cut_into_blocks_for_kernels_only():
     again = cut.reshape(ROWS, LAYERS * HEADS, 128, 128)
     np.testing.assert_array_equal(again[:, :, :100], whole)
     assert not again[:, :, 100:].any()
+
+
+def test_the_reference_reads_texts_in_blocks():
+    q, text, (k, v) = problem(implementation="mosaic")
+    found = reference.attend_text(q, text, 1)
+    np.testing.assert_allclose(found, expected(q, k[1], v[1], (3, 100)), atol=2e-6)
 
 
 def test_a_layer_has_its_own_blocks():

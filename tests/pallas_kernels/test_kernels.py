@@ -142,7 +142,7 @@ def check_write(kernel, args):
     assert_stored(found, expected, args.projection)
 
 
-@pytest.mark.parametrize("kernel", ["reference", *KERNELS])
+@pytest.mark.parametrize("kernel", often(["reference"], ["reference", *KERNELS]))
 def test_store_and_attend_is_both(kernel):
     """Bit for bit what attention and storing do, one after the other."""
     args = replace(PLAIN, apart=True).arguments()

@@ -71,18 +71,6 @@ def test_reach_is_counted_from_somewhere():
         attend(Query(jnp.asarray(q)), slots)
 
 
-def test_blocks_behind_the_last_one_in_use_are_not_read():
-    """Three blocks of 50: the last one is as wrong as can be, but empty, as promised."""
-    q, k, v = problem(64)[:3]
-    k, v = (np.concatenate([a] * 8, axis=2)[:, :, :150] for a in (k, v))
-    position = np.broadcast_to(np.arange(150, dtype=np.int32), (ROWS, HEADS, 150))
-    pool = np.concatenate([k, v], -1)
-    pool[:, :, 100:] = np.nan
-    out, _ = seen(q, pool, position, used=np.int32(100))
-    expected, _ = seen(q, pool[:, :, :100], position[:, :, :100])
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("rows", "slots", "kind"), [(3, 65, "float32"), (2, 64, "bfloat16"), (4, 150, "int8")]
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,16 +85,6 @@ def test_tpu_slots_in_use_simulated(cores):
 def test_tpu_simulated(cores):
     check(*CASES["bfloat16"], tpu_simulated(tpu.attend, cores))
     assert not has_races()
-
-
-def test_tpu_weights_of_zero_times_infinity():
-    """Values of empty slots that are not finite spoil the product, which is then done again."""
-    query, slots = token_arguments(SMALL, 40, poison=False)
-    empty = (slots.position < 0)[..., None]
-    infinite = replace(slots, pool=jnp.where(empty, jnp.inf, slots.pool))
-    out, _ = tpu.attend(query, infinite, interpret=True)
-    expected, _ = exactly(query, slots)
-    assert error(out, expected) < TOLERANCE["bfloat16"]
 
 
 def test_tpu_what_empty_slots_spoil_is_seen(monkeypatch):

@@ -216,11 +216,3 @@ def test_refused(changes, dtype, capability, reason, monkeypatch):
     with pytest.raises(NotImplementedError, match=reason) as refusal:
         jax.eval_shape(run, abstract(replace(SMALL, **changes), dtype))
     assert "--attention=reference" in str(refusal.value)
-
-
-def test_hopper_takes_the_kernel(monkeypatch):
-    monkeypatch.setattr(implementations.target, "platform", lambda: "gpu")
-    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
-    given = abstract(SMALL)
-    texts = [str(jax.make_jaxpr(lambda a, n=n: run(a, n))(given)) for n in (None, "reference")]
-    assert ["token_gate" in text for text in texts] == [True, False]

@@ -76,16 +76,6 @@ def test_float32_queries_are_not_rounded(count, monkeypatch):
         check(*case, interpreted)
 
 
-def test_what_a_query_consists_of():
-    """bfloat16 has each of three numbers, and they add up to the query, bit by bit."""
-    numbers = np.random.default_rng(0).standard_normal((7, 33), np.float32)
-    numbers *= np.exp2(np.random.default_rng(1).integers(-30, 30, numbers.shape))
-    parts = tpu_scores._parts(jnp.asarray(numbers))
-    for part in parts:
-        np.testing.assert_array_equal(part.astype(jnp.bfloat16).astype(jnp.float32), part)
-    np.testing.assert_array_equal(parts[0] + (parts[1] + parts[2]), numbers)
-
-
 def test_heads_of_a_row_in_several_steps():
     """Lines of one row's matrices are filled step by step."""
     for count, more in ((1, 4096), (9, 8192)):  # bytes per head beside its slots

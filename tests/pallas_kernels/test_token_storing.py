@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import token_attention
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import (
     NewToken,
@@ -159,24 +158,6 @@ def test_tpu_cut_off_tile_simulated(spec, slots, monkeypatch):
     run = simulated(tpu.store_and_attend, bounds="padded")
     check(spec, {"slots": slots}, (8, slots - 2, slots - 1), run)
     assert not has_races()
-
-
-def test_dispatch():
-    """By every name, on a CPU."""
-    query, held = awaiting_token(*token_arguments(FLOAT, 41), 3)
-    given = query, held, token_of(query, 3)
-
-    def run(name):
-        out, slots = token_attention.store_and_attend(*given, implementation=name)
-        return out, slots.mass, slots.pool
-
-    expected, slots = reference.store_and_attend(*given)
-    for name in (None, "reference", "triton"):
-        for found, right in zip(run(name), (expected, slots.mass, slots.pool), strict=True):
-            np.testing.assert_array_equal(found, right)
-    assert error(run("tpu-interpret")[0], expected) < TOLERANCE["float32"]
-    with pytest.raises(NotImplementedError, match="does not exist"):
-        run("other")
 
 
 # --- mistakes that are seen ---

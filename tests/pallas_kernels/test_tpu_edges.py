@@ -112,13 +112,6 @@ def test_every_kind_of_entry(kv_dtype):
     both_writes(replace(args, projection=replace(args.projection, qkv=qkv)))
 
 
-def test_nothing_and_everything_is_stored():
-    args = replace(SMALL, tokens=300, length=300, entries=20).arguments(poison=False)
-    both_writes(args)
-    empty = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
-    both_writes(replace(args, writes=empty))
-
-
 def sharing(spec: ArgSpec):
     """Arguments where all heads store tokens into the same blocks, each into slots of its own, some
     of which stay as they are."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels import ragged_attention
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import BlockTable, triton
 from pallas_kernels.ragged_attention.config import TritonConfig
@@ -117,14 +117,6 @@ def test_large_scores_do_not_overflow():
     expected, expected_lse = attend(*args.attend, implementation="reference")
     chex.assert_trees_all_close(real(lse), real(expected_lse), rtol=1e-5)
     assert np.linalg.norm(real(out - expected)) < 1e-3 * np.linalg.norm(real(expected))
-
-
-def test_writing_nothing():
-    args = SPEC.arguments(poison=False)
-    nothing = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
-    given = replace(args, writes=nothing).write
-    pool, _ = cache_write.write(*given, implementation="triton-interpret")
-    chex.assert_trees_all_equal(pool, args.kv_pool)
 
 
 @pytest.mark.parametrize(
