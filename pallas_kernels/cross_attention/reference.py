@@ -1,9 +1,12 @@
 """Plain JAX attention over a text: the definition of correct, runs on every platform."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_write.reference import order_after
+from pallas_kernels.turns import in_turns
 
 SCORE_BYTES = 2**28  # scores that may exist at once, of all rows that are computed together
 
@@ -17,24 +20,13 @@ def attend_text(q, text, layer):
     layer = order_after(jnp.asarray(layer), q)
     # scores and weights, float32 both
     at_once = max(1, SCORE_BYTES // (2 * 4 * heads * tokens * stored.shape[3]))
+    operands = q, stored, text.length
     if at_once >= rows:
-        return _attend_rows(q, stored, text.length, layer)
-
-    # Results take the place of their queries. `lax.map` would begin with an empty result, which
-    # depends on nothing: XLA's GPU compiler makes those of all layers in one kernel, ahead of the
-    # first of them, and each is as large as the queries.
-    def replaced(i, out, number=at_once):
-        arrays = (out, stored, text.length)
-        some = (jax.lax.dynamic_slice_in_dim(a, i, number) for a in arrays)
-        found = _attend_rows(*some, layer).astype(out.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(out, found, i, 0)
-
-    whole, rest = divmod(rows, at_once)
-    out = jax.lax.fori_loop(0, whole, lambda i, out: replaced(i * at_once, out), q)
-    return replaced(rows - rest, out, rest) if rest else out
+        return _attend_rows(layer, *operands)
+    return in_turns(partial(_attend_rows, layer), operands, q, at_once)
 
 
-def _attend_rows(q, stored, length, layer):
+def _attend_rows(layer, q, stored, length):
     """Queries [R, T, N, H] attend to the text of their rows, in a layer of `stored`
     [R, L, N, M, 2 H]."""
     both = jax.lax.dynamic_index_in_dim(stored, layer, 1, keepdims=False)

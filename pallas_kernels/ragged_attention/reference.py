@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.cache_write import reference as cache_write
 from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.tables import BlockTable
+from pallas_kernels.turns import in_turns
 
 # Scores of the rows that `attend` computes at once. Each is read and written several times: 16 rows
 # of VAR's last scale took 146 to 158 ms on two cores when they were computed together or in two
@@ -71,13 +72,14 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     real = jnp.arange(v_new.shape[2]) < new_length
     v_new = jnp.where(real[:, None], v_new, 0)  # padding may hold anything, and 0 * NaN is NaN
     operands = (q, k_old, v_old, mask, k_new, v_new)
-    attend_row = partial(_attend_row, new_length)
+    attend_rows = jax.vmap(partial(_attend_row, new_length))
     rows, heads, tokens, _ = q.shape
     at_once = rows_at_once(heads, tokens, k_old.shape[2] + k_new.shape[2])
     if at_once >= rows:
-        out, lse = jax.vmap(attend_row)(*operands)
+        out, lse = attend_rows(*operands)
     else:
-        out, lse = jax.lax.map(lambda row: attend_row(*row), operands, batch_size=at_once)
+        place = q.transpose(0, 2, 1, 3).astype(v_new.dtype), q[..., 0].astype(jnp.float32)
+        out, lse = in_turns(attend_rows, operands, place, at_once)
     return (out, lse) if return_lse else out
 
 

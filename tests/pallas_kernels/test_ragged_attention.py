@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels import chips
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import (
     BlockTable,
@@ -69,6 +71,37 @@ def oracle(q, k, v, pool, table):
         weights[r, n] = p / p.sum(-1, keepdims=True)
         out[r, n] = weights[r, n] @ values
     return out, weights
+
+
+@pytest.mark.aot
+def test_layers_share_their_memory():
+    """Of several layers one after the other: XLA used to make results for all of them at once."""
+    if why := chips.why_unavailable("rtx4090"):
+        pytest.skip(why)
+    where = SingleDeviceSharding(chips.compile_only_devices("rtx4090")[0])
+    rows, tokens, heads, size, layers, block = 16, 1024, 8, 64, 24, 16
+    assert reference.rows_at_once(heads, tokens, tokens) < rows
+    width = heads * size
+
+    def run(x, matrices, pool, ids):
+        table = BlockTable(ids, jnp.zeros_like(ids), jnp.full_like(ids, block))
+        for matrix in matrices:
+            projection = Projection((x @ matrix).reshape(rows, tokens, 3, heads, size))
+            found = reference.attend(projection, tokens, pool, table, None, return_lse=False)
+            x += found.reshape(x.shape)
+        return x
+
+    def shape(*numbers, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(numbers, dtype, sharding=where)
+
+    given = shape(rows, tokens, width), [shape(width, 3 * width)] * layers
+    lowered = jax.jit(run).lower(
+        *given, shape(rows, 8, block, 2 * size), shape(heads, 4, dtype=jnp.int32)
+    )
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    results = 2 * rows * tokens * width  # bytes of a layer's
+    # scores of two rows and a layer's own arrays are the rest
+    assert compiled.memory_analysis().temp_size_in_bytes < layers * results * 0.7
 
 
 @pytest.mark.parametrize("per_row", [False, True])
