@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import cost, program
+from varjax.engine import cost, memory, program
 from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
@@ -77,8 +78,9 @@ class Generator:
       keep_logits: also return guided logits.
       keep_contents: also return which tokens the cache holds after every scale, "contents", which
         `varjax.cache.contents` reads; one device. Token by token the final cache says it.
-      layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`). The
-        weights of `model` are arranged accordingly: it can go on to be used.
+      layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`) and
+        fits (`memory.layers_that_fit`). The weights of `model` are arranged accordingly: it can go
+        on to be used.
       unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
       decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
@@ -154,12 +156,13 @@ class Generator:
             platform=jax.default_backend(),
         )
         self.spec, self.mesh = self.drawing.spec, self._check_mesh(mesh)
+        predict_for = partial(self._predicted, model, attention)
         self.runner = Runner(
             model,
             self.drawing,
             batch_size=self.batch_size,
             mesh=self.mesh,
-            layers=layers,
+            layers=memory.layers_that_fit(layers, predict_for, memory.device_bytes()),
             kv_dtype=self.kv_dtype,
             precision=self.precision,
             decoding=self.decoding,
@@ -170,6 +173,19 @@ class Generator:
         return (
             f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
             f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
+        )
+
+    def _predicted(self, model: Model, attention: str | None, layers: str) -> memory.Prediction:
+        """Predict the bytes of one device with layers arranged so."""
+        return memory.predict(
+            model,
+            self.plan.divide(self.mesh.model)[0],
+            self.batch_size // self.mesh.data,
+            model.dtype,
+            self.kv_dtype,
+            kernels=attention and attention != "reference",
+            decoding=self.decoding,
+            layers=layers,
         )
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:

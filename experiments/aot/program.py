@@ -184,10 +184,12 @@ class Workload:
     attention: str
     text_tokens: int | None
 
-    def predict(self, plan: CachePlan, batch_size: int) -> memory.Prediction:
-        """Bytes of one device without compiling. plan: what it holds of the cache."""
-        kernels = self.attention != "reference"
-        return self.program.predict(self.model, plan, batch_size, self.text_tokens, kernels)
+    def predict(
+        self, batch_size: int, platform: str, layers: str | None = None
+    ) -> memory.Prediction:
+        """Bytes of one device without compiling. layers: in place of those asked for."""
+        given = self.model, self.plan, batch_size, self.text_tokens, self.attention != "reference"
+        return self.program.predict(*given, platform=platform, layers=layers)
 
 
 class Compilation:
@@ -225,7 +227,9 @@ class Compilation:
             platform=chip.platform,
         )
         self.spec = self.drawing.spec
-        self.drawing.arrange(networks, options.layers, chip.platform)
+        predict_for = partial(workload.predict, batch_size // mesh.data, chip.platform)
+        layers = memory.layers_that_fit(options.layers, predict_for, chip.memory)
+        self.drawing.arrange(networks, layers, chip.platform)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
         types = map(jnp.dtype, (options.kv_dtype, options.dtype))

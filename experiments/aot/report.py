@@ -30,7 +30,7 @@ def describe(case: Compilation) -> dict:
     held, parameters = num_bytes(state), num_bytes(case.networks)
     # on one device: activations, logits and what layers keep of the text
     mesh = workload.program.mesh
-    need = workload.predict(workload.plan, case.batch_size // mesh.data)
+    need = workload.predict(case.batch_size // mesh.data, case.chip.platform, case.layers)
     activations = need.activations + need.condition
     promised = parameters + held + activations
     return {

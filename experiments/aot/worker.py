@@ -146,7 +146,7 @@ class Job:
         """
         step, available = self.workload.program.mesh.data, self.chip.memory
         # first the batch whose prediction fills the chip
-        predict = partial(self.workload.predict, self.workload.plan)
+        predict = partial(self.workload.predict, platform=self.chip.platform)
         first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
         found, trials = largest_batch(self._try_codes, available, first, step)
         if found and not self.describe(found)["fits"]:

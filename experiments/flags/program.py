@@ -66,12 +66,21 @@ class ProgramOptions:
         return Generator(model, plan=plan, **options | more)
 
     def predict(
-        self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool
+        self,
+        model: Model,
+        plan: CachePlan,
+        batch_size: int,
+        text: int | None,
+        kernels: bool,
+        *,
+        platform: str | None = None,
+        layers: str | None = None,
     ) -> memory.Prediction:
         """Predict the bytes of one device without compiling.
 
         batch_size: images of that device. text: padded length of texts, None for the most.
-        kernels: whether attention runs in a kernel, which needs less memory."""
+        kernels: whether attention runs in a kernel, which needs less memory.
+        platform: of the device; None: this machine's. layers: in place of those asked for."""
         return memory.predict(
             model,
             plan.divide(self.mesh.model)[0],
@@ -81,6 +90,8 @@ class ProgramOptions:
             kernels=kernels,
             text_tokens=text,
             decoding=self.decoding,
+            platform=platform,
+            layers=layers or self.layers,
         )
 
     def predict_here(

@@ -1,8 +1,9 @@
 import pytest
 
 import varjax
-from varjax import api
-from varjax.engine import memory
+from tests.models_under_test import checkpoint_folder
+from varjax import Generator, api
+from varjax.engine import memory, program
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import describe
@@ -31,6 +32,42 @@ def test_choose_batch_size(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 50)
     with pytest.raises(UserError, match="a batch of 1 needs"):
         memory.choose_batch_size(linear, None, 100, 8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "found"),
+    [
+        ("auto", 110, "auto"),  # both fit
+        ("auto", 105, "scan"),
+        ("auto", 95, "auto"),  # neither does: the faster one, which is refused with its own bytes
+        ("auto", None, "auto"),
+        ("unroll", 105, "unroll"),
+        ("scan", 110, "scan"),
+    ],
+)
+def test_layers_that_fit(asked, available, found):
+    def predict_for(layers):
+        return memory.Prediction(
+            weights={"scan": 100, "unroll": 110}[layers], kv_pool=0, activations=0
+        )
+
+    there = available and available / memory.SAFETY
+    assert memory.layers_that_fit(asked, predict_for, there) == found
+
+
+def test_a_generator_scans_where_separate_layers_do_not_fit(monkeypatch):
+    monkeypatch.setattr(program, "SCANNED_BYTES", 0)  # no model is small
+    model = varjax.load(checkpoint_folder("c_k5_nol2norm"), "float32")
+    generator = Generator(model, batch_size=2)
+    assert generator.layers == "unroll"
+    scan, separate = (
+        memory.predict(model, generator.plan, 2, "float32", "float32", layers=layers).total
+        for layers in ("scan", "unroll")
+    )
+    assert scan < separate
+    monkeypatch.setattr(memory, "device_bytes", lambda: (scan + separate) / 2 / memory.SAFETY)
+    assert Generator(model, batch_size=2).layers == "scan"
+    assert Generator(model, batch_size=2, layers="unroll").layers == "unroll"
 
 
 def test_show_bytes():

@@ -18,6 +18,7 @@ from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost
 from varjax.engine.pixels import Decoding
+from varjax.engine.program import AUTO, SCAN, UNROLL
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
@@ -26,6 +27,9 @@ from varjax.nn.published import TransformerConfig
 from varjax.parallel import weights as sharded_weights
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
+# Arrays of a layer that compilers keep at once beside the residual stream: as wide as the hidden
+# layer of the feed-forward, and as wide as the model. Separate layers keep one more of these.
+LAYER_ARRAYS = {"cpu": (2, 5), "gpu": (1, 3), "tpu": (2, 5)}
 SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 
@@ -60,6 +64,8 @@ def predict(
     kernels: bool | None = None,
     text_tokens: int | None = None,
     decoding: Decoding | None = None,
+    platform: str | None = None,
+    layers: str = AUTO,
 ) -> Prediction:
     """Predict the bytes of a batch. The pool is exact. Activations are the live tensors of the
     widest step, counted from shapes. The codec is in float32.
@@ -71,10 +77,15 @@ def predict(
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
     decoding: how pixels are decoded; None: in float32, as many at once as it allows.
+    platform: "cpu", "gpu" or "tpu", whose compilers differ; None: that of this machine.
+    layers: as `program.arrange_layers` takes it. "auto" counts a scan, which it takes where
+      separate layers do not fit (`layers_that_fit`).
     """
+    platform = platform or jax.default_backend()
     if kernels is None:
         kernels = implementations.preferred() != "reference"
-    step = StepSizes(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
+    types = jnp.dtype(dtype), jnp.dtype(kv_dtype)
+    step = StepSizes(plan, model.config, batch_size, *types, kernels, platform, layers == UNROLL)
     code_map = model.code_map[:2]
     decoding = decoding or Decoding()
     decoded = decoding.images_at_once(model.codec, code_map, batch_size)
@@ -100,6 +111,8 @@ class StepSizes:
     """What the tensors of a program's widest step are made of.
 
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
+    platform: "cpu", "gpu" or "tpu".
+    separate: whether every layer is a body of its own.
     """
 
     plan: CachePlan
@@ -108,6 +121,8 @@ class StepSizes:
     dtype: np.dtype
     kv_dtype: np.dtype
     kernels: bool
+    platform: str
+    separate: bool
 
     @property
     def rows(self) -> int:
@@ -116,9 +131,10 @@ class StepSizes:
     def layer(self, tokens: int) -> int:
         """Bytes of a layer's tensors without attention: what products read and write, and the
         residual stream, which is float32."""
-        item, width = self.dtype.itemsize, self.config.embed_dim
-        products = 6 * width + 2 * self.config.hidden_dim
-        return self.rows * tokens * (products * item + width * (4 - item))
+        hidden, wide = LAYER_ARRAYS[self.platform]
+        width, item = self.config.embed_dim, self.dtype.itemsize
+        products = hidden * self.config.hidden_dim + (wide + self.separate) * width
+        return self.rows * tokens * (products * item + width * 4)
 
     def logits(self, images: int, tokens: int) -> int:
         """Bytes of logits and of what sampling makes of them."""
@@ -179,6 +195,25 @@ def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
     window = plan.rule.needs.window
     per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
     return step.rows * plan.geometry.num_heads * keys * per_key if window else 0
+
+
+def layers_that_fit(how: str, predict_for: Callable[[str], Prediction], memory: int | None) -> str:
+    """How layers are arranged: as asked, but with "auto" a scan where separate layers are predicted
+    not to fit and a scan is.
+
+    how: as `program.arrange_layers` takes it. predict_for: from "unroll" or "scan". memory: bytes
+      of the device; None: it does not say.
+    """
+    if how != AUTO or memory is None:
+        return how
+    separate, scan = (predict_for(layers).total for layers in (UNROLL, SCAN))
+    return SCAN if scan <= SAFETY * memory < separate else AUTO
+
+
+def device_bytes() -> int | None:
+    """Bytes of the default device that programs may fill, or None if it does not say."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit")
 
 
 def available_bytes() -> int | None:
