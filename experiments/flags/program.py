@@ -180,7 +180,8 @@ class ProgramFlags:
             AUTO,
             list(LAYERS),
             "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
-            "weights but takes longer to compile; auto: unroll large models, but not on TPUs.",
+            "weights but takes longer to compile; auto: unroll large models, but not on TPUs, nor "
+            "where only a scan fits.",
         )
         self._precision = program.enum(
             "matmul_precision",

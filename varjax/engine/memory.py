@@ -28,8 +28,12 @@ from varjax.parallel import weights as sharded_weights
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 # Arrays of a layer that compilers keep at once beside the residual stream: as wide as the hidden
-# layer of the feed-forward, and as wide as the model. Separate layers keep one more of these.
-LAYER_ARRAYS = {"cpu": (2, 5), "gpu": (1, 3), "tpu": (2, 5)}
+# layer of the feed-forward, and as wide as the model (docs/lab/compiled_memory.md). Separate layers
+# keep one more of these.
+LAYER_ARRAYS = {"cpu": (2, 5), "gpu": (1, 3), "tpu": (1, 3)}
+# What a TPU keeps besides where layers attend to a text, for which it has no kernel: as wide as the
+# model (other layouts, and holes between them), and stacked square matrices in another layout.
+TEXT_ARRAYS, TEXT_MATRICES = 9, 3
 SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 
@@ -132,9 +136,11 @@ class StepSizes:
         """Bytes of a layer's tensors without attention: what products read and write, and the
         residual stream, which is float32."""
         hidden, wide = LAYER_ARRAYS[self.platform]
-        width, item = self.config.embed_dim, self.dtype.itemsize
+        width, item, matrices = self.config.embed_dim, self.dtype.itemsize, 0
+        if self.platform == "tpu" and self.config.condition == "text":
+            wide, matrices = wide + TEXT_ARRAYS, TEXT_MATRICES * self.config.depth * width**2
         products = hidden * self.config.hidden_dim + (wide + self.separate) * width
-        return self.rows * tokens * (products * item + width * 4)
+        return self.rows * tokens * (products * item + width * 4) + matrices * item
 
     def logits(self, images: int, tokens: int) -> int:
         """Bytes of logits and of what sampling makes of them."""
