@@ -22,6 +22,8 @@ COMPILED = [
     ("var-d30", "streaming", 1.0, 64, "rtx4090", "unroll", 17.18),
     ("llamagen-xl-384", "headkv", 1.0, 64, "rtx4090", "unroll", 14.38),
     ("var-d30", "streaming", 0.27, 128, "tpu-v5e", "scan", 12.87),
+    ("var-d30", "streaming", 1.0, 256, "h100", "scan", 54.40),
+    ("llamagen-xl-384", "headkv", 0.9, 64, "tpu-v5e", "unroll", 14.80),
     ("janus-pro-1b", "headkv", 0.7, 64, "tpu-v5e", "unroll", 13.56),
 ]
 
