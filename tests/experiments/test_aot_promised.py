@@ -17,6 +17,7 @@ GIB = 2**30
 COMPILED = [
     ("infinity-2b", "streaming", 0.1, 16, "rtx4090", "scan", 18.22),
     ("infinity-2b", "streaming", 0.1, 16, "rtx4090", "unroll", 18.69),
+    ("infinity-2b", "streaming", 0.46, 32, "h100", "scan", 67.93),
     ("infinity-2b", "streaming", 0.155273, 8, "tpu-v5e", "scan", 15.85),
     ("infinity-2b", "streaming", 0.4, 4, "tpu-v5e", "scan", 13.70),
     ("var-d30", "streaming", 1.0, 64, "rtx4090", "unroll", 17.18),
