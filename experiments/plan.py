@@ -130,17 +130,16 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
     sizing = Sizing(batch_size=batch_size, kv_dtype=kv_dtype)
     if not isinstance(model, Model):
         return sizing  # a geometry has no weights, so that nothing can be predicted
-    platform = None
+    kernels, platform = None, None
     if TARGET.value:
         try:
             chip = chips.get_chip(TARGET.value)
         except ValueError as error:
             raise UserError(f"--target={TARGET.value}: {error}") from None
         sizing = replace(sizing, available=chip.memory, device=chip.name)
-        platform = chip.platform
+        kernels, platform = True, chip.platform
     else:
         sizing = replace(sizing, available=memory.available_bytes())
-    kernels = True if TARGET.value else None
     predict = partial(
         memory.predict,
         model,

@@ -156,7 +156,16 @@ class Generator:
             platform=jax.default_backend(),
         )
         self.spec, self.mesh = self.drawing.spec, self._check_mesh(mesh)
-        predict_for = partial(self._predicted, model, attention)
+        predict_for = partial(
+            memory.predict,
+            model,
+            self.plan.divide(mesh.model)[0],
+            self.batch_size // mesh.data,
+            model.dtype,
+            self.kv_dtype,
+            kernels=attention and attention != "reference",
+            decoding=self.decoding,
+        )
         self.runner = Runner(
             model,
             self.drawing,
@@ -173,19 +182,6 @@ class Generator:
         return (
             f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
             f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
-        )
-
-    def _predicted(self, model: Model, attention: str | None, layers: str) -> memory.Prediction:
-        """Predict the bytes of one device with layers arranged so."""
-        return memory.predict(
-            model,
-            self.plan.divide(self.mesh.model)[0],
-            self.batch_size // self.mesh.data,
-            model.dtype,
-            self.kv_dtype,
-            kernels=attention and attention != "reference",
-            decoding=self.decoding,
-            layers=layers,
         )
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:

@@ -38,7 +38,6 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
@@ -144,15 +143,12 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     if LARGEST_BATCH.value or len(wanted) > 1:
         raise UserError("--budget=fit and --kv_bytes are for one --target and one --batch_size")
     batch, each = PROGRAM.asked_batch_size, PROGRAM.asked_batch_size // program.mesh.data
-    text, platform = MODEL.text_tokens(model), wanted[0].platform
-
-    def predicted(plan: CachePlan) -> int:
-        return program.predict(model, plan, each, text, True, platform=platform).total
-
+    text = MODEL.text_tokens(model)
+    predict = partial(program.predict, model, platform=wanted[0].platform)
     return Sizing(
         batch_size=batch,
         kv_dtype=program.kv_dtype,
-        predict=predicted,
+        predict=lambda plan: predict(plan, each, text, True).total,
         available=wanted[0].memory,
         device=wanted[0].name,
     )

@@ -203,23 +203,22 @@ def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
     return step.rows * plan.geometry.num_heads * keys * per_key if window else 0
 
 
-def layers_that_fit(how: str, predict_for: Callable[[str], Prediction], memory: int | None) -> str:
+def layers_that_fit(how: str, predict_for: Callable[..., Prediction], memory: int | None) -> str:
     """How layers are arranged: as asked, but with "auto" a scan where separate layers are predicted
     not to fit and a scan is.
 
-    how: as `program.arrange_layers` takes it. predict_for: from "unroll" or "scan". memory: bytes
-      of the device; None: it does not say.
+    how: as `program.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
+      device; None: it does not say.
     """
     if how != AUTO or memory is None:
         return how
-    separate, scan = (predict_for(layers).total for layers in (UNROLL, SCAN))
+    separate, scan = (predict_for(layers=layers).total for layers in (UNROLL, SCAN))
     return SCAN if scan <= SAFETY * memory < separate else AUTO
 
 
 def device_bytes() -> int | None:
     """Bytes of the default device that programs may fill, or None if it does not say."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def available_bytes() -> int | None:
