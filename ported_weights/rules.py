@@ -46,8 +46,7 @@ class Rule:
         and a size, (outer, inner, size), for the index outer * size + inner. None: no such axis.
       row_limit: name of the setting that says how many rows are taken. The source may have more
         rows, which are reported as ignored. None: shapes must be equal.
-      rows: which rows of the source are taken, in this order. None: all of them.
-      unused_rows: why the others are not, for the report.
+      rows: which rows of the source, one for each token, are taken, in this order. None: all.
       section: (i, shares): the source fills the i-th of the sections that lie side by side along
         the last axis of the target; their widths are in these proportions. None: it fills the
         whole target.
@@ -59,7 +58,6 @@ class Rule:
     stack: Stack | None = None
     row_limit: str | None = None
     rows: tuple[int, ...] | None = None
-    unused_rows: str = "not needed"
     section: Section | None = None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
@@ -122,7 +120,7 @@ class Rule:
         shape = self._shape(tensor)
         if self.rows is not None and shape == wanted and len(self.rows) < tensor.shape[0]:
             left = f"{tensor.shape[0] - len(self.rows)} of {tensor.shape[0]} rows of {name}"
-            placement.ignored.append((left, self.unused_rows))
+            placement.ignored.append((left, "tokens that no image has"))
         may_differ = self.row_limit and shape and shape[1:] == wanted[1:]
         if may_differ and shape[0] > wanted[0]:
             reason = f"only the first {wanted[0]} are used: {self.row_limit} is {wanted[0]}"
@@ -174,6 +172,13 @@ def _backwards(target: str) -> re.Pattern:
 def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
     """Return the rules for weight and bias of a linear layer."""
     return layer(pattern, target, "kernel", "linear", stack)
+
+
+def product(
+    pattern: str, target: str, stack: Stack | None = None, section: Section | None = None
+) -> Rule:
+    """Return the rule for a linear layer without bias."""
+    return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
 
 
 def layer(

@@ -6,7 +6,7 @@ The module trees keep the published names (`encoder.down.0.block.1.conv1` is
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,32 +16,50 @@ from varjax.codecs.vqvae.model import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models.var.config import VARConfig
 
-_NET = r"(encoder|decoder)"
-_RESOLUTION = rf"{_NET}\.(down|up)\.(\d+)"
-_BLOCK = rf"{_RESOLUTION}\.block\.(\d+)"
-_LAYERS = {  # {(our name of the weight, its transform): patterns}, in VQVAE and BSQ-VAE
-    ("kernel", "conv"): (
-        rf"{_NET}\.(conv_in|conv_out)",
-        rf"{_NET}\.mid\.(block_\d)\.(conv\d)",
-        rf"{_BLOCK}\.(conv\d)",
-        rf"{_RESOLUTION}\.(downsample|upsample)\.conv",
-    ),
-    ("kernel", "conv1x1_to_linear"): (rf"{_BLOCK}\.nin_shortcut",),
-    ("scale", None): (
-        rf"{_NET}\.norm_out",
-        rf"{_NET}\.mid\.(block_\d)\.(norm\d)",
-        rf"{_BLOCK}\.(norm\d)",
-    ),
-}
-_VQVAE_LAYERS = {  # the same, in a VQVAE alone
-    ("kernel", "conv"): (r"(quant_conv|post_quant_conv)",),
-    ("kernel", "conv1x1_to_linear"): (
-        rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)",
-        rf"{_RESOLUTION}\.attn\.(\d+)\.(qkv|proj_out)",
-    ),
-    ("scale", None): (rf"{_NET}\.mid\.attn_1\.norm", rf"{_RESOLUTION}\.attn\.(\d+)\.norm"),
-}
+_BOTH = r"(encoder|decoder)"
+_LEVELS = (r"(down|up)\.(\d+)",)
 _WRAPPERS = {"kernel": "conv", "scale": "norm"}  # {our name of the weight: inner name in BSQ-VAE}
+
+
+def layers_of(net: str, levels: Sequence[str] = _LEVELS) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (pattern, our name of the weight, its transform) of all layers but attention.
+
+    net: pattern of what the encoder and the decoder are called. levels: those of their levels.
+    """
+    yield rf"{net}\.(conv_in|conv_out)", "kernel", "conv"
+    yield rf"{net}\.norm_out", "scale", None
+    for level in levels:
+        yield rf"{net}\.{level}\.(downsample|upsample)\.conv", "kernel", "conv"
+    for place in (r"mid\.block_1", r"mid\.block_2", *(rf"{x}\.block\.(\d+)" for x in levels)):
+        yield rf"{net}\.{place}\.(conv\d)", "kernel", "conv"
+        yield rf"{net}\.{place}\.nin_shortcut", "kernel", "conv1x1_to_linear"
+        yield rf"{net}\.{place}\.(norm\d)", "scale", None
+
+
+def attentions_of(net: str, levels: Sequence[str] = _LEVELS) -> list[str]:
+    """Return the patterns of attention in the middle and at levels."""
+    return [rf"{net}\.mid\.attn_1", *(rf"{net}\.{level}\.attn\.(\d+)" for level in levels)]
+
+
+def vq_rules(
+    net: str,
+    levels: Sequence[str] = _LEVELS,
+    published: Callable[[str], str] = lambda pattern: pattern,
+) -> list[Rule]:
+    """Return the rules for an encoder or decoder whose queries, keys and values are three tensors;
+    they lie side by side in one product here. published: function of a pattern of our names."""
+    rules = []
+    for pattern, weight, transform in layers_of(net, levels):
+        rules += layer(published(pattern), path_of(pattern), weight, transform)
+    for attention in attentions_of(net, levels):
+        source, target = published(attention), path_of(attention)
+        rules += layer(rf"{source}\.norm", f"{target}/norm", "scale", None)
+        for number, name in enumerate("qkv"):
+            own = rf"{source}\.{name}", f"{target}/qkv", "kernel", "conv1x1_to_linear"
+            rules += layer(*own, section=(number, (1, 1, 1)))
+        own = rf"{source}\.proj_out", f"{target}/proj_out"
+        rules += layer(*own, "kernel", "conv1x1_to_linear")
+    return rules
 
 
 def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
@@ -49,11 +67,17 @@ def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule |
 
     Only the phi convolutions, which are stacked along a leading axis, depend on the configuration.
     """
-    rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
-    for (weight, transform), patterns in (*_LAYERS.items(), *_VQVAE_LAYERS.items()):
-        for pattern in patterns:
-            rules += layer(pattern, path_of(pattern), weight, transform)
-    rules.append(Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"))
+    rules = [
+        Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None),
+        *layer(r"(quant_conv|post_quant_conv)", r"\1", "kernel", "conv"),
+        Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"),
+    ]
+    for pattern, weight, transform in layers_of(_BOTH):
+        rules += layer(pattern, path_of(pattern), weight, transform)
+    for attention in attentions_of(_BOTH):
+        own, norm = rf"{attention}\.(qkv|proj_out)", rf"{attention}\.norm"
+        rules += layer(own, path_of(own), "kernel", "conv1x1_to_linear")
+        rules += layer(norm, path_of(norm), "scale", None)
     return rules + _phi_rules(config)
 
 
@@ -99,10 +123,9 @@ def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ign
     pattern is there with and without the wrapper, and a tensor under both names is an error.
     """
     rules = []
-    for (weight, transform), patterns in _LAYERS.items():
-        for pattern in patterns:
-            for name in (rf"{pattern}\.{_WRAPPERS[weight]}", pattern):
-                rules += layer(name, path_of(pattern), weight, transform)
+    for pattern, weight, transform in layers_of(_BOTH):
+        for name in (rf"{pattern}\.{_WRAPPERS[weight]}", pattern):
+            rules += layer(name, path_of(pattern), weight, transform)
     return [*rules, *_ignored(config)]
 
 

@@ -5,6 +5,7 @@ is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same fi
 Janus-Pro reads pictures with one network and draws them with another. Only what draws is taken.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,17 +77,13 @@ def transformer_rules(config: JanusConfig, names: Collection[str] = ()) -> list[
     own = names_in(names)
     layers = zip(own.aligner + own.head, _LAYERS, strict=True)
     return [
-        *llama.decoder(_pattern(own.language), config),
-        Rule(_pattern(f"{own.embedding}.weight"), "image_embedding"),
-        *(rule for name, target in layers for rule in linear(_pattern(name), target)),
-        Ignore(_pattern(own.codec) + ".*", "the image tokenizer, a part of its own"),
+        *llama.decoder(re.escape(own.language), config),
+        Rule(re.escape(f"{own.embedding}.weight"), "image_embedding"),
+        *(rule for name, target in layers for rule in linear(re.escape(name), target)),
+        Ignore(re.escape(own.codec) + ".*", "the image tokenizer, a part of its own"),
         Ignore(own.readers, "the network that reads pictures"),
-        Ignore(_pattern(f"{own.words}.weight"), "the head for words"),
+        Ignore(re.escape(f"{own.words}.weight"), "the head for words"),
     ]
-
-
-def _pattern(name: str) -> str:
-    return name.replace(".", r"\.")
 
 
 def codec_arguments(given: Mapping) -> tuple[dict, str]:

@@ -6,10 +6,8 @@ Published queries, keys and values are one product here, and so are gates and wh
 
 from collections.abc import Callable, Mapping
 
-from ported_weights.rules import Ignore, Rule
+from ported_weights.rules import Ignore, Rule, product
 from varjax.models.llama.config import LlamaConfig
-
-_HALVES = 1, 1
 
 
 def decoder(prefix: str, config: LlamaConfig) -> list[Rule | Ignore]:
@@ -27,19 +25,9 @@ def decoder(prefix: str, config: LlamaConfig) -> list[Rule | Ignore]:
     for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
         rules.append(product(rf"{layer}self_attn\.{name}", "blocks/qkv", 1, (number, widths)))
     for number, name in enumerate(("gate_proj", "up_proj")):
-        rules.append(product(rf"{layer}mlp\.{name}", "blocks/gate_up", 1, (number, _HALVES)))
+        rules.append(product(rf"{layer}mlp\.{name}", "blocks/gate_up", 1, (number, (1, 1))))
     reason = "frequencies of positions, which follow from the configuration"
     return [*rules, Ignore(rf"{prefix}(?:layers\.\d+\.self_attn\.)?rotary_emb\..*", reason)]
-
-
-def product(
-    pattern: str,
-    target: str,
-    stack: int | None = None,
-    section: tuple[int, tuple[int, ...]] | None = None,
-) -> Rule:
-    """Return the rule for a linear layer without bias."""
-    return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
 
 
 def side_that_fits(

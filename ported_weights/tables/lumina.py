@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ported_weights.rules import Ignore, Rule, layer, path_of
+from ported_weights.rules import Ignore, Rule, layer
 from ported_weights.tables import llama
+from ported_weights.tables.codecs import vq_rules
 from varjax.codecs.vq.chameleon import ChameleonVQConfig
 from varjax.errors import UserError, about
 from varjax.models.lumina import vocabulary
@@ -43,13 +44,7 @@ def transformer_rules(config: LuminaConfig, names: Collection[str] = ()) -> list
     return [
         *llama.decoder(r"model\.", config),
         *norms,
-        Rule(
-            r"lm_head\.weight",
-            "head/kernel",
-            "linear",
-            rows=image_ids,
-            unused_rows="tokens that no image has",
-        ),
+        Rule(r"lm_head\.weight", "head/kernel", "linear", rows=image_ids),
         Ignore(r"model\.vqmodel\..*", "the image tokenizer, which --tokenizer_source gives"),
     ]
 
@@ -142,40 +137,9 @@ def tokenizer_rules(config: ChameleonVQConfig, names: Collection[str] = ()) -> l
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
         *layer("post_quant_conv", "post_quant_conv", "kernel", "conv1x1_to_linear"),
-        *_coder("decoder", "up"),
+        *vq_rules("decoder"),
     ]
     if config.has_encoder:
         rules += layer("quant_conv", "quant_conv", "kernel", "conv1x1_to_linear")
-        return rules + _coder("encoder", "down")
+        return rules + vq_rules("encoder")
     return [*rules, Ignore(r"encoder\..*|quant_conv\..*", "the encoder: generation only decodes")]
-
-
-def _coder(net: str, levels: str) -> list[Rule]:
-    """Return the rules for an encoder or decoder, which keep the published names. levels: what
-    `net` calls them."""
-    level = rf"{net}\.{levels}\.(\d+)"
-    kinds = {  # {(our name of the weight, its transform): patterns}
-        ("kernel", "conv"): [
-            rf"{net}\.(conv_in|conv_out)",
-            rf"{level}\.(downsample|upsample)\.conv",
-        ],
-        ("scale", None): [rf"{net}\.norm_out"],
-        ("kernel", "conv1x1_to_linear"): [],
-    }
-    for block in (rf"{net}\.mid\.(block_\d)", rf"{level}\.block\.(\d+)"):
-        kinds["kernel", "conv"].append(rf"{block}\.(conv\d)")
-        kinds["scale", None].append(rf"{block}\.(norm\d)")
-        kinds["kernel", "conv1x1_to_linear"].append(rf"{block}\.nin_shortcut")
-    rules = []
-    for block in (rf"{net}\.mid\.attn_1", rf"{level}\.attn\.(\d+)"):
-        kinds["scale", None].append(rf"{block}\.norm")
-        kinds["kernel", "conv1x1_to_linear"].append(rf"{block}\.proj_out")
-        for number, name in enumerate("qkv"):  # side by side in one product here
-            target, place = f"{path_of(block)}/qkv", (number, (1, 1, 1))
-            rules += layer(
-                rf"{block}\.{name}", target, "kernel", "conv1x1_to_linear", section=place
-            )
-    for (weight, transform), patterns in kinds.items():
-        for pattern in patterns:
-            rules += layer(pattern, path_of(pattern), weight, transform)
-    return rules

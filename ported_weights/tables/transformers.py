@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, zero_key_bias
+from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, product, zero_key_bias
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.models.var.transformer import VARConfig
 from varjax.schedule import Schedule
@@ -180,20 +180,15 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
         Ignore(re.escape(other), f"the same table as {taken}", same_as=tensor),
         Rule(bias, "position_bias"),
         Rule(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
-        _projection(r"layer\.0\.SelfAttention\.([qkvo])", r"\2"),
+        product(_T5_N + r"layer\.0\.SelfAttention\.([qkvo])", r"blocks/\2", 1),
         Rule(_T5_N + r"layer\.1\.layer_norm\.weight", "blocks/feed_forward_norm", stack=1),
-        _projection(r"layer\.1\.DenseReluDense\.wi_0", "gate"),
-        _projection(r"layer\.1\.DenseReluDense\.wi_1", "up"),
-        _projection(r"layer\.1\.DenseReluDense\.wo", "down"),
+        product(_T5_N + r"layer\.1\.DenseReluDense\.wi_0", "blocks/gate", 1),
+        product(_T5_N + r"layer\.1\.DenseReluDense\.wi_1", "blocks/up", 1),
+        product(_T5_N + r"layer\.1\.DenseReluDense\.wo", "blocks/down", 1),
         Rule(r"encoder\.final_layer_norm\.weight", "final_norm"),
         Ignore(r"decoder\..*", "the decoder of the language model: only the encoder is needed"),
         Ignore(r"lm_head\.weight", "the output layer of the decoder"),
     ]
-
-
-def _projection(pattern: str, target: str) -> Rule:
-    """Return the rule for a linear layer without bias in every block."""
-    return Rule(rf"{_T5_N}{pattern}\.weight", f"blocks/{target}/kernel", "linear", stack=1)
 
 
 def t5_storage_dtype(tensors: Mapping) -> str:
