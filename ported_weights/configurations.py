@@ -7,10 +7,8 @@ from typing import TypeAlias
 
 from ported_weights.readers import sources
 from ported_weights.tables.registry import (
-    BESIDE,
     CUSTOM_DEFAULTS,
     RULE_TABLES,
-    Beside,
     CustomDefaults,
 )
 from varjax.errors import UserError, about, some
@@ -68,20 +66,15 @@ class PublishedModel:
         """What a custom model of this family takes where nothing is given."""
         return CUSTOM_DEFAULTS[self.family.name]
 
-    @property
-    def beside(self) -> Beside:
-        """What this family's files hold beside a transformer."""
-        return BESIDE.get(self.family.name, Beside())
-
     def check_files(self) -> None:
         """`UserError` without weights of the image tokenizer, or for files that this family does
         not have."""
         name = self.family.parts["transformer"].name
-        if self.prompt_tokenizer_source and not self.beside.prompt_tokenizers:
+        if self.prompt_tokenizer_source and not self.defaults.prompt_tokenizers:
             raise UserError(f"--prompt_tokenizer_source: {name} takes no token ids: drop it")
-        if self.vocabulary and not self.beside.has_vocabulary:
+        if self.vocabulary and not self.defaults.complete:
             raise UserError(f"--vocabulary: {name} has no names of image tokens: drop it")
-        if not (self.tokenizer_source or self.beside.codec_prefixes):
+        if not (self.tokenizer_source or self.defaults.codec_prefixes):
             raise UserError(
                 "--tokenizer_source is required: the file with the weights of the image tokenizer"
                 f" (published for {name}:"
@@ -98,8 +91,9 @@ class PublishedModel:
             configs, sampling = self._custom_configurations(say)
         else:
             configs, sampling = self._published_configurations()
-        complete, folders = self.beside.complete, self._folders()
-        configs["transformer"] = complete(configs["transformer"], self.vocabulary, folders)
+        if complete := self.defaults.complete:
+            given = configs["transformer"], self.vocabulary, self._folders()
+            configs["transformer"] = complete(*given)
         return configs, sampling
 
     def _folders(self) -> list[Path]:
@@ -113,7 +107,7 @@ class PublishedModel:
         if given := self.prompt_tokenizer_source:
             found = Path(given)
         else:
-            names = self.beside.prompt_tokenizers
+            names = self.defaults.prompt_tokenizers
             files = (folder / name for folder in self._folders() for name in names)
             found = next(filter(Path.is_file, files), None)
         if found is not None:

@@ -4,8 +4,7 @@ Every part takes the same steps: open the weights, recognise them, check names a
 values by the part's rule table, report. Everything is checked before a value is read.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -158,7 +157,8 @@ def _for_each(
     results, problems = {}, []
     for name, part in opened.items():
         try:
-            results[name] = do(part)
+            with about(f"{part.source.path} does not fit {part.described}"):
+                results[name] = do(part)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -181,54 +181,44 @@ class PublishedPart:
     source: sources.Source
     described: str
 
-    @property
-    def rule_table(self) -> RuleTable:
-        return RULE_TABLES[self.part.name]
-
     def check(self) -> None:
         """Raise `UserError` unless names and shapes of all tensors fit."""
+        entries = RULE_TABLES[self.part.name].rules(self.config, self.source.tensors)
         targets = parameters.named(self.part.abstract(self.config))
-        with self._entries() as entries:
-            rules.check(entries, self.source.tensors, targets)
+        rules.check(entries, self.source.tensors, targets)
 
     def read(self, dtype: str | None, say: Say) -> nnx.Module:
         """Return the filled module, and report what was read and ignored."""
-        what, source = self.rule_table.what, self.source
+        table, source = RULE_TABLES[self.part.name], self.source
         if source.taken:
             say(f"{source.path}: took {source.taken}")
-        progress = Progress(f"{what}: tensors", len(source.tensors), every=2.0)
+        progress = Progress(f"{table.what}: tensors", len(source.tensors), every=2.0)
 
         def report(done: int, total: int) -> None:
             progress.total = total
             if done % 50 == 0 or done == total:
                 progress.update(done)
 
-        if dtype is None and self.rule_table.storage_dtype is not None:
-            dtype = self.rule_table.storage_dtype(source.tensors)
+        if dtype is None and table.storage_dtype is not None:
+            dtype = table.storage_dtype(source.tensors)
+        entries = table.rules(self.config, source.tensors)
         abstract = self.part.abstract(self.config)
-        with self._entries() as entries:
-            module, placement = rules.apply(entries, source.tensors, abstract, report, dtype)
-        line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
+        module, placement = rules.apply(entries, source.tensors, abstract, report, dtype)
+        line = f"{table.what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
-        if self.rule_table.ignored:
-            line += f"; {len(placement.ignored)} {self.rule_table.ignored} ignored"
+        if table.ignored:
+            line += f"; {len(placement.ignored)} {table.ignored} ignored"
         say(line)
-        for name, reason in () if self.rule_table.ignored else _grouped(placement.ignored):
+        for name, reason in () if table.ignored else _grouped(placement.ignored):
             say(f"  ignored {name}: {reason}")
         return module
-
-    @contextlib.contextmanager
-    def _entries(self) -> Iterator[Sequence[rules.Entry]]:
-        """Give the entries of the rule table; errors inside say what does not fit."""
-        with about(f"{self.source.path} does not fit {self.described}"):
-            yield self.rule_table.rules(self.config, self.source.tensors)
 
 
 def _open_both(
     published: PublishedModel, configs: Mapping[str, object]
 ) -> dict[str, PublishedPart]:
     """Open the weights of transformer and codec."""
-    parts, prefixes = published.family.parts, published.beside.codec_prefixes
+    parts, prefixes = published.family.parts, published.defaults.codec_prefixes
     given = published.source, published.source_key
     opened = {"transformer": _open_part(parts["transformer"], configs["transformer"], *given)}
     if published.tokenizer_source:
@@ -241,13 +231,6 @@ def _open_both(
         )
     opened["codec"] = _open_part(parts["codec"], configs["codec"], *given, prefixes)
     return opened
-
-
-def _instead(table: RuleTable, similar: Sequence[RuleTable]) -> str:
-    """Say what weights are that are not those of `table`, and where they belong."""
-    other = next((t for t in similar if t.flag == table.flag), similar[0])
-    where = f"it belongs to {other.flag}" if other.flag != table.flag else "choose its --model"
-    return f"looks like {other.what} weights, not {table.what} weights: {where}"
 
 
 def _open_part(
@@ -272,7 +255,11 @@ def _check_kind(table: RuleTable, path: str, names: Collection[str]) -> None:
     whole = [t for t in similar if t.needed(names) and not lacking[t.what]]
     # a part of what is needed: a file of this kind, unless it is a whole one of another
     if similar and table not in similar and (whole or not 0 < len(own) < len(needed)):
-        raise UserError(f"{table.flag}: {path} {_instead(table, whole or similar)}")
+        kinds = whole or similar
+        other = next((t for t in kinds if t.flag == table.flag), kinds[0])
+        where = f"it belongs to {other.flag}" if other.flag != table.flag else "choose its --model"
+        found = f"looks like {other.what} weights, not {table.what} weights"
+        raise UserError(f"{table.flag}: {path} {found}: {where}")
     if own:
         absent = some(f"{what} ({name})" for name, what in own)
         raise UserError(
@@ -296,7 +283,9 @@ def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> 
                 f"{path} and {heads_path} both hold {some(twice, 4)}: give the backbone"
                 " as --source and the heads as --heads_source"
             )
-        source = sources.joined(source, heads)
+        taken = " ".join(filter(None, (source.taken, heads.taken)))
+        tensors = {**source.tensors, **heads.tensors}
+        source = sources.Source(source.path, tensors, (*source.files, *heads.files), taken)
     elif heads_path:
         raise UserError(f"--heads_source: {model} has no heads: drop it")
     with about(f"{path} does not fit {model}"):
@@ -337,8 +326,7 @@ def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)
-    return [(_counted(names), reason) for reason, names in groups.items()]
-
-
-def _counted(names: Sequence[str]) -> str:
-    return some(names) if len(names) <= 8 else f"{len(names)} tensors, {names[0]} to {names[-1]}"
+    return [
+        (some(n) if len(n) <= 8 else f"{len(n)} tensors, {n[0]} to {n[-1]}", reason)
+        for reason, n in groups.items()
+    ]

@@ -34,6 +34,11 @@ class Member:
     is_plain: bool  # neither compressed nor encrypted
 
 
+def damaged(path: Path, reason: object) -> UserError:
+    """Return the error that a file is damaged."""
+    return UserError(f"{path} is damaged or incomplete ({reason!s:.200}): download it again")
+
+
 class _Head(FileIO):
     """A file that refuses reads of more bytes than the list of members may have."""
 
@@ -56,9 +61,9 @@ class Archive:
                 infos, end = archive.infolist(), archive.start_dir
             self._members = {info.filename: self._member(info) for info in infos}
         except (zipfile.BadZipFile, *_FROM_ZIPFILE) as error:
-            raise self.damaged(f"{error!s:.200}") from error
+            raise damaged(self.path, error) from error
         if len(self._members) != len(infos):
-            raise self.damaged("two of its members have the same name")
+            raise damaged(self.path, "two of its members have the same name")
         self._check_places(infos, end)
 
     def _member(self, info: zipfile.ZipInfo) -> Member:
@@ -85,7 +90,7 @@ class Archive:
         limit = end
         for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
             if self._members[info.filename].start + info.compress_size > limit:
-                raise self.damaged(f"{info.filename!r:.80} reaches into what follows it")
+                raise damaged(self.path, f"{info.filename!r:.80} reaches into what follows it")
             limit = info.header_offset
 
     @property
@@ -113,7 +118,7 @@ class Archive:
         """Compare the checksum of a member the first time, `CHUNK` bytes at a time."""
         member = self._members.get(name)
         if member is None:
-            raise self.damaged(f"there is no member {name!r:.80}")
+            raise damaged(self.path, f"there is no member {name!r:.80}")
         if not member.is_plain:
             raise UserError(
                 f"{self.path}: {name!r:.80} is compressed or encrypted, as torch.save never"
@@ -127,7 +132,7 @@ class Archive:
             self._fill(member.start + start, part)
             crc = zlib.crc32(part, crc)
         if crc != member.crc:
-            raise self.damaged(f"the checksum of {name!r:.80} is wrong")
+            raise damaged(self.path, f"the checksum of {name!r:.80} is wrong")
         self._sound.add(name)
 
     def _fill(self, start: int, array: np.ndarray) -> None:
@@ -137,8 +142,4 @@ class Archive:
         while rest and (count := self._file.readinto(rest)):
             rest = rest[count:]
         if rest:
-            raise self.damaged("it ends too early")
-
-    def damaged(self, reason: str) -> UserError:
-        """Return the error that the file is damaged."""
-        return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")
+            raise damaged(self.path, "it ends too early")

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ported_weights.readers.archive import Archive
+from ported_weights.readers.archive import Archive, damaged
 from ported_weights.readers.pickle_program import (
     LONGEST_NAME,
     Dictionary,
@@ -176,7 +176,7 @@ class TorchFile:
         needed = storage.num_bytes
         if present is None or not needed <= present < needed + dtype.itemsize:
             has = f"{present or 0} are there"
-            raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
+            raise damaged(self.path, f"storage {key:.80} needs {needed} bytes, {has}")
         return storage
 
     def _identity(self, identity: object, length: int) -> tuple[str, np.dtype, int]:
@@ -203,7 +203,7 @@ class TorchFile:
         elements = math.prod(n or 1 for n in shape)
         if found.end > storage.count:
             reach = f"a tensor of shape {list(shape)} reaches element {found.end}"
-            raise self._archive.damaged(f"{reach} of a storage that has {storage.count}")
+            raise damaged(self.path, f"{reach} of a storage that has {storage.count}")
         if elements > max(storage.count, MAX_REPEATED):
             raise UserError(
                 f"{self.path}: a tensor of shape {list(shape)} repeats the {storage.count} elements"
@@ -249,14 +249,6 @@ def _is_counts(values: object) -> bool:
 # --- safetensors ----------------------------------------------------------------------------------
 
 
-class SafeOpen(Protocol):
-    """The part of an open safetensors file (`safetensors.safe_open`) that is used here."""
-
-    def get_tensor(self, name: str) -> np.ndarray: ...
-
-    def get_slice(self, name: str): ...
-
-
 @dataclass(frozen=True)
 class SafeTensor:
     """A tensor of the safetensors file `path`."""
@@ -285,18 +277,18 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[SafeOpen]:
-    """Open a file for a while. `UserError` if it is damaged, also while it is read."""
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file with `safetensors.safe_open` for a while. `UserError` if it is damaged, also
+    while it is read."""
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         with safetensors.safe_open(path, framework="np") as file:
             yield file
     except safetensors.SafetensorError as error:
-        reason = f"{error!s:.200}"
-        raise UserError(f"{path} is damaged or incomplete ({reason}): download it again") from error
+        raise damaged(path, error) from error
 
 
-def _tensor(path: Path, file: SafeOpen, name: str) -> SafeTensor:
+def _tensor(path: Path, file: Any, name: str) -> SafeTensor:
     if len(name) > LONGEST_NAME:
         raise UserError(f"{path}: {name:.80}... is no name of a tensor: it is {len(name)} long")
     entry = file.get_slice(name)

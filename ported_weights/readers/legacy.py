@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ported_weights.readers.archive import damaged
 from ported_weights.readers.files import MAX_PICKLE, Storage, TorchFile
 from varjax.errors import UserError
 from varjax.storage import ordinary
@@ -32,7 +33,7 @@ class LegacyTorchFile(TorchFile):
         version, at = self._next(data, len(MAGIC))
         system, at = self._next(data, at)
         if version != VERSION or not isinstance(system, dict):
-            raise self._archive.damaged("its head is not that of torch.save")
+            raise damaged(path, "its head is not that of torch.save")
         if system.get("little_endian") is not True:
             raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
         self.content, at = self._next(data, at)
@@ -78,18 +79,18 @@ class Storages:
         """
         texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
         if not texts or sorted(keys) != sorted(mentioned):
-            raise self.damaged("its list of storages is not that of its tensors")
+            raise damaged(self.path, "its list of storages is not that of its tensors")
         with ordinary.opened(self.path) as file:
             end = file.seek(0, 2)
             for key in keys:
                 file.seek(at)
                 storage, head = mentioned[key], file.read(COUNT.size)
                 if len(head) < COUNT.size or COUNT.unpack(head)[0] != storage.count:
-                    raise self.damaged(f"storage {key:.80} has not {storage.count} elements")
+                    raise damaged(self.path, f"storage {key:.80} has not {storage.count} elements")
                 self._start[key] = at + COUNT.size
                 at = self._start[key] + storage.num_bytes
         if at != end:
-            raise self.damaged(f"its storages end at byte {at}, the file at {end}")
+            raise damaged(self.path, f"its storages end at byte {at}, the file at {end}")
 
     def values(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
         """Read elements `first` to `end` - 1 of a storage."""
@@ -97,9 +98,5 @@ class Storages:
             file.seek(self._start[key] + first * dtype.itemsize)
             data = file.read((end - first) * dtype.itemsize)
         if len(data) != (end - first) * dtype.itemsize:
-            raise self.damaged("it ends too early")
+            raise damaged(self.path, "it ends too early")
         return np.frombuffer(data, dtype)
-
-    def damaged(self, reason: str) -> UserError:
-        """Return the error that the file is damaged."""
-        return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")

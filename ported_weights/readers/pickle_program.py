@@ -44,15 +44,10 @@ class Symbol:
 
     name: str
 
-    @property
-    def is_note(self) -> bool:
-        """Whether it is a class of notes, or a function that makes them."""
-        return NOTES.fullmatch(self.name) is not None
-
 
 def is_note(item: object) -> bool:
     """Whether it is the name of a class of notes, or of a function that makes them."""
-    return isinstance(item, Symbol) and item.is_note
+    return isinstance(item, Symbol) and NOTES.fullmatch(item.name) is not None
 
 
 def name_of(item: object) -> str:
@@ -159,7 +154,7 @@ class PickleProgram:
     def _symbol(self, module: str, attribute: str) -> Symbol:
         symbol = Symbol(f"{module}.{attribute}")
         name = symbol.name
-        if name not in self.functions and not symbol.is_note and not self.constants(name):
+        if name not in self.functions and not is_note(symbol) and not self.constants(name):
             raise self._refused(
                 f"it refers to {name:.80}, which is neither part of weights nor a note that is"
                 " passed over"

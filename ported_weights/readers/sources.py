@@ -88,12 +88,6 @@ def fingerprint(path: Path) -> dict:
     return {"file": name, "size": path.stat().st_size, "sha256": digest}
 
 
-def joined(first: Source, second: Source) -> Source:
-    """Join weights that are published in two files. No name is in both."""
-    tensors, files = {**first.tensors, **second.tensors}, (*first.files, *second.files)
-    return Source(first.path, tensors, files, " ".join(filter(None, (first.taken, second.taken))))
-
-
 def open_source(
     path: str | os.PathLike, signature: Sequence[str] = (), key: str | None = None
 ) -> Source:
@@ -297,14 +291,11 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(
             f"{path} is not an index of shards: weight_map must give a file name for every tensor"
         )
-    if outside := sorted({f"{f:.80}" for f in mapping.values() if not _is_plain(f)}):
+    files = set(mapping.values())
+    plain = {f for f in files - {"", ".."} if Path(f).name == f and len(f.encode()) <= 255}
+    if outside := sorted(f"{f:.80}" for f in files - plain):
         raise UserError(f"{path} refers to files outside its folder: {some(outside)}")
     return mapping
-
-
-def _is_plain(name: str) -> bool:
-    """Whether this is the name of a file inside a folder."""
-    return Path(name).name == name and name not in ("", "..") and len(name.encode()) <= 255
 
 
 def _shard(path: Path) -> Mapping[str, Tensor]:

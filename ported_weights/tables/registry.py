@@ -142,7 +142,8 @@ RULE_TABLES = {
 
 @dataclass(frozen=True)
 class CustomDefaults:
-    """What a `*-custom` model of a family takes where the user gives nothing.
+    """Defaults of a family's `*-custom` models, and what its published folders hold beside the
+    transformer's weights.
 
     Attributes:
       example: a transformer's configuration, for messages.
@@ -159,6 +160,11 @@ class CustomDefaults:
         one of which is chosen.
       translate: function (what a configuration file holds, its path, a function that opens the
         weights, say) that returns it in the original's names; for files in another form.
+      codec_prefixes: what may be before the names of the image tokenizer, if the transformer's
+        files hold it.
+      prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
+      complete: function (transformer's configuration, file with the vocabulary or None, folders)
+        that returns the configuration with what only other files say. None: nothing is elsewhere.
     """
 
     example: str
@@ -169,6 +175,9 @@ class CustomDefaults:
     prepare: Callable[[Mapping], Mapping] = lambda given: given
     is_whole: bool = False
     translate: Callable = lambda given, file, weights, say: given
+    codec_prefixes: Sequence[str] = ()
+    prompt_tokenizers: Sequence[str] = ()
+    complete: Callable | None = None
 
 
 # By the name of the `Family`.
@@ -212,6 +221,8 @@ CUSTOM_DEFAULTS = {
         prepare=janus.with_grid,
         is_whole=True,
         translate=janus_transformers.original,
+        codec_prefixes=janus.CODECS,
+        prompt_tokenizers=("tokenizer.json",),
     ),
     "lumina": CustomDefaults(
         example="the config.json that is published with the weights",
@@ -220,33 +231,7 @@ CUSTOM_DEFAULTS = {
         sampling=registry.lumina_sampling,
         prepare=lumina.with_units,
         is_whole=True,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What a family's published folders hold beside a transformer's weights.
-
-    Attributes:
-      codec_prefixes: what may be before the names of the image tokenizer, if the transformer's
-        files hold it.
-      prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
-      complete: function (transformer's configuration, file with the vocabulary or None, folders)
-        that returns the configuration with what only other files say.
-      has_vocabulary: whether `complete` reads a vocabulary.
-    """
-
-    codec_prefixes: Sequence[str] = ()
-    prompt_tokenizers: Sequence[str] = ()
-    complete: Callable = lambda config, vocabulary, folders: config
-    has_vocabulary: bool = False
-
-
-# By the name of the `Family`; others have nothing of this kind.
-BESIDE = {
-    "janus": Beside(codec_prefixes=janus.CODECS, prompt_tokenizers=("tokenizer.json",)),
-    "lumina": Beside(
-        prompt_tokenizers=lumina.TOKENIZERS, complete=lumina.with_image_ids, has_vocabulary=True
+        prompt_tokenizers=lumina.TOKENIZERS,
+        complete=lumina.with_image_ids,
     ),
 }
