@@ -33,24 +33,3 @@ def test_conversion(capsys, monkeypatch, request_for):
     assert manifest.read(Path(request["out"]), registry.FAMILIES)["dtype"] == "bfloat16"
     status, out, err = _run(capsys, monkeypatch, *_flags(request))
     assert status == 2 and "exists already" in err and not out
-
-
-def test_help_lists_models_and_flags(capsys, monkeypatch):
-    status, out, _ = _run(capsys, monkeypatch, "--help")
-    assert status == 0
-    for word in ("var-d16", "var-d36", "var-custom", "--tokenizer_source", "overwrite"):
-        assert word in out
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--model=var-d17", "--source=a", "--out=b"], "did you mean 'var-d1"),
-        (["--model=var-d16", "--out=b"], "--source is required"),
-        (["--model=var-d16", "--source=a", "--out=b", "--dtype=int4"], "float32, bfloat16"),
-        (["--modle=var-d16"], "did you mean '--model'"),
-    ],
-)
-def test_wrong_flags(capsys, monkeypatch, flags, message):
-    status, out, err = _run(capsys, monkeypatch, *flags)
-    assert status == 2 and message in err and not out

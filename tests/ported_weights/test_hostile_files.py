@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 
 from ported_weights import rules
 from ported_weights.configurations import PublishedModel
-from ported_weights.readers import files, pickle_program, sources
+from ported_weights.readers import files, pickle_program
 from ported_weights.readers.files import TorchFile, tensors
-from ported_weights.readers.sources import fingerprint, open_source
-from varjax.errors import LONGEST_MESSAGE, UserError
+from ported_weights.readers.sources import open_source
+from varjax.errors import UserError
 from varjax.storage import manifest
 from varjax.storage.manifest import read_json
 
@@ -50,25 +50,6 @@ def test_compressed_members(tmp_path, torch_zip, method):
             open_source(tmp_path / "b.pth").tensors["a"].read()
 
 
-def _shared_dictionaries(depth: int, width: int) -> bytes:
-    """A dictionary whose entries are one dictionary, whose entries are one dictionary, ..."""
-    names = [b"X\x02\0\0\0" + f"{i:02d}".encode() for i in range(width)]
-    pickled = b"}q\0X\x01\0\0\0aX\x01\0\0\0bs0"[:-1]
-    for level in range(1, depth):
-        refer = b"h" + bytes([level - 1])
-        pickled += b"}q" + bytes([level]) + b"(" + b"".join(n + refer for n in names) + b"u"
-    return PROTOCOL + pickled + b"."
-
-
-def test_shared_dictionaries_are_not_walked_for_ever(tmp_path, torch_zip, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_ENTRIES", 10**4)
-    pickled = _shared_dictionaries(4, 80)
-    assert len(pickled) < 5000
-    _refused(torch_zip.write(tmp_path / "a.pth", pickled, {}), "more than 10000 entries")
-    itself = PROTOCOL + b"}q\0X\x01\0\0\0ah\0s."
-    _refused(torch_zip.write(tmp_path / "b.pth", itself, {}), "holds no tensors")
-
-
 LONG = b"x" * 5_000_000
 LONG_NAMES = {
     "key": b"}X" + struct.pack("<I", len(LONG)) + LONG + b"Ns.",
@@ -89,12 +70,6 @@ def test_messages_do_not_repeat_megabytes(tmp_path, torch_zip, case):
 
 def _with(torch_zip, path, tensor, storages) -> Path:
     return torch_zip.write(path, PROTOCOL + torch_zip.assemble({"w": tensor}) + b".", storages)
-
-
-@pytest.mark.parametrize("shape", [(2**40,), (2**20, 2**20), (2**47,) * 32])
-def test_expanded_views_out_of_all_proportion(tmp_path, torch_zip, shape):
-    tensor = torch_zip.view("FloatStorage", "0", 1, 0, shape, (0,) * len(shape))
-    _refused(_with(torch_zip, tmp_path / "a.pth", tensor, {"0": bytes(4)}), "repeats the 1 element")
 
 
 def test_a_large_storage_of_which_little_is_used(tmp_path, torch_zip):
@@ -160,22 +135,6 @@ def test_two_members_of_one_name(tmp_path, torch_zip):
     _refused(path, "two of its members have the same name")
 
 
-def test_members_that_share_bytes(tmp_path):
-    """The same bytes as 1,000 members: a small file becomes large."""
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("archive/data.pkl", PROTOCOL + b"}.")
-        archive.writestr("archive/data/0", bytes(100))
-    data = data.getvalue()
-    start = _directory(data, b"archive/data/0")
-    entry, end = data[start:-22], data[-22:]
-    more = b"".join(entry.replace(b"data/0", f"data/{i}".encode()) for i in range(1, 10))
-    head, end = data[: len(data) - 22] + more, _put(end, 8, "<HH", 11, 11)
-    size = struct.unpack("<I", end[12:16])[0] + len(more)
-    (tmp_path / "a.pth").write_bytes(head + _put(end, 12, "<I", size))
-    _refused(tmp_path / "a.pth", "reaches into what follows it|not where the list says|Overlapped")
-
-
 def test_a_list_of_members_without_end(tmp_path, monkeypatch, torch_zip):
     from ported_weights.readers import archive
 
@@ -220,11 +179,6 @@ def test_headers_of_safetensors(tmp_path, case):
     _refused(_safetensors(tmp_path / "a.safetensors", HEADERS[case].encode("latin-1")), "a.safet")
 
 
-@pytest.mark.parametrize("size", [2**24 + 1, 2**40, 2**64 - 1])
-def test_endless_header_of_safetensors(tmp_path, size):
-    _refused(_safetensors(tmp_path / "a.safetensors", b"{}", size=size), f"would have {size} bytes")
-
-
 # --- indices and other JSON -----------------------------------------------------------------------
 
 NAMES = ["../one", "/one", "folder/../one", "..", ".", "", "a\0b", "x" * 300]
@@ -254,13 +208,6 @@ def test_hostile_indices(tmp_path, case):
         assert len(str(caught.value)) < 4000
 
 
-def test_what_is_no_file(tmp_path):
-    for device in ("/dev/zero", "/dev/null"):
-        _refused(device, "no ordinary file")
-    with pytest.raises(UserError, match="no ordinary file"):
-        read_json("/dev/zero")
-
-
 def test_half_a_character_is_refused_at_the_door(tmp_path, torch_zip):
     """Written or shown it would fail when everything is done."""
     file = tmp_path / "names.json"
@@ -280,26 +227,11 @@ class Classes:
     num_classes = 1
 
 
-def test_file_names_of_any_bytes(tmp_path):
-    path = tmp_path / "\udcff.safetensors"
-    save_file({"a": np.zeros(2, "f4")}, path)
-    entry = fingerprint(path)
-    entry["file"].encode("utf-8")
-
-
 # --- names of tensors -----------------------------------------------------------------------------
 
 
 class _Lazy:
     shape, dtype = (1,), np.dtype("f4")
-
-
-def test_a_hundred_thousand_surplus_names():
-    with pytest.raises(UserError, match=r"(?s)100001 problems:.*and 99900 more") as caught:
-        rules._report(["missing: a", *(f"surplus: {i}" for i in range(10**5))])
-    assert "missing: a" in str(caught.value)
-    assert len(str(UserError("x" * 10**6 + " do this"))) <= LONGEST_MESSAGE
-    assert str(UserError("x" * 10**6 + " do this")).endswith("do this")
 
 
 @pytest.mark.parametrize("digits", ["²", "٣", "9" * 1000])
@@ -311,11 +243,17 @@ def test_digits_that_are_none(digits):
         rules.check(table, {name: _Lazy()}, {"w": np.zeros((5, 1), "f4")})
 
 
-def test_natural_order():
-    with pytest.raises(UserError) as caught:
-        rules._report(["b.10", "b.9", "a", "b.²"])
-    assert str(caught.value).split() == ["4", "problems:", "a", "b.9", "b.10", "b.²"]
-
-
-def test_limits_are_far_from_real_files():
-    assert sources.MAX_ENTRIES >= 100_000 and pickle_program.MAX_OPERATIONS >= 30 * 20_000
+def test_members_that_share_bytes(tmp_path):
+    """The same bytes as 1,000 members: a small file becomes large."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", PROTOCOL + b"}.")
+        archive.writestr("archive/data/0", bytes(100))
+    data = data.getvalue()
+    start = _directory(data, b"archive/data/0")
+    entry, end = data[start:-22], data[-22:]
+    more = b"".join(entry.replace(b"data/0", f"data/{i}".encode()) for i in range(1, 10))
+    head, end = data[: len(data) - 22] + more, _put(end, 8, "<HH", 11, 11)
+    size = struct.unpack("<I", end[12:16])[0] + len(more)
+    (tmp_path / "a.pth").write_bytes(head + _put(end, 12, "<I", size))
+    _refused(tmp_path / "a.pth", "reaches into what follows it|not where the list says|Overlapped")

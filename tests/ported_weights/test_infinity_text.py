@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ported_weights import convert, rules
+from ported_weights import convert
 from tests.ported_weights.infinity_requests import HERE, a_request, converted, refused
 from varjax.nn import parameters
 from varjax.text.encoder import TextEncoder
@@ -46,17 +46,7 @@ def test_text_encoder_beside_the_model(tmp_path, t5_folder):
     assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
 
 
-def test_text_encoders_with_other_shapes(tmp_path, t5_folder, monkeypatch):
-    """Found out before values of any part are read."""
-    folder = t5_folder(256)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
-    monkeypatch.setattr(rules, "apply", lambda *a: pytest.fail("read the weights"))
-    request = a_request(tmp_path, text_encoder_source=str(folder))
-    refused(request, r"(?s)does not fit .*config.json: .*missing: encoder\.block\.2", tmp_path)
-
-
-def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
+def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch, request_for):
     """Found out at once, before the weights of the model are opened."""
     monkeypatch.setattr(convert, "_open_part", lambda *a: pytest.fail("opened the weights"))
     missing = a_request(tmp_path, text_encoder_source=str(tmp_path / "nowhere"))
@@ -68,13 +58,5 @@ def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
     refused(request, "--text_encoder_source: there is no tokenizer file .*spiece", tmp_path)
     (folder / "config.json").unlink()
     refused(request, "--text_encoder_source: .* has no config.json", tmp_path)
-    labels = dict(
-        model="var-custom",
-        source=str(HERE.parent / "var" / "c_k5_nol2norm" / "var.pth"),
-        tokenizer_source=str(HERE.parent / "var" / "vae_small" / "vae.safetensors"),
-        config=str(HERE.parent / "var" / "c_k5_nol2norm" / "config.json"),
-        tokenizer_config=str(HERE.parent / "var" / "vae_small" / "config.json"),
-        text_encoder_source=str(folder),
-        out=str(tmp_path / "out"),
-    )
+    labels = request_for("c_k5_nol2norm", text_encoder_source=str(folder))
     refused(labels, "VAR draws classes, not texts: drop it", tmp_path)

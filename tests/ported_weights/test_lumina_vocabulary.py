@@ -7,13 +7,12 @@ import shutil
 import pytest
 
 from tests import models_under_test as models
+from tests.ported_weights.conversions import converted, refused
 from tests.ported_weights.test_prompt_model_rules import (
     LUMINA,
     LUMINA_CONFIG,
     WEIGHTS,
-    converted,
     lumina,
-    refused,
 )
 
 
@@ -46,44 +45,20 @@ def test_vocabularies(tmp_path):
         assert expected != tuple(sorted(expected))
 
 
-def broken(case: str) -> dict:
-    """The vocabulary with a mistake."""
-    names = dict(LUMINA_CONFIG["image_vocab"])
-    if case == "not every code":
-        del names["IMGIMGHZ"]
-    elif case == "two names":
-        names["IMGIMGAHZ"] = 3
-    elif case == "one id twice":
-        names["IMGIMGHZ"] = names["IMGIMGJZ"]
-    elif case == "outside":
-        names["IMGIMGHZ"] = 260
-    elif case == "no number":
-        names["IMGIMGHZ"] = "7"
-    elif case == "fewer":
-        del names["IMGIMGBCHZ"]
-    elif case == "no names":
-        return {"<pad>": 1}
-    return names
+NAMES = LUMINA_CONFIG["image_vocab"]
+FEWER = {name: number for name, number in NAMES.items() if name != "IMGIMGBCHZ"}
 
 
 @pytest.mark.parametrize(
-    ("case", "match"),
+    ("content", "match"),
     [
-        ("not every code", "127 codes have names, but codes 7 have none"),
-        ("two names", "code 7 has two names, ids 75 and 3"),
-        ("one id twice", "some codes share an id"),
-        ("outside", "ids 260 are outside the vocabulary of 260"),
-        ("no number", "IMGIMGHZ has the id '7', which is no number"),
-        ("fewer", "it names 127 codes, the model has 128"),
-        ("no names", "no name has the form IMGIMG...Z"),
+        ({"model": {"vocab": NAMES | {"IMGIMGHZ": 260}}}, "ids 260 are outside the vocabulary of"),
+        ({"model": {"vocab": FEWER}}, "it names 127 codes, the model has 128"),
+        ({"model": {"vocab": {"<pad>": 1}}}, "no name has the form IMGIMG...Z"),
+        ([], "names.json: no vocabulary in it: expected a config.json with vocabulary_map"),
     ],
 )
-def test_broken_vocabularies(tmp_path, case, match):
-    (tmp_path / "names.json").write_text(json.dumps({"model": {"vocab": broken(case)}}))
-    refused(tmp_path, lumina(tmp_path, vocabulary=str(tmp_path / "names.json")), match)
-
-
-def test_a_file_without_vocabulary(tmp_path):
-    (tmp_path / "names.json").write_text("[]")
-    match = "names.json: no vocabulary in it: expected a config.json with vocabulary_map"
+def test_broken_vocabularies(tmp_path, content, match):
+    """Other mistakes: tests/models/test_prompt_models.py."""
+    (tmp_path / "names.json").write_text(json.dumps(content))
     refused(tmp_path, lumina(tmp_path, vocabulary=str(tmp_path / "names.json")), match)

@@ -1,5 +1,5 @@
-"""Host memory of a conversion: the converted weights and, while it reads, less than a shard; of a
-single file of safetensors no more than the tensor in work, since only its bytes are read."""
+"""Host memory of a conversion: the converted weights and, while it reads a file of safetensors, the
+tensor in work, since only its bytes are read."""
 
 import json
 import re
@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 
 from ported_weights.readers import sources
 from tests import models_under_test as models
-from tests.often import often
 
 # Converts the first folder, then the second; prints by how many bytes the second raised the peak
 # until all is read, and until all is written.
@@ -42,9 +41,8 @@ for folder in sys.argv[1:]:
     convert(files, folder + "-out", say=lambda line: None)
 print(status("VmHWM") - before)
 """
-WIDTH, HIDDEN, DEPTH, WORDS, SHARDS = 768, 2048, 8, 24000, 8
+WIDTH, HIDDEN, DEPTH, WORDS = 768, 2048, 8, 24000
 LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
-KINDS = ("single file", "safetensors", "bin")
 SLACK = 2**25  # what is not given back
 
 
@@ -64,50 +62,28 @@ def _weights() -> dict[str, np.ndarray]:
     return found
 
 
-def _write(folder: Path, arrays: dict[str, np.ndarray], save, kind: str) -> int:
-    """Write a file, or shards with their index, and a configuration. Return how many bytes may be
-    in memory beside the converted weights: the largest shard, or of a single file the largest
-    tensor, as it lies in the file and as an array."""
-    folder.mkdir()
-    _write_configuration(folder)
-    if kind == "single file":
-        save(folder / "model.safetensors", arrays)
-        return 2 * max(array.nbytes for array in arrays.values())
-    names, mapping = list(arrays), {}
-    parts = [names[i::SHARDS] for i in range(SHARDS)]  # neighbours lie in different shards
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{SHARDS:05d}.{kind}"
-        save(folder / file, {name: arrays[name] for name in part})
-        mapping |= dict.fromkeys(part, file)
-    content = {"weight_map": {name: mapping[name] for name in names}}
-    (folder / f"model.{kind}.index.json").write_text(json.dumps(content))
-    return max(sum(arrays[name].nbytes for name in part) for part in parts)
-
-
-def _write_configuration(folder: Path) -> None:
+def _configuration() -> dict:
     config = json.loads((models.JANUS_FIXTURES / "janus_tiny" / "config.json").read_text())
     config["language_config"] |= {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
     config["language_config"] |= {"num_hidden_layers": DEPTH, "vocab_size": WORDS}
     config["gen_head_config"]["params"]["n_embed"] = WIDTH
     config["gen_aligner_config"]["params"]["n_embed"] = WIDTH
-    (folder / "config.json").write_text(json.dumps(config))
+    return config
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read in /proc")
-@pytest.mark.parametrize("kind", often(("single file",), KINDS))
-def test_peak_of_a_conversion(tmp_path, torch_zip, kind):
-    arrays = _weights()
-    save = torch_zip.save if kind == "bin" else lambda path, content: save_file(content, path)
-    beside = _write(tmp_path / "large", arrays, save, kind)
+def test_peak_of_a_conversion(tmp_path):
+    arrays, large = _weights(), tmp_path / "large"
+    large.mkdir()
+    save_file(arrays, large / "model.safetensors")
+    (large / "config.json").write_text(json.dumps(_configuration()))
     tree = sum(array.nbytes for array in arrays.values())
-    folders = [models.JANUS_FIXTURES / "janus_tiny", tmp_path / "large"]
-    small = tmp_path / "small"
-    small.symlink_to(folders[0])
-    command = [sys.executable, "-c", SCRIPT, str(small), str(folders[1])]
+    beside = 2 * max(array.nbytes for array in arrays.values())  # in the file and as an array
+    (small := tmp_path / "small").symlink_to(models.JANUS_FIXTURES / "janus_tiny")
+    command = [sys.executable, "-c", SCRIPT, str(small), str(large)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     reading, rise = map(int, ended.stdout.split()[-2:])
-    print(f"MiB: tree {tree >> 20}, beside {beside >> 20}, read {reading >> 20}, all {rise >> 20}")
     assert beside + SLACK < tree  # else a whole file in memory would pass, too
     assert tree - SLACK < reading < tree + beside + SLACK
     # Orbax holds what it compresses, up to a whole parameter, and the allocator keeps some of it:

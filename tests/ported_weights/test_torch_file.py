@@ -57,14 +57,6 @@ def test_views_into_one_storage(tmp_path, torch_zip, case):
     chex.assert_trees_all_equal(found["all"], flat)
 
 
-def test_shared_storages_of_a_real_file(fixtures):
-    """`vae_full/vae.pth` keeps 324 tensors in 19 storages; `test_convert` checks the values."""
-    file = TorchFile(fixtures / "vae_full" / "vae.pth")
-    found = tensors(file.content)
-    assert len(found) == 324 and len({t.storage.member for t in found.values()}) == 19
-    assert all(np.isfinite(t.read()).all() for t in found.values())
-
-
 def test_parameters_and_notes_of_a_state_dict(tmp_path, torch_zip):
     ordered = torch_zip.Name("collections", "OrderedDict")
     tensor = torch_zip.view("FloatStorage", "0", 2, 0, (2,), (1,))
@@ -105,7 +97,7 @@ HOSTILE = {
     "os.system": (lambda f: Hostile(os.system, f"touch {f}"), rf"{os.system.__module__}\.system"),
     "eval": (lambda f: Hostile(eval, f"open({str(f)!r}, 'w')"), r"\.eval"),
     "exec": (lambda f: Hostile(exec, f"open({str(f)!r}, 'w')"), r"\.exec"),
-    "getattr": (lambda f: Hostile(getattr, os, "system"), r"\.getattr|posix|os"),
+    "getattr": (lambda f: Hostile(getattr, "text", "upper"), r"\.getattr"),
     "import": (lambda f: Hostile(builtins.__import__, "os"), r"__import__"),
     "popen": (lambda f: Hostile(subprocess.Popen, ["touch", str(f)]), r"Popen"),
     "nested": (lambda f: {"state_dict": {"w": [(Hostile(os.system, f"touch {f}"),)]}}, "system"),
@@ -118,18 +110,11 @@ HOSTILE = {
 }
 
 
-def _hostile_value(case, marker):
-    """`getattr` gets a text in place of a module, which no pickle can hold."""
-    if case == "getattr":
-        return Hostile(getattr, "text", "upper")
-    return HOSTILE[case][0](marker)
-
-
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_pickles_are_refused_by_name(tmp_path, torch_zip, case, protocol):
     marker = tmp_path / "marker"
-    data = pickle.dumps(_hostile_value(case, marker), protocol)
+    data = pickle.dumps(HOSTILE[case][0](marker), protocol)
     path = torch_zip.write(tmp_path / "a.pth", data, {})
     with pytest.raises(UserError, match=HOSTILE[case][1]) as caught:
         TorchFile(path)
@@ -202,25 +187,6 @@ def test_deep_nesting_does_not_exhaust_the_stack(tmp_path, torch_zip):
 
 
 # --- damaged files --------------------------------------------------------------------------------
-
-
-def test_truncated_file(tmp_path, fixtures):
-    data = (fixtures / "b_k6_sharedaln" / "var.pth").read_bytes()
-    for size in (100, len(data) // 2, len(data) - 10):
-        path = tmp_path / f"{size}.pth"
-        path.write_bytes(data[:size])
-        with pytest.raises(UserError, match="damaged or incomplete"):
-            TorchFile(path)
-
-
-def test_flipped_bytes_of_a_storage_are_found(tmp_path, torch_zip):
-    path = torch_zip.save(tmp_path / "a.pth", {"a": np.full(1000, 7, "f4")})
-    data = bytearray(path.read_bytes())
-    data[data.find(np.full(9, 7, "f4").tobytes()) + 400] ^= 1
-    path.write_bytes(data)
-    tensor = tensors(TorchFile(path).content)["a"]
-    with pytest.raises(UserError, match="damaged or incomplete"):
-        tensor.read()
 
 
 def test_big_endian_and_other_archives_are_refused(tmp_path, torch_zip):
