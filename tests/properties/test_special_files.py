@@ -52,7 +52,7 @@ READERS = {
     "pieces": ("spiece.model", t5._open),
     "lock": (lock.NAME, lambda path: lock.held(path.parent, "busy").__enter__()),
 }
-GIVES_NOTHING = {"manifest": set(), "program": None}  # as without a file
+GIVES_NOTHING = {"manifest": set()}  # as without a file
 
 
 def _stage(path: Path) -> loop.StageFolder:
