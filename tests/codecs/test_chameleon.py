@@ -5,15 +5,12 @@ import json
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.codecs.vq.chameleon import ChameleonVQ, ChameleonVQConfig
-from varjax.codecs.vq.model import VQ
+from varjax.codecs.vq.chameleon import ChameleonVQConfig
 from varjax.errors import UserError
-from varjax.nn import parameters
 
 IMAGE = 3e-4
 PUBLISHED = {"n_embed": 8192, "embed_dim": 256}
@@ -50,19 +47,6 @@ def test_tokens_to_images(name):
     chex.assert_trees_all_close(np.moveaxis(found, -1, 1), expected, rtol=0, atol=IMAGE)
 
 
-@pytest.mark.parametrize("name", models.PROMPT_MODELS)
-def test_no_encoder(name):
-    codec = models.fixture_model(name).codec
-    assert codec.encoder is None and codec.quant_conv is None
-    with pytest.raises(UserError, match=r"tokenizer has no encoder \(has_encoder is false\)"):
-        codec.images_to_tokens(jnp.zeros((1, 16, 16, 3)))
-
-
-def test_codes_have_any_length():
-    codec = models.fixture_model("lumina_tiny").codec
-    chex.assert_trees_all_equal(codec.codebook(), codec.embedding[...].astype(jnp.float32))
-
-
 # --- configuration --------------------------------------------------------------------------------
 
 
@@ -79,35 +63,14 @@ def test_published_layout():
         assert ChameleonVQConfig.from_published(json.loads(json.dumps(one.to_published()))) == one
 
 
-def test_attention_at_levels():
-    """Where maps have the named sides, in pictures of the training's size; always in the middle."""
-    config = ChameleonVQConfig(attn_resolutions=(256, 32), has_encoder=True)
-    assert config.encoder.attended_levels == config.decoder.attended_levels == (1, 4)
-    module = parameters.abstract(ChameleonVQ, config)
-    counts = [len(level.attn) for level in module.encoder.down]
-    assert counts == [0, 2, 0, 0, 2] and module.encoder.mid.attn_1 is not None
-    assert [len(level.attn) for level in module.decoder.up] == [0, 3, 0, 0, 3]
-    images = jax.ShapeDtypeStruct((1, 64, 32, 3), "float32")
-    chex.assert_shape(jax.eval_shape(VQ.images_to_tokens, module, images), (1, 8))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"attn_resolutions": [100]}, r"attn_resolutions has \[100\].*\[512, 256, 128, 64, 32\]"),
         ({"double_z": True}, "double_z is True; only False is supported"),
-        ({"in_channels": 1}, "in_channels is 1"),
         ({"z_chanels": 4}, "unknown name 'z_chanels'.*did you mean 'z_channels'"),
-        ({"ch": 48}, "32 normalisation groups do not divide"),
-        ({"resolution": 0}, "resolution is 0"),
-        ({"ch_mult": "1"}, "must list whole numbers"),
     ],
 )
 def test_wrong_values(values, message):
     with pytest.raises(UserError, match=message):
         ChameleonVQConfig.from_published({**PUBLISHED, "ddconfig": {**DDCONFIG, **values}})
-
-
-def test_a_configuration_that_is_none():
-    with pytest.raises(UserError, match="ddconfig is 5, it must hold names and values"):
-        ChameleonVQConfig.from_published({"ddconfig": 5})

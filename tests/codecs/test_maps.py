@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 from varjax.codecs.maps import (
-    area_matrix,
-    bicubic_matrix,
-    bilinear_matrix,
     patchify,
-    resize,
     resize_area,
     resize_bicubic,
     resize_bilinear,
@@ -69,26 +65,6 @@ def test_patchify_is_pixel_unshuffle(library):
     chex.assert_trees_all_equal(unpatchify(narrow), wide)
     chex.assert_trees_all_equal(patchify(wide), narrow)
     assert isinstance(patchify(wide), type(wide))
-
-
-@pytest.mark.parametrize("matrix", [area_matrix, bicubic_matrix, bilinear_matrix])
-def test_matrices(matrix):
-    """Rows sum to one, equal sizes give the identity, and cached matrices cannot be changed."""
-    chex.assert_trees_all_equal(matrix(7, 7), np.eye(7, dtype=np.float32))
-    for source, target in [(1, 5), (5, 1), (13, 16), (16, 13), (2, 3)]:
-        found = matrix(source, target)
-        chex.assert_shape(found, (target, source))
-        chex.assert_type(found, np.float32)
-        chex.assert_trees_all_close(found.sum(1), 1, atol=1e-6)
-    with pytest.raises(ValueError):
-        matrix(2, 3)[0, 0] = 1
-
-
-def test_resize_is_separable():
-    x = np.random.default_rng(0).normal(size=(2, 4, 6, 3)).astype(np.float32)
-    rows, columns = bicubic_matrix(4, 5), area_matrix(6, 2)
-    dense = np.einsum("ph,qw,bhwc->bpqc", rows, columns, x)
-    chex.assert_trees_all_close(resize(jnp.asarray(x), rows, columns), dense, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PHI)

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from varjax.codecs.vqvae.model import Quantizer, VQVAEConfig
-from varjax.errors import UserError
 from varjax.schedule import Schedule
 
 SMALL = VQVAEConfig(
@@ -71,20 +70,6 @@ def test_shapes_and_agreement(text, share, quant_resi):
     chex.assert_trees_all_close(loss, expected, rtol=1e-5)
 
 
-def test_traced_scale_equals_static_scale():
-    quantizer = _quantizer()
-    h = _features(quantizer.config)
-
-    @jax.jit
-    def run(quantizer, h):
-        _, traced = jax.lax.scan(lambda c, k: (c, quantizer.phi(h, k)), None, jnp.arange(4))
-        return traced, jnp.stack([quantizer.phi(h, k) for k in range(4)])
-
-    traced, static = run(quantizer, h)
-    chex.assert_trees_all_close(traced, static, atol=1e-6)
-    assert not np.allclose(static[0], static[-1])
-
-
 def test_nearest_code():
     quantizer = _quantizer()
     codes = quantizer.embedding[...]
@@ -109,22 +94,3 @@ def test_gradients():
     through, expected, gradients = run(state, f)
     chex.assert_trees_all_close(through, expected, atol=1e-5)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
-
-
-def test_ideal_codes_explain_everything():
-    """With phi the identity, residuals of ideal codes end at what the last scale has to explain."""
-    quantizer = Quantizer(SMALL, rngs=nnx.Rngs(0))
-    vectors = jax.jit(Quantizer.exact_residuals)(quantizer, _features(SMALL))
-    chex.assert_shape(vectors, (2, SMALL.schedule.total_tokens, SMALL.z_channels))
-    first = _features(SMALL).mean((1, 2))
-    chex.assert_trees_all_close(vectors[:, 0], first, atol=1e-6)
-
-
-def test_wrong_shapes_are_explained():
-    quantizer = _quantizer()
-    with pytest.raises(UserError, match=r"latent map of shape \(5, 5, 4\) does not fit"):
-        quantizer.features_to_tokens(jnp.zeros((1, 5, 5, 4)))
-    with pytest.raises(
-        UserError, match="29 tokens per image given, schedule 1x1;2x2;3x3;4x4 has 30"
-    ):
-        quantizer.code_maps(jnp.zeros((1, 29), jnp.int32))

@@ -16,16 +16,7 @@ import pytest
 
 from tests import prompt_models_under_test as small
 from varjax.errors import UserError
-from varjax.models.janus import prompts as janus
-from varjax.models.lumina import prompts as lumina
 from varjax.text.prompt_tokenizer import PromptTokenizer
-
-
-def test_chat_of_janus():
-    assert janus.chat(" a red apple\n") == (
-        "<|User|>: a red apple\n\n<|Assistant|>:<begin_of_image>"
-    )
-    assert janus.chat("") == "<|User|>:<|Assistant|>:<begin_of_image>"
 
 
 def test_ids_of_janus(tmp_path):
@@ -34,17 +25,6 @@ def test_ids_of_janus(tmp_path):
     text = [41, space, 42, space, 43]
     assert found == [0, 10, colon, space, *text, line, line, 11, colon, 12]
     small.JANUS.check_prompt(found)
-
-
-def test_request_of_lumina():
-    assert lumina.request("two pears", (24, 20)) == (
-        "Generate an image of 640x768 according to the following prompt:\ntwo pears"
-    )
-    assert [lumina.size_token(n) for n in (1, 24, 128)] == [
-        "<reserved08801>",
-        "<reserved08824>",
-        "<reserved08928>",
-    ]
 
 
 def test_ids_of_lumina(tmp_path):
@@ -71,12 +51,3 @@ def test_a_tokenizer_of_another_model(tmp_path, family):
             continue
         with pytest.raises(UserError, match=f"tokenizer.json has no token {missing}, which"):
             config.encode_prompt("a", tokenizer)
-
-
-def test_a_special_token_that_is_ordinary_text(tmp_path):
-    """It stands in the vocabulary, but is not added as special: a text does not yield it."""
-    special = small.LUMINA_TOKENS
-    added = [name for name in special if name != "<reserved08706>"]
-    path = small.write_tokenizer(tmp_path / "tokenizer.json", special, added)
-    with pytest.raises(UserError, match="takes <reserved08706> for ordinary text"):
-        small.LUMINA.encode_prompt("a", PromptTokenizer(path))

@@ -35,32 +35,16 @@ def test_defaults_are_those_of_the_published_constructor():
     [
         ({"dpeth": 3}, "unknown name 'dpeth'.*did you mean 'depth'"),
         ({"depth": 2.5}, "depth is 2.5, it must be a whole number"),
-        ({"depth": True}, "must be a whole number"),
-        ({"depth": float("nan")}, "must be a whole number"),
         ({"mlp_ratio": "4"}, "must be a number"),
         ({"shared_aln": 1}, "must be true or false"),
-        ({"patch_nums": 3}, "patch_nums 3 must list"),
         ({"patch_nums": [[1, 2, 3]]}, "must list"),
-        ({"patch_nums": []}, "at least one scale"),
         ({"patch_nums": [True, 2]}, "must list"),
-        ({"patch_nums": [[1, True]]}, "must list"),
         ({"patch_nums": [1, 10**12]}, "is too large: heights and widths are at most 4096"),
-        ({"depth": 10**12}, "depth is 1000000000000, it must be at most 1024"),
         ({"embed_dim": 10**12}, "embed_dim is .*at most 10000000"),
-        ({"vocab_size": float("inf")}, "must be a whole number"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio is nan"),
-        ({"mlp_ratio": 0}, "mlp_ratio is 0.0, .*greater than 0"),
-        ({"mlp_ratio": 1e9}, "mlp_ratio is .*at most"),
         ({"mlp_ratio": 10**400}, "mlp_ratio is .*must be a number"),
-        ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
-        ({"norm_eps": float("nan")}, "norm_eps is nan"),
     ],
 )
 def test_wrong_published_values(values, match):
     with pytest.raises(UserError, match=match):
         registry.family("var").parts["transformer"].read(values)
-
-
-def test_published_values_must_be_an_object():
-    with pytest.raises(UserError, match="expected names and values"):
-        registry.family("var").parts["transformer"].read([1, 2])

@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import varjax
-from tests.models.test_prompt_models import MODELS
 from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
+from tests.often import often
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.model import Model, computed_in
-from varjax.nn import parameters, quantized, stacked
-from varjax.nn.quantized import Quantized, quantize
+from varjax.nn import parameters, quantized
+from varjax.nn.quantized import quantize
 from varjax.nn.stored import Stored
-from varjax.storage import arrays as stored_arrays
 from varjax.storage import checkpoint
 
 
@@ -78,18 +76,6 @@ def test_no_matrix_is_held_in_a_floating_type():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * quantized.CPU_BYTES
 
 
-def test_layers_apart_and_back():
-    value = quantize(random(3, 8, 6))
-    shapes = quantize(jax.ShapeDtypeStruct((3, 8, 6), jnp.float32))
-    for one in (value, jax.tree.map(jnp.asarray, value), shapes):
-        again = Quantized.stack([one.layer(i) for i in range(3)])
-        chex.assert_trees_all_equal(again, one)
-        assert one.layer(1).shape == (8, 6)
-    apart = stacked.Separate(tuple(value.layer(i) for i in range(3)))
-    assert apart.shape == (3, 8, 6) and apart.dtype == jnp.float32
-    chex.assert_trees_all_equal(apart.stacked(), value)
-
-
 def restored(model: Model) -> Model:
     """The model with the float32 matrices that its 8-bit ones stand for."""
 
@@ -100,23 +86,12 @@ def restored(model: Model) -> Model:
     return dataclasses.replace(model, parts={**model.parts, "transformer": found})
 
 
-def _slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
+OFTEN = [("c_k5_nol2norm", "scan"), ("llamagen_c2i", "auto")]
+DRAWING = [*OFTEN, (FAMILIES["infinity"], "scan"), (FAMILIES["var"], "unroll")]
+DRAWING += [(name, "auto") for name in ("llamagen_t2i", "janus_small", "lumina_groups")]
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("c_k5_nol2norm", "scan"),
-        ("llamagen_c2i", "auto"),
-        _slow(FAMILIES["infinity"], "scan"),
-        _slow(FAMILIES["var"], "unroll"),
-        _slow(FAMILIES["infinity"], "unroll"),
-        _slow("llamagen_t2i", "auto"),
-        _slow("janus_small", "auto"),
-        _slow("lumina_groups", "auto"),
-    ],
-)
+@pytest.mark.parametrize(("name", "layers"), often(OFTEN, DRAWING))
 def test_every_family_draws_with_them(name, layers):
     """The same as with the float32 matrices that they stand for."""
     model, index = fixture_model(name), np.arange(2)
@@ -128,25 +103,6 @@ def test_every_family_draws_with_them(name, layers):
     )
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_prompts(name):
-    """Teacher-forced logits of Janus-Pro and Lumina-mGPT."""
-    kind, config = MODELS[name]
-    model = kind(config, rngs=nnx.Rngs(0))
-    eight = nnx.merge(*nnx.split(model), copy=True)
-    quantized.convert(eight)
-    assert eight.dtype == jnp.float32 and quantized.is_one(eight.head.kernel.get_value())
-    slots = config.prompt_tokens
-    condition = {"ids": jnp.full((1, slots), 5), "length": jnp.array([slots])}
-    tokens = jnp.zeros((1, 3), jnp.int32)
-
-    def logits(model):
-        return model.teacher_forced(model.encode_condition(condition, guided=True), tokens)
-
-    expected, found = logits(model), logits(eight)
-    assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max() + 1e-3
 
 
 def test_loaded_as_they_are_converted():
@@ -165,32 +121,6 @@ def test_loaded_as_they_are_converted():
     chex.assert_trees_all_equal(
         parameters.named(half.transformer)["blocks/fc1/kernel"].array, kernel.array
     )
-
-
-def test_no_device_holds_a_matrix_as_it_is_stored(monkeypatch):
-    """Neither while a matrix is converted nor afterwards."""
-    before = jax.live_arrays()  # of other tests; held, so that no new array takes the place of one
-    known = {id(array) for array in before}
-    networks = varjax.model.describe().transformer
-    matrices = {name: v.get_value().shape for name, v in quantized.matrices(networks).items()}
-    named, calls = parameters.named(networks).items(), []
-    shapes = set(matrices.values()) - {a.shape for name, a in named if name not in matrices}
-    assert len(shapes) > 3
-
-    def on_device() -> bool:
-        """Whether there is a floating array of the shape that only matrices have."""
-        new = (array for array in jax.live_arrays() if id(array) not in known)
-        return any(a.shape in shapes and parameters.is_floating(a.dtype) for a in new)
-
-    def looked_at(matrix, *rest):
-        assert isinstance(matrix, np.ndarray) and not on_device()
-        calls.append(matrix.shape)
-        return quantize(matrix, *rest)
-
-    monkeypatch.setattr(stored_arrays, "quantize", looked_at)
-    model = varjax.load(dtype="bfloat16", weights_dtype="int8")
-    assert sorted(calls) == sorted(matrices.values())
-    assert model.weights_dtype == "int8" and not on_device()
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-llamagen"])

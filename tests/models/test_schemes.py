@@ -5,7 +5,6 @@ numbers exactly."""
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,34 +15,12 @@ from tests.models.test_quantized import random
 from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
 from tests.often import often
 from varjax.errors import UserError
-from varjax.nn import quantized, schemes, stacked
+from varjax.nn import quantized, schemes
 from varjax.nn.quantized import quantize, quantize_rows
 from varjax.nn.schemes import SCHEMES, check_widths, why_not
-from varjax.parallel import weights
 
 BOTH = ("w8a8", "fp8")
 EMULATED = {name: dataclasses.replace(SCHEMES[name], emulated=True) for name in BOTH}
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_rows(name):
-    """Every row has a scale of its own; its largest number becomes the largest of the scheme."""
-    x = random(48, 6).T.at[2].set(0)  # rows that differ by orders of magnitude, and one of zeros
-    numbers, scale = quantize_rows(x, SCHEMES[name])
-    assert numbers.dtype == SCHEMES[name].dtype and scale.shape == (6, 1)
-    whole = np.asarray(numbers, np.float32)
-    off = np.abs(whole * np.asarray(scale) - np.asarray(x))
-    step = np.asarray(scale) if name == "w8a8" else np.maximum(np.abs(x) / 8, scale * 2.0**-9)
-    assert (off <= step * (0.5 + 1e-5)).all() and not whole[2].any()
-    assert (np.abs(whole).max(1)[[0, 1, 3, 4, 5]] == SCHEMES[name].largest).all()
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_an_activation_goes_before(name):
-    x = random(6, 48)
-    expected = quantize_rows(jax.nn.gelu(x), SCHEMES[name])
-    found = quantize_rows(x, SCHEMES[name], activation=jax.nn.gelu)
-    assert all(map(jnp.array_equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,35 +46,6 @@ def test_products(name, most, dtype, monkeypatch):
     monkeypatch.setattr(quantized, "why_not_here", lambda scheme: None)
     native = dataclasses.replace(eight, scheme=SCHEMES[name]).product(x, jnp.float32)
     np.testing.assert_allclose(native, found, rtol=1e-5, atol=1e-6 * size)
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_matrices_of_layers(name):
-    value = quantize(random(3, 32, 16), SCHEMES[name])
-    assert value.shape == (3, 32, 16) and value.array.shape == (3, 16, 32)
-    off = np.abs(value.matrix() - random(3, 32, 16)) / value.scale[:, None]
-    assert off.max() <= {"w8a8": 0.501, "fp8": 16}[name]  # half a step of the largest numbers
-    again = quantized.Quantized.stack([value.layer(i) for i in range(3)])
-    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(value)))
-    where = {axis: value.by_axis(lambda array, own: own, axis) for axis in range(3)}
-    assert [(where[i].array, where[i].scale) for i in range(3)] == [(0, 0), (2, None), (1, 1)]
-    plain = quantize(random(3, 32, 16)).by_axis(lambda array, own: own, 2)
-    assert (plain.array, plain.scale) == (2, 1)
-
-
-@pytest.mark.parametrize("at_once", [0, 256])
-@pytest.mark.parametrize("scheme", [SCHEMES["int8"], *EMULATED.values()], ids=lambda s: s.name)
-def test_one_product_with_all_layers(scheme, at_once, monkeypatch):
-    monkeypatch.setattr(quantized, "ROWS_AT_ONCE", at_once)
-    x, matrices = random(2, 5, 32), quantize(random(3, 32, 16), scheme)
-    expected = jnp.stack([matrices.layer(layer).product(x) for layer in range(3)])
-    found = jax.jit(matrices.of_all_layers)(x)
-    assert found.shape == (3, 2, 5, 16)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
-
-
-def _slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 DRAWING = (FAMILIES["var"], "llamagen_c2i", FAMILIES["infinity"], "janus_small", "lumina_groups")
@@ -190,17 +138,6 @@ def test_widths():
     with pytest.raises(UserError, match="w8a8 takes.*head/kernel is 256 x 4100"):
         odd.quantized("w8a8")
     assert odd.quantized("int8").weights_dtype == "int8"
-
-
-def test_widths_on_a_mesh():
-    """Of a device's share: the axis that is divided counts, however the weights lie."""
-    transformer = varjax.model.describe().quantized("fp8").transformer
-    weights.check_widths(transformer, 4)
-    for _ in range(2):
-        with pytest.raises(UserError, match="proj/kernel on each of model=32 devices is 8 x 256"):
-            weights.check_widths(transformer, 32)
-        stacked.separate(transformer.blocks, transformer.once)
-    weights.check_widths(varjax.model.describe().quantized("int8").transformer, 32)
 
 
 def test_one_scheme_at_a_time():

@@ -49,21 +49,6 @@ def test_there_and_back():
     chex.assert_trees_all_equal(parameters.named(blocks), expected)
 
 
-def test_shapes_stay_shapes_and_host_arrays_on_the_host():
-    abstract = nnx.eval_shape(layers)
-    stacked.separate(abstract)
-    kernel = abstract.first.kernel.get_value()
-    assert kernel[1] == jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    stacked.restack(abstract)
-    kernel = abstract.first.kernel.get_value()
-    assert kernel == jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32)
-    host = jax.tree.map(np.asarray, layers())
-    stacked.separate(host)
-    assert isinstance(host.first.kernel.get_value()[0], np.ndarray)
-    stacked.restack(host)
-    assert isinstance(host.first.kernel.get_value(), np.ndarray)
-
-
 def test_scans_are_equal():
     blocks, x = layers(), jnp.ones((2, WIDTH))
     inputs = (blocks, jnp.arange(DEPTH))
@@ -75,14 +60,6 @@ def test_scans_are_equal():
     for i in range(DEPTH):
         one_after_another = body(one_after_another, stacked.layer((blocks, jnp.arange(DEPTH)), i))
     chex.assert_trees_all_close(found, one_after_another, rtol=1e-6)
-
-
-def test_bytes_are_those_of_products():
-    square, line = 4 * DEPTH * WIDTH * WIDTH, 4 * DEPTH * WIDTH
-    assert stacked.product_bytes(layers()) == 3 * square + 2 * line
-    blocks = layers()
-    stacked.separate(blocks)
-    assert stacked.product_bytes(blocks, ("early",)) == 2 * square + line
 
 
 class Turnable(nnx.Module):
@@ -109,30 +86,6 @@ def test_turned_matrices_multiply_alike(shape):
     assert blocks.wide.kernel.get_value()[1].array.shape == (3 * WIDTH, WIDTH)
     found = stacked.scan(lambda x, block: block(x), x, blocks)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
-
-
-def test_matrices_are_turned_and_turned_back():
-    blocks, expected = turnable(), parameters.named(turnable())
-    for turned in (True, True, False, True):  # programs of one model may want either
-        stacked.separate(blocks, turned=turned)
-        kernel, bias = (v.get_value()[0] for v in (blocks.wide.kernel, blocks.wide.bias))
-        assert isinstance(kernel, stacked.Turned) == turned
-        assert kernel.shape == (WIDTH, 3 * WIDTH) and bias.shape == (3 * WIDTH,)
-        chex.assert_trees_all_equal(parameters.named(blocks), expected)
-    stacked.restack(blocks)
-    chex.assert_trees_all_equal(parameters.named(blocks), expected)
-    abstract = nnx.eval_shape(turnable)
-    stacked.separate(abstract, turned=True)
-    part = abstract.wide.kernel.get_value()[0]
-    assert part.array == jax.ShapeDtypeStruct((3 * WIDTH, WIDTH), jnp.float32)
-    stacked.restack(abstract)
-    assert abstract.wide.kernel.get_value().shape == (DEPTH, WIDTH, 3 * WIDTH)
-
-
-def test_only_float32_is_turned():
-    blocks = jax.tree.map(lambda a: a.astype(jnp.bfloat16), turnable())
-    stacked.separate(blocks, turned=True)
-    assert not isinstance(blocks.wide.kernel.get_value()[0], stacked.Turned)
 
 
 @pytest.mark.parametrize(
