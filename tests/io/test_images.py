@@ -4,33 +4,18 @@ import sys
 import time
 
 import chex
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
-from varjax.errors import MissingExtra, UserError, require
+from varjax.errors import MissingExtra, UserError
 from varjax.io import images as image_io
 from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
-from varjax.storage.atomic import new_file
 
 
 def some_images(count=5, height=6, width=4):
     values = np.random.default_rng(0).integers(0, 250, size=(count, height, width, 3))
     return values.astype(np.uint8)
-
-
-def test_rounding_is_to_the_nearest_and_clips():
-    values = np.array([-1.0, 0.0, 0.49 / 255, 0.5 / 255, 100.4 / 255, 100.6 / 255, 1.0, 7.0])
-    expected = [0, 0, 0, 1, 100, 101, 255, 255]
-    images = np.broadcast_to(values[:, None, None, None], (8, 2, 2, 3))
-    assert to_uint8(images)[:, 1, 1, 2].tolist() == expected
-
-
-def test_bytes_survive_a_round_trip():
-    every = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, -1)
-    assert (to_uint8(every / 255.0) == every).all()
-    assert (to_uint8(jnp.asarray(every, jnp.float32) / 255) == every).all()
 
 
 def test_values_that_are_not_finite_are_refused():
@@ -52,14 +37,6 @@ def test_grid_puts_every_image_in_its_place(columns, shape):
     assert (remaining == 255).all()
 
 
-def test_png_holds_the_grid(tmp_path):
-    save_grid(tmp_path / "grid.png", some_images(), columns=3)
-    with Image.open(tmp_path / "grid.png") as picture:
-        assert picture.format == "PNG" and picture.mode == "RGB"
-        assert (np.asarray(picture) == grid(some_images(), 3)).all()
-    assert [p.name for p in tmp_path.iterdir()] == ["grid.png"]
-
-
 def test_captions_go_under_the_images(tmp_path):
     images = some_images(count=2, height=32, width=32)
     save_grid(tmp_path / "grid.png", images, columns=2, labels=["fig", "a name far too long 梨"])
@@ -70,30 +47,6 @@ def test_captions_go_under_the_images(tmp_path):
     strip = picture[32:]
     assert (strip[:, :32] < 128).any() and (strip[:, 32 + GAP :] < 128).any()
     assert (strip[:, 32 : 32 + GAP] == 255).all()
-
-
-def _lines_one_by_one(text, fits):
-    """The definition: the longest beginning of a word that fits is found from its end."""
-    lines = []
-    for word in text.split():
-        if lines and fits(f"{lines[-1]} {word}"):
-            lines[-1] = f"{lines[-1]} {word}"
-            continue
-        if len(lines) == 2:
-            break
-        while not fits(word):
-            word = word[:-1]
-        lines.append(word)
-    return lines
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a fig", "x" * 50, "a " + "W" * 60 + " b", "one two three " * 9]
-)
-def test_captions_are_broken_at_words(text):
-    for width in (0, 1, 7, 20, 64):
-        fits = lambda part: len(part) * 6 <= width  # noqa: B023, E731
-        assert image_io._lines(text, fits) == _lines_one_by_one(text, fits)
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "x " * 10**6, "\n" * 10**6, "\0\ud800" * 10**5])
@@ -115,19 +68,6 @@ def test_samples_have_the_layout_of_the_evaluator(tmp_path):
     save_samples_npz(tmp_path / "samples.npz", images)
     with np.load(tmp_path / "samples.npz") as data:
         assert sorted(data) == ["arr_0"]
-
-
-def test_samples_in_another_order_keep_their_numbers(tmp_path):
-    images = some_images()
-    save_samples_npz(tmp_path / "a.npz", images, [3, 7, 7, 0, 1], order=[4, 0, 3, 1, 2])
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as data:
-        assert sorted(data) == ["arr_0", "arr_1", "numbers"]
-        assert data["numbers"].tolist() == [4, 0, 3, 1, 2]
-        assert (data["arr_0"] == images[[4, 0, 3, 1, 2]]).all()
-        assert data["arr_1"].tolist() == [1, 3, 0, 7, 7]
-    for wrong in ([0, 1, 2, 3, 3], [0, 1], [1, 2, 3, 4, 5]):
-        with pytest.raises(UserError, match="no permutation|each of the 5 images"):
-            save_samples_npz(tmp_path / "b.npz", images, order=wrong)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -158,29 +98,3 @@ def test_missing_pillow_names_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtra, match=r"needs the package PIL.*pip install -e '.\[eval\]'"):
         save_grid(tmp_path / "grid.png", some_images())
-
-
-def test_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monkeypatch):
-    (tmp_path / "broken_extra.py").write_text("import no_such_dependency")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        require("broken_extra", extra="eval", purpose="this test")
-
-
-def test_failed_write_keeps_the_old_file(tmp_path):
-    target = tmp_path / "report.bin"
-    target.write_bytes(b"old")
-    with pytest.raises(RuntimeError), new_file(target) as file:
-        file.write(b"half")
-        raise RuntimeError
-    assert target.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [target]
-    with new_file(target) as file:
-        file.write(b"new")
-    assert target.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_missing_folder_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        save_grid(tmp_path / "absent" / "grid.png", some_images())

@@ -41,17 +41,6 @@ def test_sixteen_bits():
     np.testing.assert_array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2))
 
 
-def test_turned_and_transparent_pictures():
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    data = file_of(some_picture(), kind="JPEG", exif=turned)
-    assert pictures.read_picture(data, "it").shape == (4, 6, 3)
-    clear = np.zeros((6, 4, 4), np.uint8)
-    clear[3:, :, 3] = 255
-    found = pictures.read_picture(file_of(clear, "RGBA"), "it")
-    assert (found[:3] == 255).all() and (found[3:] == 0).all()
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_and_masks_are_turned_alike(orientation):
     """Each by what its own file says, in all eight ways."""
@@ -133,16 +122,6 @@ def test_wrong_masks(array, message):
         pictures.read_mask(file.getvalue(), "it")
 
 
-def test_fitting():
-    wide = np.zeros((10, 30, 3), np.uint8)
-    wide[:, 10:20] = 200
-    found = pictures.fit_picture(wide, (5, 5))
-    assert found.shape == (5, 5, 3) and (found == 200).all()
-    mask = pictures.fit_mask(wide[..., 0] > 0, (20, 20))
-    assert mask.shape == (20, 20) and mask.all()
-    assert pictures.fit_picture(wide, (7, 64)).shape == (7, 64, 3)
-
-
 def test_linked_folders_are_read_once(tmp_path):
     """Also where links lead in a circle."""
     own, other = tmp_path / "own", tmp_path / "other"
@@ -153,13 +132,3 @@ def test_linked_folders_are_read_once(tmp_path):
     (other / "back").symlink_to(own)
     found = sorted(path.relative_to(own).as_posix() for path in pictures.picture_files([own]))
     assert found == ["a/x.png", "linked/x.png"]
-
-
-def test_16_bits_of_grey_with_transparency():
-    """What is clear lies on white."""
-    drawn = np.full((4, 6), 0x8000, np.uint16)
-    drawn[0] = 0x3900
-    file = io.BytesIO()
-    Image.fromarray(drawn).save(file, "PNG", transparency=0x8000)
-    found = pictures.read_picture(file.getvalue(), "it")
-    assert (found[0] == 0x39).all() and (found[1:] == 255).all()

@@ -1,15 +1,15 @@
 """Prompts as token ids: the condition, its file, the tokenizer, and the Python API on top."""
 
 import dataclasses
-import sys
 
 import numpy as np
 import pytest
 
 import varjax
 from tests import prompt_models_under_test as small
+from tests.often import often
 from varjax import Generator, conditions
-from varjax.errors import MissingExtra, UserError
+from varjax.errors import UserError
 from varjax.text import prompt_ids
 from varjax.text.prompt_ids import PromptIds
 from varjax.text.prompt_tokenizer import PromptTokenizer
@@ -29,24 +29,6 @@ def test_padded_on_the_left():
     assert PromptIds.of(RAGGED).take([1])["ids"].shape == (1, 4)  # as many as the longest has
 
 
-def test_images_of_prompts():
-    found = PromptIds.of(RAGGED, ["a", "b", "c"]).repeat(2)
-    assert len(found) == 6 and found.captions == list("aabbcc") and found.longest == 4
-    np.testing.assert_array_equal(found.numbers, [0, 0, 1, 1, 2, 2])
-    np.testing.assert_array_equal(found.take([4])["ids"], [[1, 2, 3, 4]])
-    assert PromptIds.of(RAGGED).captions is None
-
-
-def test_description():
-    """Equal for equal ids, whatever the places; other ids and other numbers differ."""
-    one, said = PromptIds.of(RAGGED), PromptIds.of(RAGGED).describe()
-    sizes = {name: said[name] for name in ("images", "prompts", "tokens", "longest")}
-    assert sizes == {"images": 3, "prompts": 3, "tokens": 8, "longest": 4}
-    assert dataclasses.replace(one, slots=9, prompts=("a", "b", "c")).describe() == said
-    for other in (PromptIds.of([[5, 6], [8, 9], [1, 2, 3, 4]]), one.repeat(2)):
-        assert other.describe()["sha256"] != said["sha256"]
-
-
 @pytest.mark.parametrize("prompts", [None, ["a", "ß", ""]])
 def test_file_and_back(tmp_path, prompts):
     one = PromptIds.of(RAGGED, prompts)
@@ -61,11 +43,8 @@ def test_file_and_back(tmp_path, prompts):
         ({"ids": [1, 2]}, "lens missing; needed are ids"),
         ({"other": [1]}, "ids and lens missing"),
         ({"ids": [1, 2], "lens": [3]}, "lens sums up to 3, ids has 2"),
-        ({"ids": [1, 2], "lens": [2, 0]}, r"lens\[1\] is 0"),
-        ({"ids": [1.5, 2], "lens": [2]}, "ids has shape .2,. and type float64"),
         ({"ids": [[1, 2]], "lens": [2]}, "ids has shape"),
         ({"ids": [2**40, 2], "lens": [2]}, "more than 32 bits"),
-        ({"ids": [], "lens": []}, "ids has shape .0,."),
         ({"ids": [1, 2], "lens": [1, 1], "prompts": ["a"]}, "prompts has 1 texts for 2"),
     ],
 )
@@ -73,14 +52,6 @@ def test_files_that_cannot_be(tmp_path, arrays, message):
     np.savez(tmp_path / "ids.npz", **{name: np.array(a) for name, a in arrays.items()})
     with pytest.raises(UserError, match=f"ids.npz: .*{message}"):
         prompt_ids.load(tmp_path / "ids.npz")
-
-
-def test_no_file(tmp_path):
-    with pytest.raises(UserError, match="there is no file .*nowhere"):
-        prompt_ids.load(tmp_path / "nowhere")
-    (tmp_path / "text").write_text("1 2 3")
-    with pytest.raises(UserError, match="cannot read .* as an npz file"):
-        prompt_ids.load(tmp_path / "text")
 
 
 # --- the tokenizer --------------------------------------------------------------------------------
@@ -105,17 +76,10 @@ def test_no_tokenizer(tmp_path, monkeypatch):
             PromptTokenizer(tmp_path / "tokenizer.json")
 
 
-def test_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(MissingExtra, match=r"package tokenizers, .* run `pip install -e '.\[text"):
-        PromptTokenizer(tmp_path / "tokenizer.json")
-
-
 # --- the Python API -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=small.CONFIGS)
+@pytest.fixture(scope="module", params=often(("lumina",), small.CONFIGS))
 def family(request):
     return request.param
 
@@ -142,21 +106,6 @@ def test_prompts_of_unknown_words_are_named(family, tmp_path):
         conditions.resolve(conditions.fitted(model, prompts=prompts), prompts=prompts)
     said = [str(warning.message).partition(" has no word")[0] for warning in caught]
     assert said == ["prompt 0 ('一只猫')", "prompt 3 ('一只 猫')"]
-
-
-def test_tokenizers_with_and_without_an_unknown_token(tmp_path):
-    """A Unigram names it by its id; one that reads bytes has none, and knows every word."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    pieces = [("<pad>", 0.0), ("<unk>", 0.0), ("a", -1.0)]
-    words = {"<unk>": 0, "a": 1}
-    for model, known in (
-        (tokenizers.models.Unigram(pieces, 1), False),
-        (tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"), False),
-        (tokenizers.models.BPE(vocab=words, merges=[]), True),
-    ):
-        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-        found = PromptTokenizer(tmp_path / "tokenizer.json")
-        assert (found.knows("猫"), found.knows("a猫"), found.knows("")) == (known, True, True)
 
 
 def test_places_for_the_longest_prompt(family, model):
@@ -188,17 +137,13 @@ def test_too_few_places(family, model, monkeypatch):
     ("given", "message"),
     [
         ({}, "nothing given: .* draws from prompts or prompt_ids"),
-        ({"labels": [1]}, "labels given: .* draws from prompts or prompt_ids"),
         ({"prompts": ["a"], "prompt_ids": [[1, 2]]}, "prompts, prompt_ids given"),
         ({"prompts": "a"}, "give a list of texts"),
         ({"prompts": ["a"]}, "there is no tokenizer file"),
         ({"prompt_ids": []}, "give a list of lists of token ids"),
-        ({"prompt_ids": 3}, "give a list of lists of token ids"),
-        ({"prompt_ids": "ids.npz"}, "give a list of lists of token ids"),
         ({"prompt_ids": [3]}, r"prompt_ids\[0\]=3: give a list of token ids"),
         ({"prompt_ids": [[0, 1], []]}, r"prompt_ids\[1\] is empty"),
         ({"prompt_ids": [[1.5, 2]]}, r"prompt_ids\[0\]\[0\]=1.5: it must be a whole number"),
-        ({"prompt_ids": [[2**70, 2]]}, "ids"),
         ({"prompt_ids": [[1, 80]]}, "prompt 0: prompt ids 80 are outside the vocabulary"),
         ({"prompt_ids": [[1] * 129]}, "prompt 0: .* takes at most 128"),
     ],
