@@ -72,10 +72,3 @@ def test_phi_index(name):
     kind, scales = name.split("_K")
     share = 0 if kind == "nonshared" else int(kind.removeprefix("share"))
     chex.assert_trees_all_equal(phi_index(int(scales), share), np.array(PHI[name]))
-
-
-def test_phi_index_with_explicit_count():
-    found = phi_index(6, 0, default_qresi_counts=3)
-    chex.assert_type(found, np.int32)
-    assert found.tolist() == [0, 0, 1, 1, 2, 2]
-    assert phi_index(1, 4).tolist() == [0]  # a single scale has no position; it takes the first

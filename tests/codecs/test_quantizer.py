@@ -70,14 +70,6 @@ def test_shapes_and_agreement(text, share, quant_resi):
     chex.assert_trees_all_close(loss, expected, rtol=1e-5)
 
 
-def test_nearest_code():
-    quantizer = _quantizer()
-    codes = quantizer.embedding[...]
-    chex.assert_trees_all_equal(quantizer.nearest(codes + 1e-3), np.arange(24))
-    by_angle = _quantizer(using_znorm=True)
-    chex.assert_trees_all_equal(by_angle.nearest(7 * codes), np.arange(24))
-
-
 def test_gradients():
     """The map passes gradients straight through; codes and phi learn from the loss only."""
     quantizer = _quantizer()

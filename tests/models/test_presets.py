@@ -34,9 +34,3 @@ def test_plans(name):
     for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):
         plan = plan_cache(geometry, policy)
         assert plan.num_bytes(1, "bfloat16") <= policy.budget * plan.dense_bytes(1, "bfloat16")
-
-
-@pytest.mark.parametrize("name", ["infinity-2b", "llamagen-b-256"])
-def test_repr_of_a_model_fits_a_screen(name):
-    text = repr(varjax.describe(name))
-    assert name in text and "parameters" in text and "pixels" in text and len(text) < 400

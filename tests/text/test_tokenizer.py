@@ -2,7 +2,6 @@
 
 import pytest
 
-from varjax.errors import UserError
 from varjax.text.t5 import END, Tokenizer
 
 
@@ -18,17 +17,3 @@ def test_long_texts_are_cut_and_keep_the_end_token(spiece, limit):
     full, cut = (tokenizer.encode("a photo of a cat", n) for n in (512, limit))
     assert len(cut.ids) < cut.full_length == len(full.ids)
     assert cut.ids == [*full.ids[: limit - 1], END]
-
-
-FILES = {
-    "empty": b"",
-    "web page": b"<!doctype html><html>not found</html>",
-    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 791656\n",
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_files_that_are_no_model(spiece, tmp_path, case):
-    (tmp_path / "spiece.model").write_bytes(FILES[case])
-    with pytest.raises(UserError, match="spiece.model .*published beside the weights"):
-        Tokenizer(tmp_path / "spiece.model", 128)
