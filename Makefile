@@ -1,6 +1,7 @@
 # make demo    generate fruit with a compressed cache, compare with the full one, write results/
 # make page    a page and an API on http://127.0.0.1:7860/ (docs/howto/serve.md)
 # make test    the default test suite (no GPU, no TPU, no network)
+# make test-all    the same with the tests that take minutes
 # make lint    ruff
 # make chip    draw published models (on a CPU small ones), times by kernel into results/chip-TIME.jsonl
 # make aot-venv   .venv-aot, where experiments.aot compiles for GPUs and TPUs that are not here
@@ -30,7 +31,7 @@ for_aot := .venv-aot/.installed$(tag)
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 pip_aot := .venv-aot/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo page test lint chip aot-venv clean interpreter
+.PHONY: demo page test test-all lint chip aot-venv clean interpreter
 
 demo: $(for_demo)
 	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
@@ -40,6 +41,9 @@ page: $(for_page)
 
 test: $(for_test)
 	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: ARGS += --slow
+test-all: test
 
 lint: $(for_test)
 	$(bin)/python -m ruff check .
