@@ -42,7 +42,7 @@ page: $(for_page)
 test: $(for_test)
 	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: ARGS += --slow
+test-all: override ARGS += --slow
 test-all: test
 
 lint: $(for_test)
