@@ -4,8 +4,6 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 Graph = dict[str, dict[str, set[str]]]  # {part: {part that it imports: what causes it}}
 
@@ -73,30 +71,3 @@ def test_parts_of_varjax_do_not_import_each_other_in_circles():
     assert {"api", "engine", "models", "storage"} <= graph.keys()
     found = circles(graph)
     assert not found, "imports in a circle:\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        ({"a/one.py": "from varjax.b import two", "b/two.py": "import varjax.errors"}, []),
-        (
-            {
-                "a/one.py": "from varjax.b.two import x",
-                "b/two.py": "def f():\n from varjax import c",
-                "c.py": "import varjax.a.one",
-            },
-            [
-                "a -> b: varjax.a.one imports varjax.b.two.x",
-                "b -> c: varjax.b.two imports varjax.c",
-                "c -> a: varjax.c imports varjax.a.one",
-            ],
-        ),
-    ],
-    ids=["one way", "circle of three"],
-)
-def test_a_circle_is_found_with_its_causes(tmp_path, files, expected):
-    for name, text in {**files, "errors.py": ""}.items():
-        file = tmp_path / "varjax" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    assert circles(graph_of(tmp_path)) == expected

@@ -2,12 +2,9 @@
 called like this project is somebody else's."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from pallas_kernels import compilers
 from tests.conftest import ROOT
 from varjax.errors import MissingExtra, require
 
@@ -51,20 +48,3 @@ def test_the_hint():
         "`pip install -e '.[eval]'` in the folder of varjax, or "
         "`pip install 'FILE.whl[eval]'` with its wheel"
     )
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_compilers_of_absent_chips_have_an_environment_of_their_own(monkeypatch, capsys):
-    """With JAX's CUDA plugin in .venv, every command without a GPU would complain."""
-    dry = ["make", "--dry-run", "--always-make", "aot-venv"]
-    recipe = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    installs = re.findall(r"^.*pip install.*$", recipe, re.MULTILINE)
-    assert len(installs) == 2 and all(i.startswith(".venv-aot/bin/python ") for i in installs)
-    assert ".venv-aot/" in (ROOT / ".gitignore").read_text().split()
-    monkeypatch.setattr(compilers, "_version", {"jaxlib": "0.10.2"}.get)
-    monkeypatch.setattr(compilers, "_has_ptxas", lambda: False)
-    exec(re.search(r"bin/python -c '(.*)'\)$", recipe, re.MULTILINE)[1], {})
-    assert capsys.readouterr().out.split() == compilers.missing_packages("tpu", "gpu")
-    for path, text in _texts():  # nobody is told to install the plugin without that
-        if re.search(r"pip install[^`]*jax-cuda13-plugin", text):
-            assert "make aot-venv" in text, path

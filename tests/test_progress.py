@@ -53,14 +53,6 @@ def test_a_run_does_not_count_compiling(monkeypatch, capsys):
     assert "x: image 1/3  10.0 s, about 20 s left" in capsys.readouterr().err
 
 
-def test_progress_is_rare_on_request():
-    stream = io.StringIO()
-    rare = Progress("steps", 100, every=3600.0, stream=stream)
-    for done in range(101):
-        rare.update(done)
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["0/100", "100/100"]
-
-
 def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
     now, stream = [100.0], io.StringIO()
     monkeypatch.setattr("time.monotonic", lambda: now[0])

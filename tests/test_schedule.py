@@ -45,11 +45,6 @@ def test_malformed_geometry(text):
         Geometry.parse(text)
 
 
-def test_too_many_scales():
-    with pytest.raises(UserError, match="at most 64"):
-        Schedule.square([1] * 65)
-
-
 def test_geometry_text():
     g = Geometry.parse("layers=2,heads=3,head_dim=4,schedule=1x1;2x2;3x4")
     assert (g.num_layers, g.num_heads, g.head_dim, g.dense_tokens) == (2, 3, 4, 5 * 6)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
-from varjax.cache.planner import plan_cache
 from varjax.policies.amskv import AMSKV
 
 # --- device ---
@@ -103,18 +101,6 @@ def test_adopted_capacities(mode):
     assert set(range(device.allocation.protected)) < set(held[0])
 
 
-def test_online_plans_cmax_everywhere():
-    plan = plan_cache(DEMO, AMSKV(mode="online", cmin=10, cmax=40))
-    np.testing.assert_array_equal(
-        plan.capacity,
-        np.broadcast_to(np.minimum(DEMO.schedule.starts, 40)[:, None, None], plan.capacity.shape),
-    )
-    assert (
-        "every layer is planned with Cmax"
-        in AMSKV(mode="online").prepare(DEMO, None).plan_lines(DEMO)[0]
-    )
-
-
 def test_an_assumed_threshold_is_said():
     """The policy cannot know the norm of the model's keys."""
 
@@ -171,18 +157,6 @@ def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
     slots = [b * plan.block_size + np.arange(i, j) for b, i, j in zip(*entries, strict=True)]
     position = np.asarray(state.position)[row, np.concatenate(slots)]
     return np.sort(position[position >= 0])
-
-
-@pytest.mark.parametrize(
-    ("theta", "layers"),
-    [pytest.param(-1e-6, "all", marks=pytest.mark.slow), (-1e6, "none")],
-)
-def test_online_extremes_equal_profiled(theta, layers):
-    sizes = {"cmin": 11, "cmax": 31}
-    online, _, _ = run(AMSKV(mode="online", theta=theta, **sizes))
-    profiled, _, _ = run(AMSKV(layers=layers, **sizes))
-    np.testing.assert_array_equal(online["tokens"], profiled["tokens"])
-    chex.assert_trees_all_close(online["logits"], profiled["logits"], atol=models.LOGITS["1.5"])
 
 
 def test_online_follows_each_row():

@@ -33,14 +33,12 @@ EVERY = {
     for arguments in cls.examples
 }
 CASES = [case for case in EVERY if case != "full"]
-# policies with their defaults; their other examples take minutes
-RUNS = often([case for case in CASES if not EVERY[case][1]], CASES)
+# One policy of each kind of selection; every one takes minutes.
+RUNS = often(("heatkv", "headkv", "h2o", "scalekv", "amskv,mode=online"), CASES)
 SMALL = models.FAMILIES["var"]
-# The others run with every policy too, but by default with one of each kind of selection.
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
-TYPICAL = ("scalekv",)
 # Freed slots are poisoned in a program of its own: by default for each kind of cache update.
-POISONED = ("heatkv", "headkv", "h2o", "amskv,mode=online")
+POISONED = ("heatkv", "headkv")
 LABELS = np.array([3, 7], np.int32)
 LOGITS = 1e-4  # float32: slots may come in another order
 
@@ -136,22 +134,6 @@ def test_pool_keeps_to_the_budget(policy, budget, dtype):
     assert (plan.capacity[0] == 0).all()
 
 
-@pytest.mark.parametrize("policy", CASES)
-def test_the_budget_is_used(policy):
-    """Half of the cache: at least a third is live at some time."""
-    assert plan_of("demo", policy, 0.5).peak_live_fraction > 1 / 3
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
-def test_documented(name):
-    """The docstring is the manual: every field of its own is explained in it."""
-    cls = POLICIES[name]
-    own = {f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")}
-    own -= {"budget", "accounting", "block_size", "parts"}
-    text = " ".join(c.__doc__ or "" for c in cls.__mro__[:-1])
-    assert cls.summary and cls.__doc__ and not {n for n in own if n not in text}
-
-
 # --- runs ---
 
 
@@ -172,18 +154,12 @@ def test_dropped_tokens_are_never_read(policy):
 
 @pytest.mark.parametrize(
     ("model", "policy"),
-    often([*itertools.product(OTHERS, TYPICAL)], itertools.product(OTHERS, CASES)),
+    often([*itertools.product(OTHERS, ["scalekv"])], itertools.product(OTHERS, CASES)),
 )
 def test_other_families(model, policy):
     """A text-conditional model with bits for tokens: the same checks."""
     check(model, policy, 0.3)
     check_whole_budget(model, policy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", CASES)
-def test_demo_with_the_whole_budget(policy):
-    check_whole_budget("demo", policy, run_anyway=True)
 
 
 @pytest.mark.slow
@@ -216,15 +192,14 @@ def check(model: str, policy: str, budget: float):
     chex.assert_trees_all_equal(poisoned["logits"], one["logits"])
 
 
-def check_whole_budget(model: str, policy: str, run_anyway: bool = False):
+def check_whole_budget(model: str, policy: str):
     """Budget 1.0 is the full cache: the same contents by plan; where the device still chooses, the
     same tokens and logits."""
     full, whole = plan_of(model, "full", 1.0), plan_of(model, policy, 1.0)
     np.testing.assert_array_equal(whole.capacity, full.capacity)
     if whole.static_content:
         np.testing.assert_array_equal(whole.allocation.last_use, full.allocation.last_use)
-    chooses = any(whole.selects(s) for s in range(len(whole.capacity)))
-    if not chooses and not run_anyway:
+    if not any(whole.selects(s) for s in range(len(whole.capacity))):
         return
     expected, found = (run(program(model, p, 1.0))[0] for p in ("full", policy))
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])

@@ -21,7 +21,7 @@ def keep_by_hand(live, position, mass, recent, capacity) -> set[int]:
     return {*newest, *sorted(rest, key=lambda c: (-mass[c], c))[: capacity - recent]}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("share", ["0", "0.5", "0.7", "1"])
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_select_follows_the_method(seed, share, capacity):

@@ -1,7 +1,5 @@
 """HACK's head types, capacities and selection against plain loops."""
 
-import dataclasses
-
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,6 @@ from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.policies import get_policy
 
 VARIANCE = np.array([[4, 1, 1, 9], [2, 7, 8, 3], [6, 5, 0, 2]], np.float64)
 CALIBRATION = Calibration(query_variance=VARIANCE)
@@ -33,7 +30,7 @@ def keep_by_hand(live, position, mass, contextual, protected, capacity) -> set[i
     return {*sinks, *rest[: capacity - len(sinks)]}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("protected", [0, 5, 14])
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_select_follows_the_method(seed, protected, capacity):
@@ -75,19 +72,12 @@ def test_capacities(budget, asymmetry):
         assert abs(wide - asymmetry * narrow) <= 1 + asymmetry  # a token of rounding each
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_one_kind_of_heads(fraction):
-    plan = plan_cache(DEMO, policies.HACK(budget=0.5, contextual=fraction), CALIBRATION)
-    assert np.ptp(plan.capacity[5]) <= 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "calibration", "message"),
     [
         ({}, None, "python -m experiments.calibrate"),
         ({}, Calibration(), "holds no query_variance"),
         ({}, Calibration(query_variance=np.ones((3, 5))), r"shape \(3, 5\).* needs \(3, 4\)"),
-        ({}, Calibration(num_heads=5, query_variance=VARIANCE), "another model"),
         ({"contextual": 1.2}, CALIBRATION, "contextual=1.2 is outside"),
         ({"asymmetry": 0.0}, CALIBRATION, "asymmetry=0 is outside"),
         ({"sinks": 6}, CALIBRATION, "choose 1 to 5 scales"),
@@ -97,10 +87,3 @@ def test_one_kind_of_heads(fraction):
 def test_wrong_arguments(arguments, calibration, message):
     with pytest.raises(UserError, match=message):
         plan_cache(DEMO, policies.HACK(**arguments), calibration)
-
-
-def test_head_types_are_no_argument():
-    with pytest.raises(UserError, match="no argument '_types'") as error:
-        get_policy("hack", None, {"_types": "1"})
-    assert "_types" not in str(error.value).split("it has:")[1]
-    assert "_types" not in repr(dataclasses.replace(policies.HACK(), _types=((True,),)))

@@ -11,7 +11,6 @@ from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
-from varjax.policies import building_blocks as blocks
 from varjax.schedule import Schedule
 
 ROWS, HEADS, STORED, NEW = 2, 4, 9, 6
@@ -59,7 +58,7 @@ def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> se
     return {*kept, *best(near, near_count), *best(far, count - near_count)}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("capacity", "protected", "recent"), [(8, 2, 3), (5, 1, 4), (12, 0, 2), (15, 3, 20)]
 )
@@ -94,29 +93,6 @@ def test_heads_are_ranked_by_how_far_back_they_look():
     )  # heads 3 and 1 get the global regions 0 and 1
 
 
-@pytest.mark.parametrize(("threshold", "need"), [(0.5, 1), (0.75, 2), (0.9, 3), (1.0, 4)])
-def test_threshold(threshold, need):
-    obs = observation(0, 8, 2, 3)
-    mass = np.zeros((ROWS, HEADS, STORED + NEW), np.float32)
-    mass[..., -1], mass[..., -2], mass[..., -3], mass[..., -4] = 0.5, 0.25, 0.1875, 0.0625
-    position = np.broadcast_to(np.arange(STORED + NEW), mass.shape)
-    obs = dataclasses.replace(
-        obs,
-        scale_mass=jnp.asarray(mass),
-        position=jnp.asarray(position),
-        live=jnp.ones(mass.shape, bool),
-    )
-    assert (np.asarray(policies.HeadKV(threshold=threshold).tokens_needed(obs)) == need).all()
-
-
-def test_stratified_keeps_far_tokens_that_a_global_ranking_drops():
-    score = jnp.array([[[0.1, 0.2, 0.9, 0.8, 0.7, 0.6]]])
-    position, among = jnp.arange(6)[None, None], jnp.ones((1, 1, 6), bool)
-    kept = blocks.stratified(score, position, among, jnp.array([[2]]), 0.5)
-    np.testing.assert_array_equal(kept[0, 0], [False, False, True, True, False, False])
-    assert not np.asarray(blocks.top(score, among, jnp.array([[1]])))[0, 0, 3]
-
-
 def test_capacities():
     """Nothing is dropped before grouping; afterwards the heads that need most are wide, what does
     not divide goes to the first of them, and all together is the budget."""
@@ -130,9 +106,7 @@ def test_capacities():
     np.testing.assert_array_equal(half.capacity[5], [[50, 50, 16, 16]] * 2)
 
 
-@pytest.mark.parametrize(
-    ("heads", "local"), [(1, 0), (2, 1), (3, 1), (4, 1), (8, 1), (16, 2), (20, 2), (30, 4)]
-)
+@pytest.mark.parametrize(("heads", "local"), [(1, 0), (2, 1), (8, 1), (20, 2), (30, 4)])
 def test_one_head_in_eight_is_local(heads, local):
     """By default, and at least one where there are two: 6 to 19 % are published."""
     geometry = dataclasses.replace(DEMO, num_heads=heads)
@@ -149,12 +123,6 @@ def test_newest_tokens_leave_room_for_history(share, recent):
     plan = plan_cache(DEMO, policy)
     np.testing.assert_array_equal(plan.capacity[5], [[33] * 4] * 2)
     assert (plan.allocation.protected, plan.allocation.recent) == (14, recent)
-
-
-def test_grouping_comes_early_when_the_budget_is_small():
-    plan = plan_cache(DEMO, policies.HeadKV(budget=0.1))
-    assert plan.allocation.regroup_scale == 2  # 14 tokens would exceed 6.6 per head
-    assert plan.live_tokens.max() <= 0.1 * DEMO.dense_tokens
 
 
 def test_regions_and_contents_on_a_real_model():
@@ -188,7 +156,7 @@ def test_regions_and_contents_on_a_real_model():
 
 def test_heads_take_their_tokens_along_where_there_is_room_for_all():
     """Nothing has to be chosen when heads change their regions, but everything stored moves."""
-    model = models.fixture_model("b_k6_sharedaln")
+    model = models.fixture_model("c_k5_nol2norm")
     results = []
     for policy in ("full", policies.HeadKV(budget=1.0, group_after=10)):
         generator = models.greedy_generator(model, policy)

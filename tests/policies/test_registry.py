@@ -18,7 +18,7 @@ from varjax.schedule import Schedule
 GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
 NAN, INF = float("nan"), float("inf")
 KINDS = {
-    int: (1.0, 1.5, True, "1", None, NAN, [1]),
+    int: (1.0, 1.5, True, "1", None, NAN, [1], -(10**5000)),
     float: (NAN, INF, -INF, True, "1", None, 10**400, 1j),
     bool: (1, "true", None, 0.0),
     str: (3, None, b"x", True, "\ud800"),
@@ -29,17 +29,12 @@ README = pathlib.Path(__file__).parents[2] / "README.md"
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_is_documented_and_frozen(name):
     cls = POLICIES[name]
-    assert cls.__doc__ and cls.summary and cls.name == name
-    assert cls.__dataclass_params__.frozen
+    own = {f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")}
+    own -= {"budget", "accounting", "block_size", "parts"}
+    text = " ".join(c.__doc__ or "" for c in cls.__mro__[:-1])
+    assert cls.__doc__ and not {n for n in own if n not in text}, "the docstring is the manual"
+    assert cls.summary and cls.name == name and cls.__dataclass_params__.frozen
     hash(cls())
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_repr_is_a_short_line(name):
-    """The budget, and what differs from the defaults."""
-    policy = POLICIES[name](budget=0.5, block_size=4)
-    text = f"{type(policy).__name__}(budget=0.5, block_size=4)"
-    assert repr(policy) == str(policy) == text
 
 
 def test_repr_of_prepared_policies():
@@ -72,10 +67,8 @@ def test_rules(name):
 @pytest.mark.parametrize(
     ("name", "argument", "value", "kind"),
     [
-        ("headkv", "period", 8, "scales"),
         ("headkv", "score", "attention", "scales"),
         ("headkv", "local_share", 0.5, "tokens"),
-        ("snapkv", "period", 8, "scales"),
         ("compose", "period", 8, "scales"),
     ],
 )
@@ -83,14 +76,6 @@ def test_arguments_for_the_other_kind_of_model(name, argument, value, kind):
     policy = POLICIES[name](**{argument: value})
     with pytest.raises(UserError, match=f"^policy '{name}': {argument}=.* leave it out$"):
         policy.rule(kind)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_readme_has_a_row(name):
-    (row,) = (r for r in markdown_table().splitlines() if r.startswith(f"| `{name}` |"))
-    assert f"\n{row}\n" in README.read_text(encoding="utf-8"), (
-        f"README.md, table of the policies, has no such row for it:\n{row}"
-    )
 
 
 def test_readme_lists_all_policies():
@@ -136,39 +121,16 @@ def test_fields_are_what_they_say(name, field):
 
 
 @pytest.mark.parametrize(
-    ("name", "field"),
-    [(n, f) for n, f in FIELDS if f.type is int],
-    ids=lambda value: str(value)[:9],
-)
-def test_whole_numbers_that_nothing_has(name, field):
-    for wrong in (-(10**5000), 10**400):
-        with pytest.raises(UserError, match=f"^policy '{name}': {field.name}=.{{,60}}: choose"):
-            POLICIES[name](**{field.name: wrong})
-
-
-@pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        *(("amskv", "ratio", v) for v in (1e308, 0.5)),
-        *(("amskv", "theta", v) for v in (-1e300, 0.5)),
-        *(("compose", "_prepared", v) for v in ("x", None, (1, 2), (policies.H2O(),), [])),
-        *(("hack", "_types", v) for v in ("x", None, (1,), ((1,),), [[True]], np.ones((1, 1)))),
+        *(("amskv", name, v) for name, v in (("ratio", 1e308), ("theta", -1e300))),
+        *(("compose", "_prepared", v) for v in (None, (1, 2), (policies.H2O(),))),
+        *(("hack", "_types", v) for v in (None, ((1,),), np.ones((1, 1)))),
     ],
 )
 def test_fields_that_are_refused(name, field, value):
     with pytest.raises(UserError, match=f"^policy '{name}': {field}="):
         POLICIES[name](**{field: value})
-
-
-@pytest.mark.parametrize("value", ["x" * 10**6, "x" * 300])
-def test_names_that_are_no_table(value):
-    with pytest.raises(UserError, match="^policy 'table': path=.{,120} bytes$"):
-        plan_cache(GEOMETRY, policies.Table(path=value))
-
-
-def test_a_long_text_is_cut():
-    with pytest.raises(UserError, match="^accounting=.{,70}: choose bytes or tokens$"):
-        plan_cache(GEOMETRY, policies.H2O(accounting="x" * 10**6))
 
 
 def table(tmp_path, **arrays):
@@ -194,12 +156,10 @@ def test_table_plan_matches_the_file(tmp_path):
     [
         ({"keep_scale": np.zeros((3, 2, 2, 4), bool)}, "has shape"),
         ({"keep_token": np.zeros((3, 2, 3, 2, 14), bool)}, "has shape"),
-        ({"keep_token": np.zeros((3, 2, 2, 13), bool)}, "has shape"),
+        ({"keep_token": np.zeros((3, 2), bool)}, "has shape"),
         ({"keep_scale": keep_scale(), "keep_token": np.zeros((3, 2, 2, 14), bool)}, "exactly one"),
         ({"something": np.zeros(3)}, "exactly one"),
         ({"keep_scale": np.full((3, 2, 2, 3), 0.5)}, "other than 0 and 1"),
-        ({"keep_scale": np.zeros((3, 2, 2, 3), [("a", bool)])}, "has type .*store bool"),
-        ({"keep_scale": np.zeros((3, 2, 2, 3), "M8[s]")}, "has type .*store bool"),
         ({"keep_scale": np.full((3, 2, 2, 3), "x")}, "has type .*store bool"),
         ({"keep_scale": np.ones((3, 2, 2, 3), bool)}, "does not exist yet"),
     ],
@@ -219,7 +179,7 @@ def test_resurrected_tokens_are_refused(tmp_path):
         plan_cache(GEOMETRY, table(tmp_path, keep_token=rows))
 
 
-@pytest.mark.parametrize("extra", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("extra", [0.0, 0.02])
 def test_table_pool_fits_its_budget(tmp_path, extra):
     """Rounding to blocks is charged here too: the block size shrinks until the pool fits."""
     geometry = Geometry(
@@ -234,19 +194,15 @@ def test_table_pool_fits_its_budget(tmp_path, extra):
     policy = dataclasses.replace(policy, budget=min(1.0, held + extra))
     plan = plan_cache(geometry, policy)
     assert plan.pool_tokens <= policy.budget * geometry.dense_tokens + 1e-6
+    with pytest.raises(UserError, match="more than budget"):
+        plan_cache(geometry, dataclasses.replace(policy, budget=held / 2))
     with pytest.raises(UserError, match="or smaller"):
         plan_cache(geometry, dataclasses.replace(policy, budget=held, block_size=128))
 
 
-def test_table_budget_is_a_check(tmp_path):
-    policy = table(tmp_path, keep_scale=keep_scale())
-    with pytest.raises(UserError, match="more than budget"):
-        plan_cache(GEOMETRY, dataclasses.replace(policy, budget=0.1))
-
-
-@pytest.mark.parametrize("path", ["", "nowhere.npz", __file__])
+@pytest.mark.parametrize("path", ["", "nowhere.npz", __file__, "x" * 10**6])
 def test_table_without_a_usable_file(path):
-    with pytest.raises(UserError, match="policy 'table'"):
+    with pytest.raises(UserError, match="^policy 'table'.{,300}$"):
         plan_cache(GEOMETRY, policies.Table(path=path))
 
 
@@ -267,11 +223,3 @@ def test_table_rows_must_fit_the_run(tmp_path):
     policy.check_images(2)
     with pytest.raises(UserError, match="two per image"):
         policy.check_images(3)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
-def test_tables_with_few_axes(tmp_path, shape):
-    policy = table(tmp_path, keep_token=np.zeros(shape, bool))
-    policy.check_images(2)  # asked first by commands
-    with pytest.raises(UserError, match="has shape"):
-        plan_cache(GEOMETRY, policy)
