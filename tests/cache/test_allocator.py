@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from varjax.cache import allocator
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.free_slots import CommonSlots, OwnRanges
 from varjax.cache.scale_plan import build_plan
@@ -36,8 +35,8 @@ def read_slots(plan, scale, layer, head) -> list[int]:
     return [block * plan.block_size + offset for block, a, b in entries for offset in range(a, b)]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 8])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("seed", range(2))
 def test_static_reads_find_exactly_the_visible_tokens(seed, block_size):
     """Write every token where the plan says, at the time the program does; reads must then find
     what is visible, and nothing else."""
@@ -65,11 +64,10 @@ def written_slots(plan, scale, layer) -> set[int]:
     return set(mine[mine >= 0].tolist())
 
 
-@pytest.mark.parametrize("block_size", [1, 8])
-@pytest.mark.parametrize("seed", range(4))
-def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed, block_size):
+@pytest.mark.parametrize("seed", range(2))
+def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed):
     allocation = random_static(seed)
-    plan = build_plan(GEOMETRY, allocation, block_size=block_size, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, allocation, block_size=8, budget=1.0, accounting="tokens")
     found = []
     for s in range(GEOMETRY.schedule.num_scales - 1):
         heads = np.ndindex(GEOMETRY.num_layers, GEOMETRY.num_heads)
@@ -79,27 +77,11 @@ def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed, block_size)
     assert not found[0] and any(found)  # nothing is read at first
 
 
-def test_a_full_cache_overwrites_nothing():
-    g = GEOMETRY
-    kept = np.full((g.num_layers, g.num_heads, g.schedule.total_tokens), g.schedule.num_scales - 1)
-    allocation = StaticAllocation(kept.astype(np.int16))
-    plan = build_plan(g, allocation, block_size=4, budget=1.0, accounting="tokens")
-    assert not any(map(plan.overwrites, range(g.schedule.num_scales)))
-
-
-def test_where_the_device_decides_it_may_overwrite_anything():
-    plan = build_plan(
-        GEOMETRY, random_regions(0), block_size=4, budget=1.0, accounting="tokens", policy=None
-    )
-    assert plan.overwrites(0)
-
-
 @pytest.mark.parametrize("make", [random_static, random_regions])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(3))
-def test_pool_is_the_peak_of_live_tokens(make, block_size, seed):
+def test_pool_is_the_peak_of_live_tokens(make, block_size):
     """Rounded up to one block, whatever the block size."""
-    plan = build_plan(GEOMETRY, make(seed), block_size=block_size, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, make(0), block_size=block_size, budget=1.0, accounting="tokens")
     assert plan.pool_blocks == -(-plan.live_tokens.max() // block_size)
     assert plan.blocks_after_store.max() <= plan.pool_blocks
     assert (plan.blocks_after_store * block_size >= plan.live_tokens).all()
@@ -141,17 +123,6 @@ def test_heads_whose_ranges_fit_stay_in_them():
     assert pool.take(1, np.array([4, 0]), np.array([-1, -1])).tolist() == [8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("make", [random_static, random_regions])
-def test_heads_need_few_blocks(make):
-    """Where every head has a range of its own, one more than it would in blocks of its own."""
-    allocation = make(0)
-    most = np.maximum.accumulate(allocation.capacity(GEOMETRY), axis=0)
-    grown = RegionAllocation(most)  # never shrinks, so that the ranges fit
-    plan = build_plan(GEOMETRY, grown, block_size=4, budget=1.0, accounting="tokens")
-    entries = (plan.stop > plan.start).sum(-1)
-    assert (entries <= -(-most // 4) + 1).all() and plan.pool_blocks == -(-most[-1].sum() // 4)
-
-
 def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
     """Kernels read a block while another one is on its way out, so none may be listed twice. Here
     the last head grows into what the first and the third have left of the only block."""
@@ -177,11 +148,6 @@ def test_region_tables_grow_and_shrink_at_their_end():
                 assert before[:common] == after[:common]
 
 
-def test_after_each_store():
-    held = np.array([[0, 0], [1, 2], [5, 6]])
-    np.testing.assert_array_equal(allocator.after_each_store(held), [[1, 3], [7, 11], [11, 11]])
-
-
 @pytest.mark.parametrize(
     ("entry", "message"), [((1, 0, 0, 5), "does not exist yet"), ((3, 0, 0, 0), "cannot return")]
 )
@@ -193,7 +159,7 @@ def test_impossible_visibility_is_refused(entry, message):
         StaticAllocation.from_visibility(GEOMETRY, visible)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_capacity_counts_what_is_seen(seed):
     """For last uses per token and for whole scales with one last use."""
     allocation = random_static(seed)

@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests import models_under_test as models
 from varjax import measure_calibration
@@ -135,10 +134,9 @@ def scale_slice(schedule, s):
     return slice(schedule.starts[s], schedule.ends[s])
 
 
-@pytest.mark.parametrize("evict", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_masses_and_scores(evict):
-    _, memory = spied(evict)
-    layers, seen, schedule = oracle(evict)
+def test_masses_and_scores():
+    _, memory = spied(True)
+    layers, seen, schedule = oracle(True)
     for layer, (_, k, raw, weights) in enumerate(layers):
         total = np.zeros(weights.shape[:2] + weights.shape[-1:])
         for s in range(schedule.num_scales):
@@ -170,11 +168,10 @@ def resize(grid, size):
     return jax.image.resize(grid, size, "linear", antialias=False)
 
 
-@pytest.mark.parametrize("evict", [False, True])
-def test_key_similarity(evict):
+def test_key_similarity():
     """The previous keys are those computed, evicted or not; resized like jax.image does."""
-    _, memory = spied(evict)
-    layers, _, schedule = oracle(evict)
+    _, memory = spied(True)
+    layers, _, schedule = oracle(True)
     for layer, (_, k, _, _) in enumerate(layers):
         assert (memory["key_similarity"][layer][:, 0] == -np.inf).all()
         for s in range(1, schedule.num_scales):

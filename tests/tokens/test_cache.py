@@ -5,17 +5,17 @@ import dataclasses
 import functools
 import math
 import re
-import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.often import often
 from tests.tokens import stand_in
 from tests.tokens.test_policies import DECIDING, EVERY, held
 from varjax import policies
-from varjax.cache import token_decision, token_state
+from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.engine import cost
@@ -25,10 +25,8 @@ from varjax.policies import POLICIES, get_policy
 XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
 LUMINA = Geometry.parse("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
 BUDGETS = (0.04, 0.125, 1 / 6, 0.25, 0.5, 0.97)
-REFUSING = [name for name, cls in POLICIES.items() if not cls.serves("tokens")]
-SLOW = pytest.mark.slow
 # a table needs a file
-SERVING = [name for name in POLICIES if name not in (*REFUSING, "table")]
+SERVING = [name for name, cls in POLICIES.items() if cls.serves("tokens") and name != "table"]
 
 
 def plan_of(geometry, name, budget):
@@ -43,10 +41,10 @@ def plan_of(geometry, name, budget):
 
 @pytest.mark.parametrize("name", SERVING)
 def test_pools_keep_to_the_budget(name):
-    for geometry in (XL, LUMINA, stand_in.geometry(), stand_in.geometry(line=0, tokens=20)):
+    for geometry in (XL, LUMINA, stand_in.geometry(line=0, tokens=20)):
         for budget in BUDGETS:
             plan = plan_of(geometry, name, budget)
-            for dtype in ("float32", "bfloat16", "int8"):
+            for dtype in ("bfloat16", "int8"):
                 state = jax.eval_shape(lambda p=plan, d=dtype: token_state.empty(p, 3, d))
                 pools = [a for cache in state for a in (cache.pool, cache.scale) if a is not None]
                 allocated = sum(math.prod(a.shape) * a.dtype.itemsize for a in pools)
@@ -55,16 +53,6 @@ def test_pools_keep_to_the_budget(name):
             assert plan.live_tokens.max() <= plan.pool_tokens
             assert plan.peak_live_fraction > plan.budget * 0.6  # and is used
             assert plan.capacity.shape == (*plan.live_tokens.shape, geometry.num_heads)
-
-
-@pytest.mark.parametrize("name", SERVING)
-def test_planning_many_tokens_is_quick_and_small(name):
-    tracemalloc.start()
-    plan = plan_of(LUMINA, name, 0.125)
-    hash(plan), plan.live_tokens.max()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 50 * 2**20
 
 
 def test_papers_count_image_tokens_after_an_update():
@@ -114,7 +102,7 @@ def run_of(name):
     return plan, model, *stand_in.run(model, plan)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", often(("streaming", "headkv", "diagonal"), EVERY))
 def test_dropped_tokens_are_never_read(name):
     plan, model, expected, _ = run_of(name)
     wrap = None if plan.static_content else Poisoning
@@ -123,7 +111,7 @@ def test_dropped_tokens_are_never_read(name):
     np.testing.assert_array_equal(found["logits"].ravel(), expected.ravel())
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", often(("headkv", "h2o"), DECIDING))
 def test_a_batch_is_its_rows_alone(name):
     plan, model, together, state = run_of(name)
     contents = held(state, 3)
@@ -133,7 +121,7 @@ def test_a_batch_is_its_rows_alone(name):
         assert numbers == contents[layer, 1, head]
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", often(("headkv", "h2o"), DECIDING))
 def test_condition_and_newest_tokens_stay(name):
     """After the last decision: the condition as it was, and the newest tokens of the window."""
     plan, model, _, state = run_of(name)
@@ -160,13 +148,13 @@ def test_int8(name):
     assert 0 < error.mean() < 0.02
 
 
-@pytest.mark.parametrize("name", ["full", "headkv"])
+@pytest.mark.parametrize("name", ["headkv", "diagonal"])
 def test_programs_do_not_grow_with_the_tokens(name):
     """As many operations for 4,160 tokens as for 256."""
     counts = []
     for tokens, budget in ((257, 0.25), (4161, 0.25 * 257 / 4161)):
         shape = dict(tokens=tokens, line=16, condition=1)
-        plan = stand_in.plan_for(get_policy(name, 1.0 if name == "full" else budget), **shape)
+        plan = stand_in.plan_for(get_policy(name, budget), **shape)
         # a model of shapes: numbers for all tokens would be large
         program, arguments = stand_in.traced(stand_in.Endless(plan.geometry, 2), plan)
         text = program.lower(*arguments).as_text()
@@ -177,43 +165,25 @@ def test_programs_do_not_grow_with_the_tokens(name):
 # --- what cannot work ---
 
 
-@pytest.mark.parametrize("name", REFUSING)
-def test_policies_of_scales_are_refused(name):
-    with pytest.raises(UserError, match=f"{name}.*does not serve models that draw token by token"):
-        plan_cache(XL, get_policy(name, 0.25))
-
-
-@pytest.mark.parametrize("name", ["linear", "rkv"])
-def test_policies_of_tokens_are_refused(name):
-    scales = Geometry.parse("layers=2,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
-    with pytest.raises(UserError, match=f"{name}.*does not serve models that draw scale by scale"):
-        plan_cache(scales, get_policy(name, 0.5))
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("headkv", {"local_share": "0.3"}, "local_share=0.3 is for models that draw scale by"),
         ("headkv", {"global_heads": "21"}, "global_heads=21, but a layer has 20 heads"),
-        ("headkv", {"window": "0"}, "window=0 must be 1 to 574"),
         ("headkv", {"window": "600"}, "window=600 must be 1 to 574"),
         (
             "headkv",
             {"window": "200"},
             r"what always stays \(200\).*smallest feasible budget is 0.36",
         ),
-        ("headkv", {"period": "0"}, "period=0 must be 1 to 574"),
         ("h2o", {"period": "575"}, "period=575 must be 1 to 574"),
         ("headkv", {"score": "lgit"}, "unknown score 'lgit': choose one of attention, logit"),
-        ("headkv", {"grouping": "x"}, "unknown grouping 'x': choose one of budget, paper"),
         (
             "headkv",
             {"grouping": "paper"},
             "holds 105 tokens per head before it groups heads, 0.1823",
         ),
-        ("linear", {"sinks": "-1"}, "sinks=-1 must be 0 to 574"),
         ("rkv", {"window": "9"}, "window=9 must be 1 to the period, 8"),
-        ("snapkv", {"kernel": "4"}, "kernel=4 must be odd"),
         ("streaming", {"sinks": "575"}, "sinks=575 must be 0 to 574"),
     ],
 )
@@ -222,25 +192,15 @@ def test_arguments_that_cannot_work(name, arguments, message):
         plan_cache(XL, get_policy(name, 0.125, arguments))
 
 
-def test_arguments_of_tokens_on_scales():
-    scales = Geometry.parse("layers=2,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
-    with pytest.raises(UserError, match="period=4 is for models that draw token by token"):
-        plan_cache(scales, policies.H2O(budget=0.5, period=4))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("layers=2,heads=2,head_dim=8,tokens=16,schedule=1x1", "cannot read 'schedule=1x1'"),
         ("layers=2,heads=2,tokens=16", "lacks head_dim"),
+        ("layers=2,heads=2,head_dim=8,schedule=1x1,queries_per_head=2", "cannot read 'queries_per"),
         ("layers=2,heads=2,head_dim=8,tokens=1", "image_tokens=1: choose 2 to"),
         ("layers=2,heads=2,head_dim=8,tokens=16,condition=0", "condition=0: choose 1 to"),
         ("layers=64,heads=64,head_dim=8,tokens=100000", "at most"),
-        (
-            "layers=2,heads=2,head_dim=8,tokens=16,queries_per_head=0",
-            "queries_per_head=0: choose 1",
-        ),
-        ("layers=2,heads=2,head_dim=8,schedule=1x1,queries_per_head=2", "cannot read 'queries_per"),
     ],
 )
 def test_geometries_that_are_refused(text, message):
@@ -265,12 +225,6 @@ def test_geometry_of_groups():
     assert flops[1] == 8 * flops[0]
 
 
-def test_scales_have_no_groups():
-    scales = Geometry.parse("layers=2,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
-    with pytest.raises(UserError, match="queries_per_head is 2, but models that draw scale by"):
-        dataclasses.replace(scales, queries_per_head=2)
-
-
 @pytest.mark.parametrize("name", ["full", "headkv"])
 def test_pools_are_updated_in_place(name, optimized):
     """No copy of a layer's pool anywhere in the compiled program."""
@@ -282,19 +236,3 @@ def test_pools_are_updated_in_place(name, optimized):
     pool = re.escape(f"f32[2,3,{plan.layer_slots[0]},128]")
     assert re.search(pool + r"\S* fusion\(", text), "the pattern finds nothing"
     assert not re.search(pool + r"\S* copy\(", text)
-
-
-@pytest.mark.parametrize("how", [pytest.param("together", marks=SLOW), "two and one"])
-@pytest.mark.parametrize(
-    "name", [n if n == "headkv" else pytest.param(n, marks=SLOW) for n in DECIDING]
-)
-def test_layers_that_decide_together_decide_as_alone(name, how, monkeypatch):
-    plan = stand_in.plan_for(get_policy(name, 0.4), layers=3)
-    model = stand_in.StandIn.random(plan.geometry, 2)
-    most = 2**20 if how == "together" else 2 * 2 * 3 * 4 * plan.layer_slots[0]
-    monkeypatch.setitem(token_decision.TOGETHER, "cpu", most)
-    found = stand_in.run(model, plan)
-    monkeypatch.setitem(token_decision.TOGETHER, "cpu", 0)
-    alone = stand_in.run(model, plan)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_array_equal(ours, theirs)

@@ -13,12 +13,10 @@ from tests.tokens import oracles, stand_in
 from varjax import policies
 from varjax.cache import token_decision
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.cache.token_offsets import OffsetStep
 from varjax.cache.token_strategy import token_step
 from varjax.errors import UserError
-from varjax.policies import stage_blocks
 
 ROWS = 2
 CLOSE = 2e-5  # float32 against float64
@@ -70,20 +68,14 @@ CASES = {
     "sinks": {"budget": 0.5, "sinks": 4},
     "query": {"budget": 0.6, "score": "query", "sinks": 1},
     "few": {"budget": 0.5, "share": 0.1},
-    "nearly all": {"budget": 0.5, "share": 0.95},
     "all stored": {"budget": 0.4, "share": 0.3, "accounting": "tokens", "sinks": 2},
     "a slot": {"budget": 5.1 / 51},
 }
 
 
-OFTEN = [("default", 1), ("sinks", 1), ("few", 1), ("a slot", 1), ("query", 2)]
-
-
-@pytest.mark.parametrize(
-    ("case", "shared"),
-    often(OFTEN, [*((case, 1) for case in CASES), ("sinks", 2), ("query", 2)]),
-)
-def test_against_the_oracle(case, shared):
+@pytest.mark.parametrize("case", often(("sinks", "query", "a slot"), CASES))
+def test_against_the_oracle(case):
+    shared = 2 if case == "query" else 1
     plan = stand_in.plan_for(policies.Diagonal(**CASES[case]), layers=2, group=shared)
     model = stand_in.StandIn.random(plan.geometry, ROWS, seed=len(case))
     out, state = stand_in.run(model, plan)
@@ -146,16 +138,6 @@ def test_skipped_keys_are_not_read():
     np.testing.assert_array_equal(found.ravel(), expected.ravel())
 
 
-@pytest.mark.parametrize("score", ["query", "mean"])
-def test_a_batch_is_its_rows_alone(score):
-    plan = stand_in.plan_for(policies.Diagonal(budget=0.5, score=score))
-    model = stand_in.StandIn.random(plan.geometry, 3)
-    together, state = stand_in.run(model, plan)
-    alone, own = stand_in.run(model.rows([1]), plan)
-    np.testing.assert_allclose(alone[0], together[1], atol=1e-6)
-    np.testing.assert_array_equal(own[0].skipped[0], state[0].skipped[1])
-
-
 def test_int8():
     plan = stand_in.plan_for(policies.Diagonal(budget=0.5))
     model = stand_in.StandIn.random(plan.geometry, ROWS)
@@ -176,25 +158,6 @@ def test_layers_that_choose_together_choose_as_alone(monkeypatch):
     found = stand_in.run(model, plan)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_of_equals_the_older_goes():
-    score = jnp.asarray([[[3.0, 1.0, 1.0, 0.0]]])
-    among = jnp.asarray([[[True, True, True, False]]])
-    position = jnp.asarray([[[5, 7, 6, 4]]], jnp.int32)
-    heads = jnp.zeros((1, 1), jnp.int32)
-    obs = Observation(jnp.int32(0), among, position, heads, heads)
-    assert stage_blocks.least(obs, score, among).tolist() == [[[False, False, True, False]]]
-
-
-def test_programs_do_not_grow_with_the_tokens():
-    counts = []
-    for tokens in (257, 4161):
-        policy = policies.Diagonal(budget=0.25 * 257 / tokens)
-        plan = stand_in.plan_for(policy, tokens=tokens, line=16, condition=1)
-        program, arguments = stand_in.traced(stand_in.Endless(plan.geometry, 2), plan)
-        counts.append(program.lower(*arguments).as_text().count("\n"))
-    assert counts[0] == counts[1]
 
 
 # --- plans ---
@@ -226,7 +189,6 @@ def test_papers_may_count_what_is_read():
         ({"sinks": -1}, "sinks=-1 must be 0 to 574"),
         ({"sinks": 100}, r"what always stays \(101\).*smallest feasible budget is 0.1771"),
         ({"score": "sum"}, "unknown score 'sum': choose one of mean, query"),
-        ({"share": 0.0}, "share=0"),
         ({"share": 1.5}, "share=1.5"),
         ({"period": 0}, "period=0 must be 1 to 574"),
     ],
@@ -234,9 +196,3 @@ def test_papers_may_count_what_is_read():
 def test_arguments_that_cannot_work(arguments, message):
     with pytest.raises(UserError, match=message):
         plan_cache(XL, policies.Diagonal(budget=0.125, **arguments))
-
-
-@pytest.mark.parametrize("role", ["allocate", "select"])
-def test_it_is_no_part_of_a_composition(role):
-    with pytest.raises(UserError, match="diagonal"):
-        plan_cache(XL, policies.get_policy("compose", 0.3, {role: "diagonal"}))
