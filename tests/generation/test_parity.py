@@ -119,17 +119,16 @@ def test_keys_and_values_of_all_scales():
             np.testing.assert_allclose(mean, arrays[f"{name}_mean"][layer], rtol=0, atol=limit)
 
 
-EVICTIONS = [  # by scale, by position, by token with rows that differ; the others are alike
-    ("a_k10", "evict_headscale"),
-    pytest.param("a_k10", "evict_token_equal", marks=pytest.mark.slow),
-    pytest.param("b_k6_sharedaln", "evict_headscale", marks=pytest.mark.slow),
+EVICTIONS = [
+    *itertools.product(("a_k10", "b_k6_sharedaln"), ("evict_headscale", "evict_token_equal")),
     ("b_k6_sharedaln", "evict_streaming"),
-    pytest.param("b_k6_sharedaln", "evict_token_equal", marks=pytest.mark.slow),
     ("b_k6_sharedaln", "evict_token_ragged"),
 ]
+# By scale, and by token with rows that differ.
+DIFFERENT = [("b_k6_sharedaln", f"evict_{kind}") for kind in ("headscale", "token_ragged")]
 
 
-@pytest.mark.parametrize(("name", "file"), EVICTIONS)
+@pytest.mark.parametrize(("name", "file"), often(DIFFERENT, EVICTIONS))
 def test_table_policy_deletes_what_the_original_masks(name, file, tmp_path):
     """All kinds of eviction, deleted from a smaller pool here, masked in the original: identical
     greedy tokens."""

@@ -37,42 +37,25 @@ def test_a_calibration_of_other_weights_is_refused(demo):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": None}, "give a policy or a name"),
-        ({"policy": "headkv", "budget": "0.1"}, "must be a number"),
-        ({"policy": "headkv", "budget": True}, "must be a number"),
-        ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
-        ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
-        ({"progress": 3}, r"progress=3: give True, False, or a function"),
-    ],
-)
-def test_refused(demo, arguments, message):
-    with pytest.raises(UserError, match=message):
-        varjax.generate(demo, [1, 2], **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *(({"seed": s}, "^seed=.*choose 0 to 2147483647") for s in (-1, 2**31, 2**32 + 5)),
-        *(({"seed": s}, "^seed=.*must be a whole number") for s in (1.0, True, "1", None)),
-        *(({"labels": x}, r"^labels\[0\]=") for x in ([1.7], [True], ["3"], [None], [[1]])),
-        *(({"labels": x}, "^labels=.*list of class") for x in (np.array([1.7]), np.array(3), 3)),
-        ({"labels": np.array([True])}, "^labels=.*list of class numbers"),
-        ({"labels": np.array([[1, 2]])}, "^labels=.*list of class numbers"),
+        *(({"seed": s}, "^seed=.*choose 0 to 2147483647") for s in (-1, 2**31)),
+        ({"seed": 1.0}, "^seed=.*must be a whole number"),
+        *(({"labels": x}, r"^labels\[0\]=") for x in ([1.7], [True], [[1]])),
+        *(({"labels": x}, "^labels=.*list of class") for x in (np.array([True]), np.ones((1, 2)))),
         ({"labels": range(10**12)}, "^labels holds 1000000000000 numbers: at most"),
         ({"labels": [2**70]}, "outside the model's 44 classes"),
         ({"labels": []}, "no labels given"),
         ({"model": 3}, "^model=3: give a model"),
-        ({"policy": 3}, "^policy=3: give a policy"),
         ({"policy": policies.HeadKV}, "give a policy"),
         ({"budget": float("nan")}, "^budget=nan is outside"),
+        ({"policy": "headkv", "budget": True}, "must be a number"),
+        ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
+        ({"progress": 3}, r"progress=3: give True, False, or a function"),
         ({"sampling": "x"}, "^sampling='x': give Sampling"),
         ({"sampling": varjax.Sampling(cfg=float("nan"))}, "^cfg=nan"),
         ({"calibration": 5, "policy": "hack"}, "^calibration=5: give a path"),
         ({"kv_dtype": 7}, "unknown kv_dtype 7"),
         ({"decode_dtype": None}, "unknown decode_dtype None"),
         ({"batch_size": 0}, "^batch_size=0: choose 1 to 1000000"),
-        ({"batch_size": 1.0}, "^batch_size=1.0: it must be a whole number"),
     ],
 )
 def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
@@ -87,16 +70,10 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
         ({"mesh": "data=2"}, "^mesh='data=2': give a MeshSpec"),
         ({"segments": 1.5}, "^segments=1.5 is not valid"),
         ({"decode_batch": 0}, "^decode_batch=0: choose 1"),
-        (
-            {"decode_dtype": "int8"},
-            "unknown decode_dtype 'int8': choose one of auto, bf",
-        ),
         ({"decode_dtype": "tf32"}, "^decode_dtype=tf32: a CPU has no TF32.*choose auto"),
-        ({"attention": "flash"}, "unknown attention 'flash'"),
         ({"attention": "tpu"}, "tpu needs a TPU"),
         ({"matmul_precision": 3}, "unknown matmul_precision 3"),
         ({"keep_logits": "no"}, "^keep_logits='no': it must be true or false"),
-        ({"kv_dtype": np.float32(0.5)}, "unknown kv_dtype"),
         ({"calibration": "x" * 10**6, "policy": "hack"}, r"^calibration=.{,100} bytes$"),
         ({"plan": 3}, "^plan=3: give a plan"),
     ],
@@ -116,27 +93,18 @@ def test_a_plan_of_another_model_is_refused(demo):
     ("call", "message"),
     [
         (lambda: varjax.load(3), "^model=3: give a path"),
-        (lambda: varjax.load(""), "^model=''"),
         (lambda: varjax.load(dtype=3), "unknown dtype 3"),
-        (lambda: varjax.load(dtype=""), "unknown dtype ''"),
         (lambda: varjax.load(on_disk="no"), "^on_disk='no'"),
-        (lambda: varjax.describe("infinity-2b", aspect="x"), "aspect 'x' is not supported"),
-        (lambda: varjax.describe("infinity-2b", aspect=True), "aspect True is not supported"),
         *(
             (lambda wrong=wrong: varjax.describe("infinity-2b", aspect=wrong), "^aspect .* is not")
-            for wrong in (np.True_, b"1", np.ones(1), 10**400, [1])
+            for wrong in ("x", True, b"1", np.ones(1), 10**400)
         ),
         (lambda: varjax.load("\ud800"), "^model="),
         (lambda: varjax.describe("x" * 10**6), "^model=.*less than 4096 bytes"),
-        (lambda: varjax.load(dtype=np.float32(0.5)), "unknown dtype"),
-        (lambda: varjax.plan(varjax.describe()).num_bytes(1, np.float32(1)), "unknown dtype"),
         (lambda: varjax.plan(3), "^model=3: give a model"),
-        (lambda: varjax.describe().sampling(cfg="a"), "^cfg='a': it must be a number"),
         (lambda: varjax.describe().sampling(cgf=2.0), "unknown setting 'cgf'.*did you mean 'cfg'"),
         (lambda: varjax.plan(varjax.describe()).num_bytes(1, None), "unknown dtype None"),
-        (lambda: varjax.plan(varjax.describe()).num_bytes(1, "a"), "unknown dtype 'a'"),
         (lambda: varjax.plan(varjax.describe()).num_bytes(-1, "int8"), "^batch_size=-1"),
-        (lambda: varjax.plan(varjax.describe()).dense_bytes(True, "int8"), "^batch_size=True"),
     ],
 )
 def test_nonsense_elsewhere_is_refused(call, message):

@@ -8,6 +8,7 @@ import pytest
 
 import varjax
 from tests import models_under_test as models
+from tests.often import often
 from varjax import Generator, conditions
 from varjax.cache.planner import plan_cache
 from varjax.engine import memory
@@ -39,12 +40,10 @@ def test_features_to_images():
         ({}, "nothing given: .* draws from prompts or text_features"),
         ({"labels": [1]}, "labels given: .* draws from prompts or text_features"),
         ({"prompts": "a cat"}, "give a list of texts"),
-        ({"prompts": []}, "give a list of texts"),
         ({"prompts": [3]}, "give a list of texts"),
         ({"prompts": ["a cat"]}, "text_encoder"),
         ({"text_features": "x.npz"}, "give TextFeatures"),
         ({"prompts": ["a"], "text_features": features}, "prompts, text_features given"),
-        ({"text_features": features, "cfg": "3"}, "cfg='3': it must be a number"),
         ({"text_features": features, "cfg": [1.0, 2.0]}, "the schedule has 6 scales"),
         ({"text_features": features, "more_smooth": True}, "Infinity draws bits"),
         ({"text_features": features, "cfg_insertion_layer": [-9]}, "cfg_insertion_layer=-9"),
@@ -97,7 +96,9 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
     assert len(found) == 2 and len(jax.live_arrays()) <= before
 
 
-@pytest.mark.parametrize("policy", [Full(), Streaming(budget=0.2)], ids=["full", "streaming"])
+@pytest.mark.parametrize(
+    "policy", often((Streaming(budget=0.2),), (Full(), Streaming(budget=0.2))), ids=str
+)
 def test_predicted_bytes_bound_the_compiled_program(monkeypatch, policy):
     """Drawing codes, where attention dominates without kernels."""
     model = models.fixture_model("infinity_a").with_template(2.0, "0.25M")
@@ -112,25 +113,3 @@ def test_predicted_bytes_bound_the_compiled_program(monkeypatch, policy):
     predicted = memory.predict(model, plan, *sizes, kernels=False, text_tokens=16)
     assert needed / memory.SAFETY > predicted.total * 0.5  # and not far too high
     assert needed <= predicted.total / memory.SAFETY
-
-
-@pytest.mark.slow  # by default VAR's: test_invariants
-def test_bfloat16_stays_close():
-    """Weights and cache in bfloat16, residual stream in float32. Not a parity claim; the bound is
-    twice what was measured (0.0146)."""
-    model = varjax.load(models.checkpoint_folder("infinity_a"), "bfloat16")
-    arrays = models.infinity_fixture("infinity_A_forced_square")
-    text = models.TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"]).take(np.arange(1))
-    given = model.transformer.tokens_from_file(arrays["gt_bits"], 1, 7)
-    generator = models.greedy_generator(
-        model, cfg=float(arrays["cfg"][0]), batch_size=1, kv_dtype="bfloat16", segments=1
-    )
-    results, state = generator.run_batch(text, np.arange(1), given=given)
-    exact = models.greedy_generator(
-        models.fixture_model("infinity_a"), cfg=float(arrays["cfg"][0]), batch_size=1, segments=1
-    )
-    expected, _ = exact.run_batch(text, np.arange(1), given=given)
-    assert state.kv_pool.dtype == "bfloat16"
-    expected = np.asarray(expected["logits"])
-    error = np.linalg.norm(np.asarray(results["logits"]) - expected) / np.linalg.norm(expected)
-    assert 0 < error < 0.03
