@@ -1,15 +1,10 @@
 """Progress lines, and how much time is said to be left."""
 
 import io
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from experiments.run import __main__ as run_command
-from varjax import progress as progress_module
 from varjax.errors import UserError
-from varjax.parallel.stopping import Stop
 from varjax.progress import Progress, reporter, show_seconds
 
 
@@ -22,35 +17,6 @@ def test_progress_lines():
     assert len(lines) == 5 and "left" not in lines[0]
     assert lines[1].startswith("images 1/4") and "s left" in lines[1] and lines[1].endswith("batch")
     assert "left" not in lines[4]
-
-
-def test_a_run_does_not_count_compiling(monkeypatch, capsys):
-    """Of three images, 10 s each, after 1000 s."""
-    now, done = [0.0], []
-    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(run_command.run_results, "kept", lambda run, results: results)
-
-    def passed(seconds, result=None):
-        now[0] += seconds
-        return result
-
-    generator = SimpleNamespace(
-        segments=(),
-        batch_size=1,
-        timing=SimpleNamespace(compile_s=1000.0, cache="cold"),
-        compile=lambda *a: passed(1000),
-        draw=lambda condition, index, **k: passed(10, {}),
-    )
-    plan, labels = SimpleNamespace(policy=SimpleNamespace(name="x")), np.zeros(3, int)
-    run = SimpleNamespace(plan=plan, condition=labels, batch_size=1, seed=0, save_arrays=False)
-    run.program, run.generator = SimpleNamespace(kv_dtype=None), lambda *a, **k: generator
-    run.given_tokens = run.given_scales = None
-    store = SimpleNamespace(finished=lambda name: len(done), series={"main": SimpleNamespace()})
-    store.series["main"].made = range(3)
-    store.missing = lambda name: [np.array([i]) for i in range(3)]
-    store.add = lambda name, index, results: done.append(index)
-    run_command.generate_series(run, None, store, "main", Stop())
-    assert "x: image 1/3  10.0 s, about 20 s left" in capsys.readouterr().err
 
 
 def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):

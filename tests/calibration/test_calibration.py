@@ -41,30 +41,6 @@ def write(folder, content) -> pathlib.Path:
 # --- scores ---
 
 
-def attention_mass(probabilities, schedule: Schedule) -> np.ndarray:
-    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
-    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2)."""
-    beta = np.zeros((*probabilities[0].shape[:-2], *(schedule.num_scales,) * 2))
-    for k, attention in enumerate(probabilities):
-        columns = attention.mean(-2, dtype=np.float64)
-        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
-    return beta
-
-
-def test_attention_mass(scas):
-    schedule = Schedule(tuple(map(tuple, scas["scale_hw"].tolist())))
-    per_prompt = [
-        attention_mass([scas[f"probs_d{d}_k{k}"] for k in range(schedule.num_scales)], schedule)
-        for d in range(int(scas["num_prompts"]))
-    ]
-    chex.assert_trees_all_close(np.stack(per_prompt), scas["beta_per_prompt"], atol=1e-7)
-    chex.assert_trees_all_close(np.mean(per_prompt, 0), scas["beta"], atol=1e-7)
-    chex.assert_trees_all_close(np.mean(per_prompt, 0).sum(-1), 1, atol=1e-6)
-    scores = data.scas(np.mean(per_prompt, 0), int(scas["sink_scales"]))
-    orders = data.orders_from_scores(scores, int(scas["sink_scales"]))
-    np.testing.assert_array_equal(orders, scas["orders_official"])
-
-
 def test_scores_and_orders(scas):
     sinks = int(scas["sink_scales"])
     scores = data.scas(scas["beta"], sinks)

@@ -44,12 +44,6 @@ def test_cold_warm_and_off(tmp_path, monkeypatch):
     assert start(100) == "off"
 
 
-def test_programs_too_quick_to_keep_are_cold_each_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation_cache, "SHORTEST_S", 1000.0)
-    compilation_cache.use(str(tmp_path))
-    assert start(101) == "cold" and start(101) == "cold"
-
-
 def test_generators_keep_their_programs(tmp_path, monkeypatch):
     """Where nobody has chosen a folder, and nothing else of the process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

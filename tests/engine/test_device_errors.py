@@ -30,7 +30,7 @@ def cases(messages: list[str]) -> list[tuple[str, str]]:
     return [(PLACES[0], text) for text in messages] + [(place, messages[1]) for place in PLACES[1:]]
 
 
-@pytest.fixture(params=["llamagen_c2i", "a_k10"])
+@pytest.fixture(params=["llamagen_c2i", "c_k5_nol2norm"])
 def generator(request):
     return varjax.Generator(fixture_model(request.param), batch_size=2)
 
@@ -81,14 +81,3 @@ def test_kernels_can_be_done_without(message):
             failing(message)()
     [note] = failure.value.__notes__
     assert "compiling failed with kernels (tpu)" in note and "--attention=reference" in note
-
-
-def test_mistakes_of_ours_have_no_note():
-    with pytest.raises(KeyError) as failure:
-        with device_errors.explained("compiling", "tpu"):
-            raise KeyError("layer")
-    assert not getattr(failure.value, "__notes__", [])
-    with pytest.raises(NotImplementedError) as failure:
-        with device_errors.explained("compiling", "tpu"):
-            raise NotImplementedError("heads of 96")
-    assert not getattr(failure.value, "__notes__", [])

@@ -70,10 +70,6 @@ def test_a_generator_scans_where_separate_layers_do_not_fit(monkeypatch):
     assert Generator(model, batch_size=2, layers="unroll").layers == "unroll"
 
 
-def test_show_bytes():
-    assert [memory.show_bytes(n) for n in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3 GiB"]
-
-
 def test_a_window_of_queries_takes_memory_even_with_kernels():
     """Its scores, and the keys that they are made from, are in no kernel."""
     model = describe("var-d30")

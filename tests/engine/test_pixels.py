@@ -1,17 +1,11 @@
 """The program that decodes pixels: chunks, arithmetic, memory, options of its compilers."""
 
-import json
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import chips
-from tests.engine import compile_pixels
 from tests.models_under_test import fixture_model
 from varjax.codecs import arithmetic, autoencoder
 from varjax.codecs.autoencoder import cast
@@ -21,9 +15,8 @@ from varjax.engine.pixels import Decoding
 NAME = "c_k5_nol2norm"
 
 
-@pytest.mark.parametrize("images", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5])
-def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
-    model, decoding = fixture_model(NAME), Decoding()
+def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch):
+    model, decoding, images = fixture_model(NAME), Decoding(), 5
     codec, shape = model.codec, (images, *model.config.code_map)
     code_map = jax.random.normal(jax.random.key(0), shape)
     expected = jax.jit(lambda codec: (codec.decode(code_map) + 1) / 2)(codec)
@@ -41,6 +34,9 @@ def test_a_decoder_in_bfloat16_rounds_pixels():
     traced = pixels.trace_pixels(model.networks, code_map, Decoding("bfloat16"))
     convolutions = [line for line in str(traced.jaxpr).splitlines() if "conv_general" in line]
     assert convolutions and all("bf16[" in line for line in convolutions)
+    exact = pixels.trace_pixels(model.networks, code_map, Decoding("float32"))
+    highest = "precision=(Precision.HIGHEST, Precision.HIGHEST)"  # GPUs use no TF32 then
+    assert str(exact.jaxpr).replace("\n", "").count(highest) >= len(convolutions)
     found = traced.lower().compile()(model.networks, code_map)
     expected = jax.jit(pixels.decode, static_argnums=2)(model.codec, code_map, Decoding())
     assert found.dtype == jnp.float32
@@ -97,7 +93,7 @@ def test_the_last_convolution_has_more_channels_on_gpus(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("mean", [0, 3, 30])
+@pytest.mark.parametrize("mean", [0, 30])
 def test_norms_of_bfloat16_read_numbers_once(mean):
     """And lose no more than bfloat16 does."""
     codec = fixture_model(NAME).codec
@@ -108,32 +104,3 @@ def test_norms_of_bfloat16_read_numbers_once(mean):
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
     errors = [float(jnp.sqrt(jnp.square(a - exact).mean())) for a in (found, rounded)]
     assert errors[0] < 1.05 * errors[1]
-
-
-# --- chips that are not here ---
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("target", compile_pixels.TARGETS)
-def test_decoders_compile(target):
-    """Every family's decoder in all that the chip offers, by its own compiler, with the options of
-    this program. What the compiled text says of the convolutions is what was asked for."""
-    if why := chips.why_unavailable(target):
-        pytest.skip(why)
-    command = [sys.executable, compile_pixels.__file__, target]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    chip = chips.get_chip(target)
-    dtypes = arithmetic.DTYPES if chip.platform == "gpu" else ("bfloat16", "float32")
-    assert [p["dtype"] for p in found] == list(dtypes) * len(compile_pixels.fixtures(chip))
-    for decoder in found:
-        types = {"bfloat16": ["bf16"]}.get(decoder["dtype"], ["f32"])
-        precisions = ["highest"] if decoder["dtype"] == "float32" else ["default"]
-        assert decoder["convolutions"] >= 8, decoder
-        assert decoder["operands"] == types and decoder["precisions"] == precisions, decoder
-        if chip.platform == "gpu":
-            assert decoder["products"] == precisions, decoder
-            # the compiler has chosen; without tuning at all it leaves that to the run, which takes
-            # the first engine of cuDNN's list
-            assert decoder["algorithms"] == decoder["convolutions"], decoder

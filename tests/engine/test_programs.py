@@ -8,6 +8,7 @@ from jax.experimental.layout import Format, Layout
 
 import varjax
 from tests.models_under_test import checkpoint_folder
+from tests.often import often
 from varjax import Generator, Model
 from varjax.engine import program
 from varjax.engine.scales import ScaleSpec
@@ -36,9 +37,7 @@ def test_weights_are_placed_where_a_program_wants_them():
         np.testing.assert_array_equal(array, old)
 
 
-@pytest.mark.parametrize(
-    "layers", [pytest.param(program.SCAN, marks=pytest.mark.slow), program.UNROLL]
-)
+@pytest.mark.parametrize("layers", often((program.UNROLL,), (program.SCAN, program.UNROLL)))
 def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     """What runs on TPU, forced on this platform: same tokens, a cache that lies row by row."""
     labels, index = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)

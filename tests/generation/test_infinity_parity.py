@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import varjax
-from pallas_kernels.projection import quarter_turn, quarter_turn_by_product, rotate
+from pallas_kernels.projection import quarter_turn, quarter_turn_by_product
 from tests import models_under_test as models
 from tests.often import often
 from varjax import Generator, Model
@@ -141,18 +141,6 @@ def test_cache_content():
     np.testing.assert_allclose(values, arrays["layer1_v"][0, :, :stored], rtol=0, atol=1e-4)
 
 
-def test_modulation_is_shared():
-    model = models.fixture_model("infinity_a")
-    arrays = models.infinity_fixture("infinity_A_gen_square")
-    condition = jax.tree.map(jnp.asarray, features(arrays).take(np.arange(1)))
-    encode = jax.jit(lambda transformer, given: transformer.encode_condition(given, guided=True))
-    context = encode(model.transformer, condition)
-    offset = np.asarray(model.transformer.blocks.modulation_offset[...])[:, None]
-    shared = np.asarray(context["layers"]["modulation"]) - offset
-    for layer in shared:
-        np.testing.assert_allclose(layer, arrays["ada_vec"][:, 0], rtol=0, atol=1e-4)
-
-
 def test_rotation_angles():
     """Cosines and sines of a template's 0.06M schedule, one per pair of neighbouring numbers."""
     tables = models.infinity_fixture("rope_tables")
@@ -168,12 +156,6 @@ def test_rotation_angles():
         for array, expected in zip(map(np.asarray, found), tables[name], strict=True):
             np.testing.assert_allclose(array[:, ::2], expected, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(array[:, ::2], array[:, 1::2])
-
-
-def test_rotation_turns_pairs():
-    x = jnp.array([[[[1.0, 0.0, 0.0, 2.0]]]])
-    cos, sin = jnp.array([[0.0, 0.0, 0.6, 0.6]]), jnp.array([[1.0, 1.0, 0.8, 0.8]])
-    np.testing.assert_allclose(rotate(x, cos, sin)[0, 0, 0], [0, 1, -1.6, 1.2], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

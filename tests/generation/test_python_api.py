@@ -87,6 +87,8 @@ def test_a_plan_of_another_model_is_refused(demo):
     other = dataclasses.replace(demo.geometry, num_heads=2)
     with pytest.raises(UserError, match="the plan is for another model: its num_heads is 2"):
         varjax.Generator(demo, plan=varjax.plan(other))
+    with pytest.raises(UserError, match="2 rows per image"):
+        varjax.Generator(demo, plan=varjax.plan(demo), sampling=demo.sampling(cfg=0.0))
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,8 @@ class Device:
 ONLINE = {
     "given": {"cmin": 20, "cmax": 50},
     "narrow, no condensed": {"cmin": 7, "cmax": 12, "condensed": 0},
-    "large": {"cmin": 30, "cmax": 130},
     "filled": {"cmin": 20, "cmax": 30, "oversize": "fill"},
     "budget": {"budget": 0.4},
-    "full": {"budget": 1.0},
 }
 
 
@@ -83,22 +81,6 @@ def test_device_equals_host(name):
         held = device.step(s, np.where(below[:, s], -1.5, -0.5))
         for row in range(8):
             np.testing.assert_array_equal(held[row], np.flatnonzero(expected[row][s]))
-
-
-@pytest.mark.parametrize("mode", ["profiled", "online"])
-def test_adopted_capacities(mode):
-    """In capacities of another policy: condensed and newest tokens, as many as fit."""
-    given = np.array([0, 1, 5, 9, 7, 20])
-    policy = AMSKV(mode=mode, layers="" if mode == "online" else "all", budget=0.2)
-    device = Device(policy, DEMO, rows=2)
-    device.allocation = device.policy.adopt(
-        DEMO, 0.2, np.broadcast_to(given[:, None, None], (6, 8, 2)).astype(np.int32)
-    )
-    device.inputs = device.policy.inputs(DEMO, device.allocation, np.arange(1))
-    for s in range(5):
-        held = device.step(s, np.full(2, -9.0))
-        assert held[0].size == given[s + 1]
-    assert set(range(device.allocation.protected)) < set(held[0])
 
 
 def test_an_assumed_threshold_is_said():

@@ -138,18 +138,6 @@ def test_skipped_keys_are_not_read():
     np.testing.assert_array_equal(found.ravel(), expected.ravel())
 
 
-def test_int8():
-    plan = stand_in.plan_for(policies.Diagonal(budget=0.5))
-    model = stand_in.StandIn.random(plan.geometry, ROWS)
-    expected, _ = stand_in.run(model, plan)
-    found, state = stand_in.run(model, plan, dtype="int8")
-    assert state[0].pool.dtype == jnp.int8
-    # before anything is skipped, so that both read the same
-    error = np.abs(found - expected)[:, : int(plan.allocation.reads[0])]
-    assert 0 < error.mean() < 0.02
-    assert (state[0].skipped.sum(-1) == plan.layer_slots[0] - 3 - plan.allocation.reads[0]).all()
-
-
 def test_layers_that_choose_together_choose_as_alone(monkeypatch):
     plan = stand_in.plan_for(policies.Diagonal(budget=0.5), layers=3)
     model = stand_in.StandIn.random(plan.geometry, ROWS)
