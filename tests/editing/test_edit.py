@@ -124,17 +124,6 @@ def test_with_a_compressed_cache(name, policy):
     check_part(model, part)
 
 
-def test_smooth_codes_stay_the_pictures():
-    """With `more_smooth`, too, a kept place stands for its own code."""
-    model = models.fixture_model("c_k5_nol2norm")
-    sampling = model.sampling(more_smooth=True)
-    generator = Generator(model, "full", sampling=sampling, batch_size=2)
-    editor = Editor(generator, progress=lambda *counts: None)
-    kept = in_mask(editor, np.zeros(model.pixels, bool))
-    expected = reconstructed(model, picture_of(model))
-    np.testing.assert_allclose(kept.images[0], expected, atol=5e-5)
-
-
 # --- by text --------------------------------------------------------------------------------------
 
 

@@ -54,13 +54,6 @@ def test_the_notebooks_rule(name):
     assert 0 < kept.mean() < 1
 
 
-def test_all_and_nothing():
-    model = models.fixture_model(VAR)
-    drawn = np.stack([np.zeros(model.pixels, bool), np.ones(model.pixels, bool)])
-    kept = masks.kept_tokens(model, drawn)
-    assert kept[0].all() and not kept[1].any()
-
-
 def test_tokens_one_by_one_end_the_picture():
     model = models.fixture_model(TOKENS)
     (height, width), (rows, columns) = model.pixels, model.code_map[:2]

@@ -114,14 +114,6 @@ def test_parts_must_serve_the_model(role):
         plan_cache(DEMO, policy)
 
 
-@pytest.mark.parametrize(("role", "names"), [("allocate", ALLOCATING), ("select", SELECTING)])
-def test_unknown_policies_are_told_what_works(role, names):
-    with pytest.raises(UserError, match=f"unknown policy for {role}") as error:
-        get_policy("compose", None, {role: "zzz"})
-    listed = str(error.value).rsplit("choose one of ", 1)[1].split(", ")
-    assert set(listed) - {"table"} == {*names, "linear", "rkv"}
-
-
 IDLE = {
     ("allocate", "streaming"): {"sinks": "1"},
     ("allocate", "snapkv"): {"window": "8", "kernel": "3"},
@@ -206,14 +198,3 @@ def test_parts_check_their_arguments(more, message):
     with pytest.raises(UserError, match=message):
         parts = {"allocate": "snapkv", "select": "h2o", "budget": 0.3}
         plan_cache(DEMO, pair(**{**parts, **more}))
-
-
-def test_a_table_gives_capacities(tmp_path):
-    keep = np.zeros((6, 3, 4, 6), bool)
-    keep[1:, :, :2, 0] = keep[3:, :, 2:, 2] = True
-    np.savez(tmp_path / "keep.npz", keep_scale=keep)
-    path = str(tmp_path / "keep.npz")
-    policy = pair("table", "h2o", allocate_path=path)
-    plan = plan_cache(DEMO, policy)
-    np.testing.assert_array_equal(plan.capacity[5], [[1, 1, 9, 9]] * 3)
-    assert policy.content() == policies.Table(path=path).content() and not policy.shrinks

@@ -7,38 +7,13 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from tests.policies.observations import HEADS, ROWS, observation
 from varjax import policies
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.schedule import Schedule
 
-ROWS, HEADS, STORED, NEW = 2, 4, 9, 6
 DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=2, num_heads=4, head_dim=8)
-
-
-def observation(seed: int, capacity: int, protected: int, recent: int) -> Observation:
-    rng = np.random.default_rng(seed)
-    live = np.concatenate(
-        [rng.random((ROWS, HEADS, STORED)) < 0.8, np.ones((ROWS, HEADS, NEW), bool)], -1
-    )
-    position = np.stack([rng.permutation(STORED) for _ in range(ROWS * HEADS)]).reshape(
-        ROWS, HEADS, STORED
-    )
-    new = np.broadcast_to(np.arange(STORED, STORED + NEW), (ROWS, HEADS, NEW))
-    position = np.where(live, np.concatenate([position, new], -1), 0)
-    mass = rng.random(live.shape) * live
-    mass /= mass.sum(-1, keepdims=True)
-    return Observation(
-        scale=jnp.int32(3),
-        live=jnp.asarray(live),
-        position=jnp.asarray(position),
-        capacity=jnp.full((ROWS, HEADS), capacity),
-        regions=jnp.broadcast_to(jnp.arange(HEADS), (ROWS, HEADS)),
-        inputs=jnp.array([protected, recent]),
-        window_mass=jnp.asarray(mass, jnp.float32),
-        scale_mass=jnp.asarray(mass, jnp.float32),
-    )
 
 
 def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> set[int]:
@@ -64,7 +39,7 @@ def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> se
 )
 def test_select_follows_the_method(seed, capacity, protected, recent):
     policy = policies.HeadKV(ratio=0.4)
-    obs = observation(seed, capacity, protected, recent)
+    obs = observation(seed, capacity, inputs=jnp.array([protected, recent]))
     kept = np.asarray(policy.select(obs))
     for r, n in np.ndindex(ROWS, HEADS):
         arrays = (np.asarray(a)[r, n] for a in (obs.live, obs.position, obs.window_mass))
@@ -75,10 +50,10 @@ def test_select_follows_the_method(seed, capacity, protected, recent):
 
 def test_heads_are_ranked_by_how_far_back_they_look():
     """Need = newest tokens that gather the threshold, own scale first."""
-    obs = observation(0, 8, 2, 3)
-    mass = np.zeros((ROWS, HEADS, STORED + NEW))
-    position = np.broadcast_to(np.arange(STORED + NEW), mass.shape)
-    for head, back in enumerate([2, 11, 5, 14]):  # all mass `back` tokens before the newest
+    obs = observation(0, 8)
+    mass = np.zeros(obs.live.shape)
+    position = np.broadcast_to(np.arange(mass.shape[-1]), mass.shape)
+    for head, back in enumerate([2, 14, 5]):  # all mass `back` tokens before the newest
         mass[:, head, -back] = 1
     obs = dataclasses.replace(
         obs,
@@ -87,10 +62,8 @@ def test_heads_are_ranked_by_how_far_back_they_look():
         live=jnp.ones(mass.shape, bool),
     )
     policy = policies.HeadKV()
-    np.testing.assert_array_equal(policy.tokens_needed(obs)[0], [2, 11, 5, 14])
-    np.testing.assert_array_equal(
-        policy.regroup(obs)[0], [3, 1, 2, 0]
-    )  # heads 3 and 1 get the global regions 0 and 1
+    np.testing.assert_array_equal(policy.tokens_needed(obs)[0], [2, 14, 5])
+    np.testing.assert_array_equal(policy.regroup(obs)[0], [2, 0, 1])  # numbers of regions
 
 
 def test_capacities():
