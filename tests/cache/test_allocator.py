@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
-from varjax.cache.free_slots import CommonSlots, OwnRanges
 from varjax.cache.scale_plan import build_plan
 from varjax.errors import UserError
 from varjax.schedule import Schedule
@@ -98,29 +97,6 @@ def test_slots_are_never_shared(make):
                 assert owners.setdefault(slot, head) == head
                 shared |= blocks.setdefault(slot // 4, head) != head
     assert shared  # blocks are
-
-
-def taken(pool, *counts: int, last: int = -1) -> list[list[int]]:
-    """Slots of the heads of a layer, which take so many behind slot `last`."""
-    found = pool.take(0, np.array(counts), np.full(len(counts), last))
-    return [slots.tolist() for slots in np.split(found, np.cumsum(counts)[:-1])]
-
-
-def test_heads_have_blocks_of_their_own_while_there_are_any():
-    """Four heads of 5, 5, 5 and 1 tokens fit four blocks of four: the last ones share."""
-    pool = CommonSlots(4, 4)
-    expected = [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12], [13, 14, 15, 5, 6], [7]]
-    assert taken(pool, 5, 5, 5, 1) == expected
-    pool.give(np.array([13, 14, 15]))
-    assert taken(pool, 2, last=12) == [[13, 14]] and pool.blocks_in_use == 4
-
-
-def test_heads_whose_ranges_fit_stay_in_them():
-    pool = OwnRanges(np.array([[5, 3], [4, 0]]), 4)
-    assert taken(pool, 2, 3) == [[0, 1], [5, 6, 7]] and pool.blocks_in_use == 2
-    pool.give(np.array([0, 6]))
-    assert taken(pool, 3, 1) == [[0, 2, 3], [6]]
-    assert pool.take(1, np.array([4, 0]), np.array([-1, -1])).tolist() == [8, 9, 10, 11]
 
 
 def test_regions_with_two_runs_in_a_block_are_not_written_by_block():

@@ -1,17 +1,14 @@
 """Edits: kept places hold the picture's tokens, nothing else changes, with every policy."""
 
 import itertools
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import varjax
-from experiments import edit as command
 from tests import models_under_test as models
 from tests.often import often
-from varjax.cli import command_line
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
 from varjax.engine.mixture import Mixture
@@ -219,23 +216,6 @@ def test_wrong_edits(more, message, monkeypatch):
         given["mask"] = end_of(model)
     with pytest.raises(UserError, match=message):
         varjax.edit(model, picture_of(model), **given)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--mask=b.png", "--feather=65"), "--feather=65 is outside [0, 64]"),
-        (("--mask=b.png", "--feather=4", "--paste=false"), "--feather belongs to --paste"),
-        (("--source_prompt=b", "--feather=4"), "--feather belongs to --mask"),
-    ],
-)
-def test_the_commands_feather(flags, message, monkeypatch, capsys):
-    """Refused before anything is read."""
-    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
-    monkeypatch.setattr(sys, "argv", ["experiments/edit.py", "--image=none.png", *flags])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(command.main)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked")

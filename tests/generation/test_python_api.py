@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import varjax
-from tests.models_under_test import fixture_model
 from varjax import policies
 from varjax.calibration import files as calibrations
 from varjax.errors import UserError
@@ -129,15 +128,3 @@ def test_progress(demo, monkeypatch, capfd):
     varjax.Generator(demo, batch_size=4)(range(5), progress=True)
     out, err = capfd.readouterr()
     assert not out and [line.split()[1] for line in err.splitlines()] == ["0/5", "4/5", "5/5"]
-
-
-def test_what_pixels_are_decoded_in():
-    """The same codes; on a CPU nothing said is float32."""
-    model = fixture_model("c_k5_nol2norm")
-    usual, exact, rounded = (
-        varjax.generate(model, [1, 2], sampling=model.sampling(greedy=True), **given)
-        for given in ({}, {"decode_dtype": "float32"}, {"decode_dtype": "bfloat16"})
-    )
-    np.testing.assert_array_equal(usual, exact)
-    error = np.sqrt(np.square(rounded - exact).mean())
-    assert 1e-4 < error < 0.02

@@ -11,12 +11,7 @@ import pytest
 
 from tests.often import often
 from tests.policies.observations import (
-    CAPACITIES,
     DEMO,
-    check_counts,
-    kept_columns,
-    observation,
-    window_and_peaks_by_hand,
 )
 from varjax import policies
 from varjax.cache.allocation import Geometry
@@ -80,19 +75,6 @@ def test_the_authors_code_keeps_the_same_tokens(name):
         keys = np.take_along_axis(keys, kept[..., None], 1)
         assert meta["len_after"][s] == kept.shape[1]
         np.testing.assert_array_equal(position, arrays[f"kept_{s}"], err_msg=f"scale {s}")
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_select_follows_the_method(seed, capacity):
-    obs = observation(seed, capacity)
-    keep = policies.ScaleKV(kernel=5).select(obs)
-    check_counts(obs, keep)
-    for head, kept in kept_columns(keep).items():
-        live, position, score, window = (
-            np.asarray(a)[head] for a in (obs.live, obs.position, obs.window_logits, obs.window)
-        )
-        assert kept == window_and_peaks_by_hand(live, position, score, window, capacity, 5)
 
 
 # --- budgets ---

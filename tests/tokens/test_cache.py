@@ -192,22 +192,6 @@ def test_arguments_that_cannot_work(name, arguments, message):
         plan_cache(XL, get_policy(name, 0.125, arguments))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("layers=2,heads=2,head_dim=8,tokens=16,schedule=1x1", "cannot read 'schedule=1x1'"),
-        ("layers=2,heads=2,tokens=16", "lacks head_dim"),
-        ("layers=2,heads=2,head_dim=8,schedule=1x1,queries_per_head=2", "cannot read 'queries_per"),
-        ("layers=2,heads=2,head_dim=8,tokens=1", "image_tokens=1: choose 2 to"),
-        ("layers=2,heads=2,head_dim=8,tokens=16,condition=0", "condition=0: choose 1 to"),
-        ("layers=64,heads=64,head_dim=8,tokens=100000", "at most"),
-    ],
-)
-def test_geometries_that_are_refused(text, message):
-    with pytest.raises(UserError, match=message):
-        Geometry.parse(text)
-
-
 def test_geometry_of_groups():
     """Memory counts heads of keys and values. Without groups a plan is what it was before."""
     text = "layers=48,heads=8,head_dim=128,tokens=2352,condition=64,line=49"

@@ -292,19 +292,3 @@ DECIDING = [n for n in EVERY if POLICIES[n]().rule("tokens").decides]
 def test_the_whole_budget_is_the_full_cache(name):
     full, whole = (stand_in.plan_for(get_policy(n, 1.0)) for n in ("full", name))
     assert whole == full and whole.static_content
-
-
-def test_local_heads_are_streaming():
-    """With every head local what is seen is exactly the newest w tokens: what a ring of w slots
-    holds."""
-    window, condition, steps, period = 6, 3, 48, 8
-    budget = (condition + window + period) / (condition + steps)
-    arguments = dict(period=period, window=window, threshold=1e-9, group_after=0)
-    plan = stand_in.plan_for(policies.HeadKV(budget=budget, **arguments))
-    model = stand_in.StandIn.random(plan.geometry, ROWS)
-    found, _ = stand_in.run(model, plan)
-    ring = policies.Streaming(budget=(condition + window) / (condition + steps), period=period)
-    expected, _ = stand_in.run(model, stand_in.plan_for(ring))
-    first = (plan.allocation.group_stage + 1) * period  # before it heads have no type
-    np.testing.assert_allclose(found[:, first + 1 :], expected[:, first + 1 :], atol=CLOSE)
-    assert first < 20

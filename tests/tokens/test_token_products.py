@@ -10,7 +10,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import varjax
 from pallas_kernels import target
@@ -22,7 +21,6 @@ from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax.models.llama import decoder
 from varjax.models.llama.token_products import TokenProducts
-from varjax.nn import quantized
 from varjax.sampling import Sampling
 
 SIMULATED = pytest.param("mosaic-interpret", marks=[gpu_simulation.needed, pytest.mark.slow])
@@ -87,14 +85,6 @@ def test_a_layer_that_does_not_fit_is_as_before(changes, reason, monkeypatch):
     for name, value in changes.items():
         monkeypatch.setattr(transformer, name, value)
     with pytest.warns(UserWarning, match=f"products are XLA's: .*{reason}"):
-        assert transformer.token_products("mosaic") is None
-
-
-def test_8_bits_are_as_before(monkeypatch):
-    transformer = models.fixture_model("llamagen_c2i").transformer
-    eight = nnx.Param(quantized.quantize(np.ones((3, 64, 192), np.float32)))
-    monkeypatch.setattr(transformer.blocks.qkv, "kernel", eight)
-    with pytest.warns(UserWarning, match="products are XLA's: its weights are in 8 bits"):
         assert transformer.token_products("mosaic") is None
 
 
