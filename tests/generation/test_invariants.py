@@ -84,6 +84,7 @@ def test_called_again_nothing_is_traced_again(monkeypatch):
     assert (generator([3, 4], seed=1) != again).any() and len(generator.timing.runs) == 4
 
 
+@pytest.mark.slow
 def test_unrolled_scans_agree():
     model = models.fixture_model(SMALL)
     images = models.arrays_of(model, LABELS[:2])
@@ -95,8 +96,8 @@ def test_unrolled_scans_agree():
 def test_bfloat16_runs_and_stays_close():
     """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's
     logits agree in rank."""
-    model = varjax.load(models.checkpoint_folder(NAME), "bfloat16")
-    forced = models.fixture(NAME, "gen_forced")
+    model = varjax.load(models.checkpoint_folder(SMALL), "bfloat16")
+    forced = models.fixture(SMALL, "gen_forced")
     results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(
         forced["labels"], np.arange(2), given=forced["tokens"]
     )
@@ -110,10 +111,10 @@ def test_bfloat16_runs_and_stays_close():
 
 def test_int8_storage_is_close_and_small():
     """A quarter of float32's bytes plus two scales per token; logits move, but little."""
-    model, policy = models.fixture_model(NAME), POLICIES["headkv"]
+    model, policy = models.fixture_model(SMALL), POLICIES["headkv"]
     exact = models.greedy_generator(model, policy)
     small = models.greedy_generator(model, policy, kv_dtype="int8")
-    given = models.fixture(NAME, "gen_forced")
+    given = models.fixture(SMALL, "gen_forced")
     forced = [
         g.run_batch(given["labels"], np.arange(2), given=given["tokens"])[0]["logits"]
         for g in (exact, small)

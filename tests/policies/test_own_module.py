@@ -84,11 +84,7 @@ def test_names_that_nobody_can_type(name):
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        ("KeyboardInterrupt", KeyboardInterrupt),
-        ("SystemExit(3)", UserError),
-    ],
+    ("error", "raised"), [("KeyboardInterrupt", KeyboardInterrupt), ("SystemExit(3)", UserError)]
 )
 def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
     path = write(tmp_path, f"{EXAMPLE}\nraise {error}")
@@ -108,7 +104,6 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
 )
 def test_what_is_no_module(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
-
     (tmp_path / "notes.txt").write_text("x = 1")
     with pytest.raises(UserError, match=message):
         load_module(given)
