@@ -30,8 +30,6 @@ def test_features_to_images():
     options = dict(text_features=features(), policy="streaming", budget=0.4, sampling=sampling)
     images = varjax.generate(model, **options)
     assert images.shape[0] == 2 and images.shape[-1] == 3 and np.isfinite(images).all()
-    again = varjax.generate(model, **options, batch_size=1)
-    np.testing.assert_allclose(images, again, atol=1e-5)
 
 
 @pytest.mark.parametrize(
