@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +13,7 @@ from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from varjax.engine.cost import (
+    PallasWork,
     device_bytes,
     num_bytes,
     program_cost,
