@@ -18,10 +18,7 @@ import sys
 import numpy as np
 
 from experiments.output import FileFlags
-from experiments.report import sweep_files
 from experiments.sweep import tables
-from varjax.cache.allocation import Geometry
-from varjax.calibration.data import Calibration
 from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -56,13 +53,6 @@ LEADERBOARD = FLAGS.list(
 )
 
 
-def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
-    """Read the file that is given, else the sweep's own; None if there is neither."""
-    copy = folder / tables.CALIBRATION_COPY
-    path = CALIBRATION.value or (copy if copy.is_file() else None)
-    return load_calibration(path, geometry) if path else None
-
-
 def number_of_images(samples: dict[str, np.ndarray]) -> int:
     """Return how many samples are shown: --images, else what keeps the page at a few MB."""
     full = samples[tables.FULL]
@@ -83,16 +73,18 @@ def main(argv: list[str]) -> None:
         for holder in (CALIBRATION, IMAGES):
             if holder.present:
                 raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
-    for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
+    for package in ("altair", "jinja2", "jsonschema", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
-    from experiments.report import leaderboard, page  # which import them
+    from experiments.report import leaderboard, page, sweep_files  # which import them
 
     if LEADERBOARD.value:
         _write(target, leaderboard.build(LEADERBOARD.value))
         return
     folder = pathlib.Path(SWEEP.value)
     report, samples, geometry = sweep_files.read(folder)
-    calibration = read_calibration(folder, geometry)
+    copy = folder / tables.CALIBRATION_COPY
+    path = CALIBRATION.value or (copy if copy.is_file() else None)
+    calibration = load_calibration(path, geometry) if path else None
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
     text = page.build(report, samples, geometry, calibration, number_of_images(samples))
     _write(target, text)

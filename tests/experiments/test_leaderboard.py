@@ -99,9 +99,9 @@ UNUSABLE = [
     (put(99, "format_version"), "version"),
     (lambda folder: (folder / "sweep.json").write_text("{"), "damaged"),
     (twice, "key 'seed' is there twice"),
-    *((put(value, *PSNR), "cells[0].fidelity.psnr is") for value in (nan, inf, "12", {}, True)),
-    *((put(value, *TIME), "it must be seconds from") for value in (5e-324, 0, nan)),
-    *((put(n, "settings", "batch_size"), "settings.batch_size is") for n in (0, 10**18, -1, 2.5)),
+    *((put(value, *PSNR), "cells[0].fidelity.psnr: ") for value in (nan, inf, "12", {}, True)),
+    *((put(value, *TIME), "cells[0].time.steady_s_per_image: ") for value in (5e-324, 0, nan)),
+    *((put(n, "settings", "batch_size"), "settings.batch_size: ") for n in (0, 10**18, -1, 2.5)),
 ]
 
 
