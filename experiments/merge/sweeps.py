@@ -2,7 +2,6 @@
 
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,20 +10,7 @@ from experiments.batch_files import Damaged
 from experiments.parts import Part
 from experiments.sweep import tables
 from varjax.errors import UserError
-from varjax.storage.atomic import Written
 from varjax.storage.manifest import parse_json
-
-
-@dataclass(frozen=True)
-class _Place:
-    out: pathlib.Path
-
-    @property
-    def replaces(self) -> Written:
-        return parts.files_of_parts
-
-    def close(self) -> None:
-        """The parts went when the results took their place."""
 
 
 def join(out: pathlib.Path, found: list[Part]) -> str:
@@ -42,14 +28,13 @@ def join(out: pathlib.Path, found: list[Part]) -> str:
     keys = [frame["reference"], *(cell["samples"] for cell in frame["cells"] if "samples" in cell)]
     results = {key: known[key] for key in keys}
     calibration = found[0].arrays.get("calibration")
-    report = tables.write(
-        _Place(out), frame, results, None if calibration is None else calibration.tobytes()
-    )
+    copy = None if calibration is None else calibration.tobytes()
+    report = tables.write(out, parts.files_of_parts, frame, results, copy)
     return tables.markdown_rows(report)
 
 
 def _cell(part: Part, key: str) -> dict:
-    """Return what is stored of a cell, as `experiments.sweep.cell_files` reads it."""
+    """Return what is stored of a cell, as `experiments.sweep.cells.Runner.keep` wrote it."""
     path = part.work.path / f"cell-{key}.npz"
     try:
         arrays = batch_files.read(path)

@@ -9,7 +9,7 @@ from dataclasses import fields
 import altair as alt
 import numpy as np
 
-from experiments.report.charts import DASHES, chart_of, named_axis, plain, scale_names
+from experiments.report.charts import chart_of, named_axis, plain, scale_names
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
@@ -18,7 +18,7 @@ from varjax.policies import BinaryHeatKV, HeatKV
 # Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
 CIVIDIS = "cividis"
 Pruning = tuple[str, str, list[alt.Chart] | str]  # policy, budget, charts or why there are none
-Drawn = alt.Chart | alt.LayerChart | str | list[alt.LayerChart] | list[Pruning]
+Drawn = alt.Chart | str | list[alt.LayerChart] | list[Pruning]
 
 
 def draw(
@@ -30,7 +30,6 @@ def draw(
     if "beta" in there:
         density = attention_density(found.beta, geometry.schedule.tokens)
         drawn["density"] = density_map(density, geometry)
-        drawn["lines"] = density_lines(density, geometry)
     if "key_discrepancy" in there:
         drawn["discrepancy"] = discrepancy(found.key_discrepancy, geometry)
     if {"patterns", "pattern_edges"} <= there:
@@ -55,22 +54,16 @@ def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return sizes[-1] * beta[..., -1, :] / sizes
 
 
-def _densities(density: np.ndarray, geometry: Geometry) -> list[dict]:
-    """Return a row of data for each head."""
+def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
+    """Draw all heads at once: a row per head, heads of a layer below each other."""
     names = scale_names(geometry.schedule)
-    return [
+    data = [
         {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
         for i, j in np.ndindex(density.shape[:2])
     ]
-
-
-def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Draw all heads at once: a row per head, heads of a layer below each other."""
-    chart = chart_of(
-        _densities(density, geometry),
-        ["source scale", "density"],
-        height=max(240, min(900, 9 * density.shape[0] * density.shape[1])),
-    ).properties(description="attention density of every head on every source scale")
+    height = max(240, min(900, 9 * len(data)))
+    chart = chart_of(data, ["source scale", "density"], height=height)
+    chart = chart.properties(description="attention density of every head on every source scale")
     return (
         chart.transform_filter("datum.density > 0")
         .mark_rect()
@@ -84,31 +77,6 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
             tooltip=["layer:O", "head:O", "source scale:O", "density:Q"],
         )
     )
-
-
-def density_lines(density: np.ndarray, geometry: Geometry) -> alt.LayerChart:
-    """Draw the heads of the layer that the parameter `layer` names, and their mean."""
-    positive = density[density > 0]
-    low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
-    domain = [max(low, high * 1e-6) / 1.2, high * 1.2]
-    base = (
-        chart_of(_densities(density, geometry))
-        .transform_filter("datum.layer == layer")
-        .transform_flatten(["source scale", "density"])
-        .encode(alt.X("source scale:O", sort=None, title="source scale i"))
-    )
-    logarithms = alt.Scale(type="log", domain=domain, clamp=True)
-    values = alt.Y("density:Q", title="density (log)", scale=logarithms)
-    lines = base.mark_line().encode(
-        values,
-        alt.Color("head:N"),
-        alt.StrokeDash("head:N").scale(range=DASHES),
-        tooltip=["head:N", "source scale:O", "density:Q"],
-    )
-    mean = base.mark_line(strokeWidth=4, color="currentColor").encode(values.aggregate("mean"))
-    return alt.layer(
-        lines, mean, description="attention density per source scale, heads of one layer"
-    ).add_params(alt.param(name="layer", value="0"))
 
 
 # --- key discrepancy (AMS-KV, Figure 6) ---

@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments.sweep import tables
 from varjax import sequence
+from varjax.metrics import METRICS
 from varjax.schedule import Schedule
 
 MEBI = 2.0**20
@@ -64,7 +65,7 @@ def fidelity(rows: Sequence[dict], of: str = "a batch") -> list[alt.LayerChart]:
 
     rows: of the table. of: whose bytes they are, "a batch" or "an image".
     """
-    curves = {metric: tables.curves(rows, metric) for metric in tables.METRICS}
+    curves = {metric: tables.curves(rows, metric) for metric in METRICS}
     names = labels(rows)
     return [_fidelity(metric, found, names, of) for metric, found in curves.items() if found]
 
@@ -72,10 +73,10 @@ def fidelity(rows: Sequence[dict], of: str = "a batch") -> list[alt.LayerChart]:
 def _fidelity(
     metric: str, curves: dict[str, list[tuple[float, ...]]], names: list[str], of: str
 ) -> alt.LayerChart:
-    shown = tables.METRICS[metric]
-    title, unit, better = shown.title, shown.unit, shown.better
+    shown = METRICS[metric]
     points = [
-        {"policy": label, "MiB": size / MEBI, "value": value} | _interval(low, high)
+        {"policy": label, "MiB": size / MEBI, "value": value}
+        | ({"low": low, "high": high} if np.isfinite([low, high]).all() else {})
         for label, curve in curves.items()
         for size, value, low, high in curve
     ]
@@ -84,7 +85,7 @@ def _fidelity(
     sizes = alt.Scale(type="log", nice=False, padding=14)
     base = chart_of(points).encode(
         alt.X("MiB:Q", title=f"KV cache of {of}, MiB (log)", scale=sizes).axis(tickCount=4),
-        alt.Y("value:Q", title=unit or "index").scale(zero=zero, padding=0 if zero else 8),
+        alt.Y("value:Q", title=shown.unit or "index").scale(zero=zero, padding=0 if zero else 8),
         alt.Color("policy:N", legend=None).scale(domain=names),
         tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],
         opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
@@ -97,15 +98,12 @@ def _fidelity(
     bars = bars.encode(alt.Y("low:Q"), alt.Y2("high:Q"))
     layers = [bars, lines, marks] if known else [lines, marks]
     return (
-        alt.layer(*layers, title=f"{title} ({better} is better)")
+        alt.layer(*layers, title=f"{shown.title} ({shown.better} is better)")
         .add_params(alt.param(name="front", value=""))
-        .properties(description=f"{title} against bytes of the KV cache, a line for each policy")
+        .properties(
+            description=f"{shown.title} against bytes of the KV cache, a line for each policy"
+        )
     )
-
-
-def _interval(low: float, high: float) -> dict[str, float]:
-    """Return the ends of an interval for a row of data; empty unless both are known."""
-    return {"low": low, "high": high} if np.isfinite([low, high]).all() else {}
 
 
 # --- bytes over time ---

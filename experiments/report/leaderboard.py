@@ -6,14 +6,12 @@ one device only, which is a column.
 """
 
 import glob
-import hashlib
 import json
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 
 from experiments.report import charts, page, sweep_files
-from experiments.report.templates import template
 from experiments.sweep import tables
 from varjax.errors import UserError, some
 from varjax.metrics import METRICS
@@ -44,7 +42,7 @@ def folders(given: Sequence[str]) -> list[pathlib.Path]:
 
 
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
-    """Return ({what decides the numbers: digest}, rows of the table that have run) of a sweep.
+    """Return ({what decides the numbers: its JSON}, rows of the table that have run) of a sweep.
     Bytes are per image.
 
     Raises:
@@ -52,7 +50,10 @@ def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
     """
     report, _, _ = sweep_files.read(folder)
     settings, versions = report["settings"], report["versions"]
-    decides = {what: _digest({n: settings.get(n) for n in of}) for what, of in DECIDING.items()}
+    decides = {
+        what: json.dumps({name: settings.get(name) for name in of}, sort_keys=True)
+        for what, of in DECIDING.items()
+    }
     where = {
         "model": settings["model"],
         "device": report["device"],
@@ -65,10 +66,6 @@ def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
         for name in ("planned_bytes", "allocated_bytes"):
             row[name] /= settings["batch_size"]
     return decides, rows
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
@@ -112,11 +109,9 @@ def _shown(group: dict) -> dict:
     }
 
 
-def usable(
-    given: Sequence[str],
-) -> tuple[list[tuple[dict[str, str], list[dict]]], list[str]]:
-    """Return what `rows_of` finds in every sweep, and why others are left out, which stderr also
-    says. `UserError` if no sweep can be used."""
+def build(given: Sequence[str]) -> str:
+    """Return the page as HTML. The page and stderr say why sweeps are left out; `UserError` if none
+    can be used."""
     found, left_out = [], []
     for folder in folders(given):
         try:
@@ -127,15 +122,9 @@ def usable(
         raise UserError(f"--leaderboard: no sweep can be used: {some(left_out, between='; ')}")
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
-    return found, left_out
-
-
-def build(given: Sequence[str]) -> str:
-    """Return the page as HTML."""
-    sweeps, left_out = usable(given)
-    return template("leaderboard.html").render(
+    return page.template("leaderboard.html").render(
         title="Leaderboard of KV-cache policies",
-        groups=[_shown(group) for group in groups(sweeps)],
+        groups=[_shown(group) for group in groups(found)],
         left_out=left_out,
         library=page.library(),
     )

@@ -5,16 +5,17 @@ import base64
 import functools
 import io
 import math
+import pathlib
 import re
 from collections.abc import Iterator
 
+import jinja2
 import markupsafe
 import numpy as np
 import vl_convert
 from PIL import Image
 
 from experiments.report import calibration_charts, charts
-from experiments.report.templates import template
 from experiments.sweep import tables
 from varjax import sequence
 from varjax.cache.allocation import Geometry
@@ -43,7 +44,6 @@ def build(
         facts=facts(report, calibration),
         header=tables.header(report)[:-1],
         rows=[(row["status"], tables.cells_as_text(row, columns)) for row in tables.rows(report)],
-        differences_header=tables.differences_header(report),
         differences=tables.differences_as_text(report),
         intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
         budgets=[f"{share:g}" for share in budgets],
@@ -59,6 +59,19 @@ def build(
         measured=calibration_charts.draw(calibration, geometry, budgets),
         library=library(),
     )
+
+
+def template(name: str) -> jinja2.Template:
+    """Return a template of this folder: values are escaped, and a missing one is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    return environment.get_template(name)
 
 
 @functools.cache
@@ -97,7 +110,12 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
 def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     """Return what was run, on which model, device and settings."""
     s, g, versions = report["settings"], report["geometry"], report["versions"]
-    group = g.get("queries_per_head", 1)
+    group, used = g.get("queries_per_head", 1), s["calibration"]
+    measured = f"none here; the sweep used {used[:16]}" if used else "none"
+    if calibration is not None:
+        images = f"{calibration.num_samples} images, " if calibration.num_samples else ""
+        own = "as in the sweep" if calibration.digest == used else "not the one of the sweep"
+        measured = f"{images}SHA-256 {(calibration.digest or 'unknown')[:16]} ({own})"
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
@@ -107,14 +125,5 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
         "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),
         "computed on": f"{report['device']}, {s['dtype']}, cache in {s['kv_dtype']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "calibration": _describe(calibration, s["calibration"]),
+        "calibration": measured,
     }
-
-
-def _describe(calibration: Calibration | None, used: str | None) -> str:
-    """Describe the calibration that is shown, and whether the sweep's policies ran with it."""
-    if calibration is None:
-        return f"none here; the sweep used {used[:16]}" if used else "none"
-    images = f"{calibration.num_samples} images, " if calibration.num_samples else ""
-    own = "as in the sweep" if calibration.digest == used else "not the one of the sweep"
-    return f"{images}SHA-256 {(calibration.digest or 'unknown')[:16]} ({own})"

@@ -101,17 +101,17 @@ def resolve() -> Sweep:
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
-    path, calibration = _calibration(model, sampling)
+    calibration = _calibration(model, sampling)
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
-        budgets = plan.budgets_of_bytes(
-            KV_BYTES.value, full.dense_bytes(batch_size, program.kv_dtype)
-        )
+        dense = full.dense_bytes(batch_size, program.kv_dtype)
+        budgets = plan.budgets_of_bytes(KV_BYTES.value, dense)
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
     used = any(cell.calibrated for cell in cells)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
+    path = CALIBRATION.value or calibration_lib.beside(model.directory)
     return Sweep(
         model=model,
         condition=condition,
@@ -122,27 +122,22 @@ def resolve() -> Sweep:
         cells=cells,
         full=Cell("full", "full", full.budget, full),
         samples=min(SAMPLES.value, len(condition)),
-        calibration=path if used else None,
+        calibration=pathlib.Path(path) if used else None,
         calibration_digest=calibration.digest if used else None,
         judges=judges.of_model(model, LPIPS, batch_size),
     )
 
 
-def _calibration(
-    model: Model, sampling: Sampling
-) -> tuple[pathlib.Path | None, Calibration | None]:
-    """Return (path, content) of the file that is given, else of the checkpoint's, if it has one."""
+def _calibration(model: Model, sampling: Sampling) -> Calibration | None:
+    """Return the content of the file that is given, else of the checkpoint's, if it has one."""
     path = CALIBRATION.value or calibration_lib.beside(model.directory)
-    if not path:
-        return None, None
     try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
-        found = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
+        return calibration_lib.find(HeatKV(), model, path, sampling.guidance) if path else None
     except UserError as error:
         if CALIBRATION.value:
             raise
         print(f"calibration {path} is not used: {error}", file=sys.stderr)
-        return None, None
-    return pathlib.Path(path), found
+        return None
 
 
 def main(argv: list[str]) -> None:
@@ -170,7 +165,9 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
         with processes.together():
             if processes.is_first():
                 results = Runner(sweep, store).all_results()
-                report = tables.write(store, tables.frame(sweep), results, calibration)
+                made = tables.frame(sweep), results, calibration
+                report = tables.write(store.out, store.replaces, *made)
+                store.close()
                 print(tables.markdown_rows(report))
                 print(f"written to {store.out}", file=sys.stderr)
 

@@ -5,6 +5,7 @@ Letters: N images, L tokens, K scales.
 """
 
 import functools
+import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -12,23 +13,25 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from experiments import judges
+from experiments import batch_files, judges
+from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
 from experiments.shards import Shard
 from experiments.stopping import Stopped
-from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
+from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
+from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
@@ -44,6 +47,8 @@ class CellProgram:
         self._unused = model.transformer.no_tokens(len(sweep.condition))
         first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
         self.generator.compile(sweep.condition.take(first), self._unused[first])
+        timing = self.generator.timing
+        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
 
     def batches(self) -> Iterator[Batch]:
         """Draw all images freely; yield (image numbers, results) batch by batch."""
@@ -100,37 +105,42 @@ class Runner:
     @functools.cached_property
     def full(self) -> CellProgram:
         """The program of the full cache."""
-        return self._program(self.sweep.full)
-
-    def _program(self, cell: Cell) -> CellProgram:
-        program = CellProgram(self.sweep, self.model, cell)
-        timing = program.generator.timing
-        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
-        return program
+        return CellProgram(self.sweep, self.model, self.sweep.full)
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
         return self.store.work.path / f"cell-{cell.key}.npz"
 
+    def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
+        """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
+        if processes.is_first():
+            arrays = {**arrays, "row": np.array(json.dumps(json_safe(row)))}
+            batch_files.write(self.path(cell), self.store.work.digest, arrays)
+
     def results(self, cell: Cell) -> dict | None:
-        """Return the stored results of a cell (`cell_files.read`); None if it must be run."""
-        return cell_files.read(self.path(cell), cell)
+        """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must
+        be run: the file is missing, damaged in any way, or of another cell."""
+        try:
+            found = batch_files.read(self.path(cell))
+            row = parse_json(str(found.pop("row", "")))
+        except (Damaged, OSError, ValueError):
+            return None
+        asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
+        asked = json_safe(asked | {"plan": cell.plan.digest})
+        same = isinstance(row, dict) and all(row.get(name) == asked[name] for name in asked)
+        return found | {"row": row} if same else None
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""
-        found = {cell.key: (cell, self.results(cell)) for cell in (self.sweep.full, *self.cells)}
-        for cell, results in found.values():
-            if results is None:  # it was sound when it was written
+        found = {}
+        for cell in (self.sweep.full, *self.cells):
+            found[cell.key] = self.results(cell)
+            if found[cell.key] is None:  # it was sound when it was written
                 raise UserError(
                     f"{self.path(cell)} is damaged: start the same command again, which runs this "
                     "cell anew"
                 )
-        return {key: results for key, (_, results) in found.items()}
-
-    def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
-        """Store the results of a cell, in the first process."""
-        if processes.is_first():
-            cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
+        return found
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to run."""
@@ -151,24 +161,30 @@ class Runner:
         if stored and not missing:
             return
         self.finished = len(cells) - len(missing)
-        if not (stored or self._run_full()) or missing and not self._run_cells(missing):
-            raise Stopped(self.finished, len(cells), "cells")
-
-    def _run_cells(self, missing: list[Cell]) -> bool:
-        """Run cells. Return whether all are done; not so if the system asked to end."""
-        count, reference = len(self.cells), self._reference()
+        if not stored:
+            self._run_full()
+        reference = self._reference() if missing else {}
         _ = self.full  # compile it now, or its compilation would count as time of the first cell
-        progress = Progress("cells", count, first=count - len(missing))
-        for number, cell in enumerate(missing, count - len(missing) + 1):
+        progress = Progress("cells", len(cells), first=self.finished)
+        for number, cell in enumerate(missing, self.finished + 1):
             if self.stop.asked:  # before it is compiled
-                return False
-            _say(f"cell {number}/{count}: {cell.label} at {cell.budget:g}")
-            if not self._run_cell(cell, reference):
-                return False
+                raise self._stopped()
+            progress.note(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
+            self._run_cell(cell, reference)
             self.finished = number
-            _say(progress.line(number))
+            progress.update(number)
         self._logits.clear()
-        return True
+
+    def _stopped(self) -> Stopped:
+        return Stopped(self.finished, len(self.cells), "cells")
+
+    def _until_asked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; `Stopped` after the one that is drawn when the system asks to end, unless
+        it is the last."""
+        for index, results in batches:
+            yield index, results
+            if self.stop.after_step() and index[-1] + 1 < len(self.sweep.condition):
+                raise self._stopped()
 
     def _reference(self) -> dict[str, np.ndarray]:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
@@ -181,21 +197,11 @@ class Runner:
         found = processes.from_first(found)
         return {"tokens": found["tokens"], "images": found["pictures"]}
 
-    def _until_asked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, up to the one that is drawn when the system asks to end."""
-        for batch in batches:
-            yield batch
-            if self.stop.after_step():
-                return
-
-    def _run_full(self) -> bool:
-        """Run the full cache. Return whether it is done; not so if the system asked to end."""
-        sweep, count = self.sweep, len(self.sweep.condition)
-        _say(f"full cache: {count} images in batches of {sweep.batch_size}")
+    def _run_full(self) -> None:
+        sweep = self.sweep
+        _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         parts = [(r["tokens"], r["images"]) for _, r in self._until_asked(self.full.batches())]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        if len(tokens) < count:
-            return False
         self.full.time()
         samples = images.to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep, sweep.full, self.full.generator)
@@ -204,7 +210,6 @@ class Runner:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
         self.keep(sweep.full, row, arrays)
-        return True
 
     def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
@@ -217,12 +222,11 @@ class Runner:
             kept[first] = found
         return found
 
-    def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> bool:
-        """Run a cell. Return whether it is done; not so if the system asked to end.
-
-        reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
-        tokens = reference["tokens"]
-        sweep, program = self.sweep, self._program(cell)
+    def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
+        """Run a cell. reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full
+        cache."""
+        tokens, sweep = reference["tokens"], self.sweep
+        program = CellProgram(sweep, self.model, cell)
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in self._until_asked(program.batches()):
@@ -237,8 +241,6 @@ class Runner:
             forced_mine = {"forced_logits": program.forced_logits(tokens, index)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
         arrays = metrics.joined(found)
-        if len(arrays["psnr"]) < len(tokens):
-            return False
         program.time()
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
@@ -247,7 +249,6 @@ class Runner:
         self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         _say(f"  {', '.join(shown)}")
-        return True
 
 
 def _say(line: str) -> None:

@@ -20,7 +20,7 @@ from varjax.errors import UserError, about, choose
 from varjax.generator import Generator
 from varjax.key_values import parse_pairs
 from varjax.model import Model
-from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies import POLICIES, get_policy
 
 ALL = "all"
 NOT_IN_ALL = ("full", "table")  # the reference, and a policy that needs a file
@@ -151,12 +151,11 @@ def parse_budgets(text: str) -> list[float]:
         raise UserError(
             f"--budgets={text!r}: write fractions separated by commas, for example 0.1,0.25,0.5"
         ) from None
-    for budget in budgets:
-        if not 0 < budget <= 1:
-            raise UserError(
-                f"--budgets={text!r}: {budget:g} is outside (0, 1]: budgets are fractions of the "
-                f"full cache's bytes"
-            )
+    if outside := [budget for budget in budgets if not 0 < budget <= 1]:
+        raise UserError(
+            f"--budgets={text!r}: {outside[0]:g} is outside (0, 1]: budgets are fractions of the "
+            f"full cache's bytes"
+        )
     if len(set(budgets)) < len(budgets):
         raise UserError(f"--budgets={text!r} names a budget twice: keep one of them")
     return budgets
@@ -164,19 +163,13 @@ def parse_budgets(text: str) -> list[float]:
 
 def budgets_of_bytes(text: str, full: int) -> list[float]:
     """Read `"1GiB,2GiB"` as fractions of the full cache's bytes, `full`."""
-    found = []
-    for part in text.split(","):
-        with about(f"--kv_bytes={text}"):
-            wanted = parse_bytes(part)
-            if wanted > full:
-                raise UserError(
-                    f"{part.strip()} is more than the full cache, {memory.show_bytes(full)}: "
-                    "choose less"
-                )
-        found.append(wanted / full)
-    if len(set(found)) < len(found):
-        raise UserError(f"--kv_bytes={text} names a budget twice: keep one of them")
-    return found
+    with about(f"--kv_bytes={text}"):
+        wanted = [parse_bytes(part) for part in text.split(",")]
+        if max(wanted) > full:
+            raise UserError(f"the full cache takes {memory.show_bytes(full)}: choose less")
+        if len(set(wanted)) < len(wanted):
+            raise UserError("a budget is there twice: keep one of them")
+    return [size / full for size in wanted]
 
 
 # --- planning ---
@@ -223,28 +216,18 @@ def _plan_row(
         return [Cell(entry.label, entry.name, None, reason=str(error))]
     row = []
     for policy in policies:
-        cell = _plan_cell(entry, policy, geometry, calibration, num_images)
-        if cell.plan is None and policy.uses_calibration and calibration is None:
-            return [Cell(entry.label, entry.name, None, reason=cell.reason)]
-        row.append(cell)
+        used = policy.uses_calibration
+        try:
+            policy.check_images(num_images)
+            plan = plan_cache(geometry, policy, calibration if used else None)
+        except UserError as error:
+            if used and calibration is None:  # at any budget
+                return [Cell(entry.label, entry.name, None, reason=str(error))]
+            row.append(Cell(entry.label, entry.name, policy.budget, reason=str(error)))
+            continue
+        decided = {"arguments": policy_arguments(plan.policy), "calibrated": used}
+        row.append(Cell(entry.label, entry.name, plan.policy.budget, plan, **decided))
     return row
-
-
-def _plan_cell(
-    entry: Entry,
-    policy: Policy,
-    geometry: Geometry,
-    calibration: Calibration | None,
-    num_images: int,
-) -> Cell:
-    try:
-        policy.check_images(num_images)
-        plan = plan_cache(geometry, policy, calibration if policy.uses_calibration else None)
-    except UserError as error:
-        return Cell(entry.label, entry.name, policy.budget, reason=str(error))
-    arguments = policy_arguments(plan.policy)  # defaults included
-    decided = {"arguments": arguments, "calibrated": policy.uses_calibration}
-    return Cell(entry.label, entry.name, plan.policy.budget, plan, **decided)
 
 
 def show_sizes(sweep: Sweep) -> str:

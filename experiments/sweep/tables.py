@@ -6,14 +6,13 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from experiments.generation import environment
 from experiments.sweep import intervals
 from experiments.sweep.intervals import PER_IMAGE
-from experiments.sweep.plan import Cell, Sweep
+from experiments.sweep.plan import Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
@@ -25,8 +24,6 @@ FULL = "full"
 CALIBRATION_COPY = "calibration.json"
 # Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-LONGEST_LABEL = 100  # characters of a policy's label in the plot
-JUDGED = tuple(key for key, metric in METRICS.items() if metric.is_judged)
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
@@ -62,45 +59,52 @@ def frame(sweep: Sweep) -> dict:
     part. `key`: names the results of a cell."""
     g = sweep.model.geometry
     shown = sweep.condition.captions or [f"class {i}" for i in sweep.condition.numbers]
+    cells = []
+    for cell in sweep.cells:
+        status = "done" if cell.plan else "skipped" if cell.budget is None else "infeasible"
+        more = {"samples": cell.key} if cell.plan else {"reason": cell.reason}
+        asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
+        cells.append(asked | {"status": status} | more)
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
         "geometry": {
             "schedule": str(g.schedule),
             **{n: getattr(g, n) for n in ("num_layers", "num_heads", "head_dim", "rows_per_image")},
-            # left out where there are no groups, as in reports of versions that knew none
             **({"queries_per_head": g.queries_per_head} if g.queries_per_head > 1 else {}),
         },
         **environment(),
         "sample_names": list(shown[: sweep.samples]),
         "reference": sweep.full.key,
-        "cells": [_cell_frame(cell) for cell in sweep.cells],
+        "cells": cells,
     }
-
-
-def _cell_frame(cell: Cell) -> dict:
-    asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
-    if cell.plan is None:
-        status = "skipped" if cell.budget is None else "infeasible"
-        return asked | {"status": status, "reason": cell.reason}
-    return asked | {"status": "done", "samples": cell.key}
 
 
 def content(found: dict, results: dict[str, dict]) -> dict:
     """Return the content of sweep.json. found: the sweep's `frame`. results: what is stored of each
     cell, by its key."""
-    cells = [_cell_content(cell, results) for cell in found["cells"]]
+    cells = [
+        results[cell["samples"]]["row"] | cell if "samples" in cell else cell
+        for cell in found["cells"]
+    ]
     intervals.add(cells, per_image(results))
     reference = results[found["reference"]]["row"] | {"status": "done", "samples": FULL}
-    defined = {"definitions": _definitions(cells) | _explained(cells)}
     rest = {name: value for name, value in found.items() if name not in ("reference", "cells")}
-    return {**rest, **defined, "reference": reference, "cells": cells}
+    return {**rest, "definitions": definitions(cells), "reference": reference, "cells": cells}
 
 
-def _definitions(cells: Sequence[dict]) -> dict[str, str]:
-    """Return {column: its meaning}."""
+def definitions(cells: Sequence[dict]) -> dict[str, str]:
+    """Return {column: its meaning}; of intervals and differences if there are any: a single image
+    has no intervals."""
     (first, planned), *last = DEFINITIONS.items()
-    return {first: planned, **metrics.definitions(_known(cells)), **dict(last)}
+    found = {first: planned, **metrics.definitions(_known(cells)), **dict(last)}
+    keys = {key for cell in cells for key in cell.get("fidelity", {})}
+    if keys:
+        known = any(key.endswith("_low") for key in keys)
+        found["[low, high]"] = intervals.DEFINITION if known else intervals.UNKNOWN
+    if any(key.endswith("_difference") for key in keys):
+        found["difference to the best"] = intervals.DIFFERENCE
+    return found
 
 
 def _known(cells: Sequence[dict]) -> list[Metric]:
@@ -120,34 +124,13 @@ def header(report: dict) -> list[str]:
     return ["policy", "budget", "KV planned", "KV allocated", *columns, "s/image", "note"]
 
 
-def differences_header(report: dict) -> list[str]:
-    """Return the names of the columns of `differences_as_text`."""
-    return ["budget", "policy", *(metric.column for metric in shown(report))]
-
-
-def _explained(cells: Sequence[dict]) -> dict[str, str]:
-    """Explain intervals and differences, if there are any; a single image has no intervals."""
-    keys = {key for cell in cells for key in cell.get("fidelity", {})}
-    found = {}
-    if keys:
-        known = any(key.endswith("_low") for key in keys)
-        found["[low, high]"] = intervals.DEFINITION if known else intervals.UNKNOWN
-    if any(key.endswith("_difference") for key in keys):
-        found["difference to the best"] = intervals.DIFFERENCE
-    return found
-
-
 def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
-    """Return {cell: {metric: float [N]}}. The full cache and cells of older versions have none."""
+    """Return {cell: {metric: float [N]}}. The full cache has none."""
     found = {
         key: {n.removeprefix(PER_IMAGE): a for n, a in stored.items() if n.startswith(PER_IMAGE)}
         for key, stored in results.items()
     }
     return {key: arrays for key, arrays in found.items() if arrays}
-
-
-def _cell_content(cell: dict, results: dict[str, dict]) -> dict:
-    return results[cell["samples"]]["row"] | cell if "samples" in cell else cell
 
 
 def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
@@ -214,10 +197,10 @@ def _with_interval(metric: Metric, row: dict, name: str) -> str:
 
 
 def differences_as_text(report: dict) -> list[list[str]]:
-    """Return the rows under `differences_header`, by ascending budget. Only cells that share their
-    budget with another one are compared."""
+    """Return a header and rows by ascending budget. Only cells that share their budget with another
+    one are compared; empty if there are none."""
     found = [row for row in rows(report) if row["status"] == "done" and row["budget"] is not None]
-    lines, columns = [], [metric.key for metric in shown(report)]
+    lines, columns = [], shown(report)
     for budget in sorted({row["budget"] for row in found}):
         rivals = [row for row in found if row["budget"] == budget]
         compared = [key for key in METRICS if any(f"{key}_difference" in r for r in rivals)]
@@ -228,10 +211,10 @@ def differences_as_text(report: dict) -> list[list[str]]:
                 for key in compared
             }
             if any(texts.values()):
-                lines.append(
-                    [f"{budget:g}", row["label"], *(texts.get(key, "") for key in columns)]
-                )
-    return lines
+                cells = (texts.get(metric.key, "") for metric in columns)
+                lines.append([f"{budget:g}", row["label"], *cells])
+    header = ["budget", "policy", *(metric.column for metric in columns)]
+    return [header, *lines] if lines else []
 
 
 def markdown_rows(report: dict) -> str:
@@ -258,40 +241,30 @@ def markdown(report: dict) -> str:
         f"{(s['calibration'] or 'none')[:16]}"
     )
     notes = [f"- {name}: {text}." for name, text in report["definitions"].items()]
-    apart = [[share, f"`{label}`", *rest] for share, label, *rest in differences_as_text(report)]
-    if apart:
+    if apart := differences_as_text(report):
         notes = [*notes, "", "Differences to the best cell of the same budget, image by image:", ""]
-        notes.append(_markdown_table(differences_header(report), apart))
+        lines = [[share, f"`{label}`", *rest] for share, label, *rest in apart[1:]]
+        notes.append(_markdown_table(apart[0], lines))
     return "\n".join(["# Sweep", "", head, "", markdown_rows(report), "", *notes]) + "\n"
 
 
 # --- files ---
 
 
-class Cells(Protocol):
-    """Where a sweep is written (`experiments.output.BatchStore`)."""
-
-    out: pathlib.Path
-
-    @property
-    def replaces(self) -> Written | None: ...
-
-    def close(self) -> None: ...
-
-
 def write(
-    store: Cells, found: dict, results: dict[str, dict], calibration: bytes | None = None
+    out: pathlib.Path,
+    replaces: Written | None,
+    found: dict,
+    results: dict[str, dict],
+    calibration: bytes | None = None,
 ) -> dict:
     """Write the folder of a finished sweep; return the content of sweep.json.
 
-    found: the sweep's `frame`. results: what is stored of each cell, by its key. calibration: the
-    file that the sweep used, to keep a copy."""
+    replaces: which folders it may replace. found: the sweep's `frame`. results: what is stored of
+    each cell, by its key. calibration: the file that the sweep used, to keep a copy."""
     report = content(found, results)
-    with new_folder(store.out, replaces=store.replaces) as out:
-        missing = fill(out, report, samples(found, results), calibration)
-    store.close()
-    if missing:
-        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
+    with new_folder(out, replaces=replaces) as folder:
+        fill(folder, report, samples(found, results), calibration)
     return report
 
 
@@ -300,23 +273,21 @@ def fill(
     report: dict,
     images: dict[str, np.ndarray],
     calibration: bytes | None = None,
-) -> str | None:
-    """Fill the folder of a finished sweep. Return why the plot is missing; None if it is there.
+) -> None:
+    """Fill the folder of a finished sweep; stderr says why if the plot is missing.
 
-    images: arrays of samples.npz. calibration: the file that the sweep used, to keep a copy."""
+    images: arrays of samples.npz."""
     if calibration is not None:
         (out / CALIBRATION_COPY).write_bytes(calibration)
     write_text(out / "sweep.csv", csv_text(report))
     write_text(out / "sweep.md", markdown(report))
     np.savez(out / "samples.npz", **images)
-    missing = None
     try:
         plot(out / "fidelity.png", rows(report)[1:], shown(report))
     except MissingExtra as error:
-        missing = str(error)
+        print(f"fidelity.png is not written: {error}", file=sys.stderr)
     files = sorted({path.name for path in out.iterdir()} | {"sweep.json"})
     write_text(out / "sweep.json", json_text(report | {"files": files}))
-    return missing
 
 
 def curves(done: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:
@@ -345,7 +316,10 @@ def plot(path: pathlib.Path, done: Sequence[dict], panels: Sequence[Metric]) -> 
             sizes, values, lows, highs = np.array(points).T
             sizes, colour = sizes / 2**20, COLOURS[number % len(COLOURS)]
             marker, dashes = "osD^vP*X"[number % 8], ("-", "--", ":")[number // 8 % 3]
-            axis.plot(sizes, values, label=_drawn(label), color=colour, marker=marker, ls=dashes)
+            # fonts draw neither halves of surrogate pairs nor control characters
+            drawn = label.encode("utf-8", "backslashreplace").decode()[:100]
+            drawn = "".join(c if c.isprintable() else "?" for c in drawn)
+            axis.plot(sizes, values, label=drawn, color=colour, marker=marker, ls=dashes)
             axis.vlines(sizes, lows, highs, color=colour, alpha=0.6)  # NaN draws nothing
         axis.set_xlabel("KV cache of one batch, MiB")
         axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
@@ -361,10 +335,3 @@ def plot(path: pathlib.Path, done: Sequence[dict], panels: Sequence[Metric]) -> 
             text.set_parse_math(False)  # a dollar sign in a label begins no formula
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _drawn(label: str) -> str:
-    """Return a label that fonts can draw: shortened, without halves of surrogate pairs and without
-    control characters."""
-    text = label.encode("utf-8", "backslashreplace").decode()
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LABEL])

@@ -91,6 +91,7 @@ def test_tables_show_them(tmp_path):
     assert float(named["psnr_low"]) == row["psnr_low"] and named["kl_difference_high"] == ""
     assert float(named["psnr_difference"]) == row["psnr_difference"]
     differences = tables.differences_as_text(report)
+    assert differences.pop(0)[:2] == ["budget", "policy"]
     assert [line[:2] for line in differences] == [["0.1", "policy0"], ["0.1", "policy1"]]
     assert differences[0][2].startswith("-") and differences[1][2] == "best"
     assert tables.curves(tables.rows(report), "psnr")["policy0"] == [
@@ -105,8 +106,8 @@ def test_a_single_image_has_none_and_the_table_says_so():
     assert "psnr_low" not in cells[0]["fidelity"] and "[" not in tables.markdown_rows(
         report_of(cells)
     )
-    assert tables._explained(cells)["[low, high]"] == intervals.UNKNOWN
-    assert tables._explained([]) == {}
+    assert tables.definitions(cells)["[low, high]"] == intervals.UNKNOWN
+    assert "[low, high]" not in tables.definitions([])
 
 
 def test_cells_of_earlier_versions_have_none(tmp_path):
