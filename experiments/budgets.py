@@ -4,9 +4,8 @@ fraction that policies take."""
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from experiments.output import RESULTS
 from varjax.cache.plan import CachePlan
@@ -137,43 +136,25 @@ def _full_bytes(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: 
 
 
 def remarks(policy: Policy, plan: CachePlan, sizing: Sizing, model: str) -> list[str]:
-    """Return lines that name the fraction and, from a sweep of the model, what it costs."""
+    """Return lines that name the fraction and what it costs: the nearest budget of the newest sweep
+    of the policy and model below results/."""
     held = plan.num_bytes(sizing.batch_size, sizing.kv_dtype)
     full = plan.dense_bytes(sizing.batch_size, sizing.kv_dtype)
     line = f"budget    {policy.budget:.4g} of the full cache: {show_bytes(held)} of "
     line += f"{show_bytes(full)}, batch {sizing.batch_size}, {sizing.device}"
-    cost = next(filter(None, (_cost(s, policy) for s in _sweeps(model))), None)
-    return [line, f"fidelity  {cost}" if cost else "fidelity  no sweep of this policy and model"]
-
-
-def _sweeps(model: str) -> Iterator[tuple[Path, dict]]:
-    """Give the sweeps of a model below results/, the newest first."""
-    found = list(RESULTS.glob("*/sweep.json")) if RESULTS.is_dir() else []
-    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
-        with contextlib.suppress(UserError, OSError):
+    newest = sorted(RESULTS.glob("*/sweep.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in newest:
+        # any file may lie there; a `UserError` is a ValueError
+        with contextlib.suppress(OSError, TypeError, KeyError, ValueError, AttributeError):
             content = read_json(path)
-            settings = content.get("settings") if isinstance(content, dict) else None
-            if isinstance(settings, dict) and settings.get("model") == model:
-                yield path.parent, content
-
-
-def _cost(sweep: tuple[Path, dict], policy: Policy) -> str | None:
-    """Say what the nearest budget of a sweep costs."""
-    folder, content = sweep
-    with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
-        cells = [
-            (float(cell["budget"]), cell["fidelity"])
-            for cell in content["cells"]
-            if cell["policy"] == policy.name and cell["status"] == "done"
-        ]
-        near, fidelity = min(cells, key=lambda cell: abs(cell[0] - policy.budget))
-        return f"{_shown(fidelity)} at {near:g}, the nearest in {folder}"
-    return None
-
-
-def _shown(fidelity: dict) -> str:
-    return ", ".join(
-        f"{METRICS[key].label} {METRICS[key].show(float(fidelity[key]))}"
-        for key in SHOWN
-        if key in METRICS and fidelity.get(key) is not None
-    )
+            if content["settings"]["model"] != model:
+                continue
+            done = [cell for cell in content["cells"] if cell["status"] == "done"]
+            cells = [cell for cell in done if cell["policy"] == policy.name]
+            near = min(cells, key=lambda cell: abs(cell["budget"] - policy.budget))
+            shown = (
+                f"{METRICS[key].label} {METRICS[key].show(near['fidelity'][key])}" for key in SHOWN
+            )
+            said = f"{', '.join(shown)} at {near['budget']:g}, the nearest in {path.parent}"
+            return [line, f"fidelity  {said}"]
+    return [line, "fidelity  no sweep of this policy and model"]

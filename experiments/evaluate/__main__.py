@@ -48,7 +48,6 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols
 from varjax.evaluation.extractors import Network, Program
-from varjax.evaluation.pictures import Fit
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe
 from varjax.parallel import processes
@@ -109,6 +108,7 @@ FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
+FLAGS_OF = {"inception": (PROTOCOL, SPLIT_SIZE, INCEPTION), DEMO: (CLASSIFIER,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,17 +127,13 @@ class Evaluation:
         found: dict[str, Series] = {}
         size = features.chunk(self.batch_size)
         if job := self.comparison:
-            for name, side in job.sides.items():
-                if job.wanted[name]:
-                    wanted = job.wanted[name]
-                    found[name] = features.series(side.pictures, job.network, wanted, size)
+            for name, wanted in job.wanted.items():
+                if wanted:
+                    pictures = job.sides[name].pictures
+                    found[name] = features.series(pictures, job.network, wanted, size)
         if self.pairs:
             found["pairs"] = self.pairs.series(size)
         return found
-
-    def program(self, network: Network, size: tuple[int, int]) -> Program:
-        """Return the program of a network for pictures of a size (height, width)."""
-        return Program(network, size, self.batch_size, self.mesh)
 
     def describe(self) -> dict:
         """Return what decides the results. Paths of files do not."""
@@ -148,22 +144,19 @@ class Evaluation:
 
     def recipe(self) -> dict:
         """Return how everything is computed, for metrics.json."""
-        protocol, job = PROTOCOLS[PROTOCOL.value], self.comparison
-        described = {"name": PROTOCOL.value, **protocol.describe(SPLIT_SIZE.value)}
-        if FEATURES.value == DEMO:
-            described = protocols.DEMO
-        found = {"protocol": described, "samples": self.samples.describe()}
-        if job:
-            found["reference"] = job.reference.describe()
+        protocol = PROTOCOLS[PROTOCOL.value].describe(SPLIT_SIZE.value)
+        protocol = {"name": PROTOCOL.value, **protocol}
+        found = {"protocol": protocols.DEMO if FEATURES.value == DEMO else protocol}
+        found["samples"] = self.samples.describe()
+        if job := self.comparison:
+            found["reference"] = job.sides["reference"].describe()
             found["extractor"] = job.network and job.network.identity
             found["metrics"] = list(job.metrics)
         if recipe := RECIPE.describe():
             found["recipe"] = recipe
         if self.pairs:
-            found |= {
-                "full": self.pairs.full.describe(),
-                "paired_metrics": list(self.pairs.metrics),
-            }
+            found["full"] = self.pairs.full.describe()
+            found["paired_metrics"] = list(self.pairs.metrics)
             found["ssim"] = "torchmetrics: Gaussian window of 11, sigma 1.5, mirrored edges, 0..1"
             found["psnr"] = "mean over pictures that are not identical, 0..1"
             if self.pairs.network:
@@ -173,49 +166,67 @@ class Evaluation:
 
 def resolve() -> Evaluation:
     """Check every flag and every file. Compile and write nothing."""
-    _check_features()
-    asked, mesh = _asked(), _mesh()
+    of_sets, of_pairs = _asked()
+    mesh = _mesh()
+    if STATISTICS.value:
+        check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
+    is_demo, protocol = FEATURES.value == DEMO, PROTOCOLS[PROTOCOL.value]
+    fit = None if is_demo else protocol.fit  # pairs are compared as they are
+    samples = inputs.open_set("--samples", SAMPLES.value, None if FULL.value else fit)
+    remarks: list[str] = []
+    comparison = paired = None
+    if REFERENCE.value:
+        reference = inputs.open_set("--reference", REFERENCE.value, fit)
+        folder = CLASSIFIER.value if is_demo else INCEPTION.value
+        network = None
+        if folder or is_demo:  # files of statistics are compared without one
+            network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
+        comparison = sets.compare(
+            {"samples": samples, "reference": reference},
+            network,
+            of_sets or (protocols.BY_FEATURES[DEMO] if is_demo else protocol.metrics),
+            asked=bool(of_sets),
+            split_size=SPLIT_SIZE.value,
+            protocol=DEMO if is_demo else PROTOCOL.value,
+        )
+        remarks += comparison.remarks
+    if FULL.value:
+        wanted = of_pairs or PAIRED[: 3 if LPIPS.value else 2]
+        lpips = extractors.open_lpips(LPIPS.value) if "lpips" in wanted else None
+        paired = pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, lpips)
+        remarks += paired.remarks
+    if recipe := RECIPE.recipe:
+        if samples.pictures is not None:
+            recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
+        remarks += RECIPE.remarks(recipe.report_remarks(samples.report))
+    batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
+    return Evaluation(samples, comparison, paired, batch_size, mesh, tuple(dict.fromkeys(remarks)))
+
+
+def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics of --metrics, those of sets and those of pairs. `UserError` for flags that
+    contradict each other, and for those that nothing uses."""
+    mine, names = FEATURES.value, METRICS.value or []
+    other = "inception" if mine == DEMO else DEMO
+    theirs = [f"--{holder.name}" for holder in FLAGS_OF[other] if holder.present]
+    if RECIPE.recipe and mine == DEMO:
+        theirs.append(f"recipe {RECIPE.recipe.name}")
+    if theirs:
+        raise UserError(
+            f"{theirs[0]} belongs to --features={other}, --features={mine} is asked for: leave out"
+            " one of them"
+        )
     if not (REFERENCE.value or FULL.value):
         raise UserError(
             "there is nothing to compare with: give --reference=DIR_OR_NPZ (FID and others) or"
             " --full=DIR (PSNR and others)"
         )
-    _check_used(asked)
-    if STATISTICS.value:
-        check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
-    fit = None if FULL.value else _fit()  # pairs are compared as they are
-    samples = inputs.open_set("--samples", SAMPLES.value, fit)
-    of_recipe = _recipe_remarks(samples)
-    comparison = _comparison(samples, asked) if REFERENCE.value else None
-    paired = _pairs(samples, asked) if FULL.value else None
-    parts = [part.remarks for part in (comparison, paired) if part]
-    remarks = tuple(dict.fromkeys(remark for found in (*parts, of_recipe) for remark in found))
-    batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
-    return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
-
-
-def _recipe_remarks(samples: PictureSet) -> list[str]:
-    """Return what to know about the recipe, if there is one; `UserError` unless the samples are the
-    pictures that it takes."""
-    if (recipe := RECIPE.recipe) is None:
-        return []
-    if samples.pictures is not None:
-        recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
-    return RECIPE.remarks(recipe.report_remarks(samples.report))
-
-
-def _asked() -> tuple[str, ...]:
-    """Return the metrics that --metrics names, in the order of `protocols.METRICS`."""
-    names = METRICS.value or []
-    with about(METRICS):
-        for name in names:
-            choose("metric", name, protocols.METRICS)
-    mine = FEATURES.value
     for name in names:
-        other = [whose for whose, held in protocols.BY_FEATURES.items() if name in held]
-        if other and mine not in other:
+        with about(METRICS):
+            choose("metric", name, protocols.METRICS)
+        if name in protocols.BY_FEATURES[other]:
             raise UserError(
-                f"{name} is of --features={other[0]}: --features={mine} gives"
+                f"{name} is of --features={other}: --features={mine} gives"
                 f" {', '.join(protocols.BY_FEATURES[mine])}"
             )
         if name in PAIRED and not FULL.value:
@@ -224,7 +235,23 @@ def _asked() -> tuple[str, ...]:
             raise UserError(f"{name} compares with a reference set: give --reference=DIR_OR_NPZ")
     if "lpips" in names and not LPIPS.value:
         raise UserError(f"lpips needs --lpips=DIR: {extractors.WHERE_LPIPS}")
-    return tuple(name for name in protocols.METRICS if name in names)
+    wanted = [name for name in protocols.METRICS if name in names]
+    of_pairs = tuple(name for name in wanted if name in PAIRED)
+    of_sets = tuple(name for name in wanted if name not in PAIRED)
+    serves = "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
+    unused = f"is given, but none of --metrics={','.join(wanted)} uses it: name one that does"
+    for holder, used, why in (
+        (INCEPTION, REFERENCE.value, serves),
+        (CLASSIFIER, REFERENCE.value, serves),
+        (STATISTICS, REFERENCE.value, serves),
+        (LPIPS, FULL.value, "compares pictures one by one: give --full=DIR"),
+        (LPIPS, not names or "lpips" in names, unused),
+        (REFERENCE, not names or of_sets, unused),
+        (FULL, not names or of_pairs, unused),
+    ):
+        if holder.value and not used:
+            raise UserError(f"--{holder.name} {why}, or leave it out")
+    return of_sets, of_pairs
 
 
 def _mesh() -> MeshSpec:
@@ -241,105 +268,37 @@ def _mesh() -> MeshSpec:
     return mesh
 
 
-def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
-    wanted = tuple(name for name in asked if name not in PAIRED)
-    if asked and not wanted:
-        raise UserError(f"--reference is given, but none of --metrics={','.join(asked)} uses it")
-    reference = inputs.open_set("--reference", REFERENCE.value, _fit())
-    protocol = PROTOCOLS[PROTOCOL.value]
-    network, name, folder = None, PROTOCOL.value, INCEPTION.value
-    metrics = protocol.metrics
-    if FEATURES.value == DEMO:
-        name, folder, metrics = DEMO, CLASSIFIER.value, protocols.BY_FEATURES[DEMO]
-    if folder or name == DEMO:  # files of statistics are compared without one
-        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
-    return sets.compare(
-        samples,
-        reference,
-        network,
-        wanted or metrics,
-        asked=bool(wanted),
-        split_size=SPLIT_SIZE.value,
-        protocol=name,
-    )
+def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
+    """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
 
+    @functools.cache
+    def program(network: Network, size: tuple[int, int]) -> Program:
+        return Program(network, size, job.batch_size, job.mesh)
 
-def _fit() -> Fit | None:
-    """Return what the protocol does with pictures of several sizes; None: it takes none."""
-    return None if FEATURES.value == DEMO else PROTOCOLS[PROTOCOL.value].fit
-
-
-def _check_features() -> None:
-    """Refuse flags that belong to other features than --features, and recipes with other features
-    than Inception's, which all recipes take."""
-    if RECIPE.recipe and FEATURES.value == DEMO:
-        raise UserError(
-            f"recipe {RECIPE.recipe.name} is of --features=inception, --features={DEMO} is asked"
-            " for: leave out one of them"
-        )
-    theirs = (CLASSIFIER,) if FEATURES.value != DEMO else (PROTOCOL, SPLIT_SIZE, INCEPTION)
-    for holder in theirs:
-        if holder.present:
-            other = "inception" if FEATURES.value == DEMO else DEMO
-            raise UserError(
-                f"--{holder.name} belongs to --features={other}, --features={FEATURES.value} is"
-                " asked for: leave out one of them"
-            )
-
-
-def _check_used(asked: tuple[str, ...]) -> None:
-    """Refuse flags that nothing which is asked for uses."""
-    if not REFERENCE.value:
-        for holder in (INCEPTION, CLASSIFIER, STATISTICS):
-            if holder.value:
-                raise UserError(
-                    f"--{holder.name} serves comparisons with a reference set: give"
-                    f" --reference=DIR_OR_NPZ, or leave out --{holder.name}"
-                )
-    if LPIPS.value and not FULL.value:
-        raise UserError("--lpips compares pictures one by one: give --full=DIR, or leave it out")
-    if LPIPS.value and asked and "lpips" not in asked:
-        raise UserError(f"--lpips is given, but none of --metrics={','.join(asked)} uses it")
-
-
-def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:
-    wanted = tuple(name for name in asked if name in PAIRED)
-    if asked and not wanted:
-        raise UserError(f"--full is given, but none of --metrics={','.join(asked)} uses it")
-    wanted = wanted or PAIRED[: 3 if LPIPS.value else 2]
-    network = extractors.open_lpips(LPIPS.value) if "lpips" in wanted else None
-    return pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, network)
-
-
-def compute(job: Evaluation, store: BatchStore, stop: Stop) -> bool:
-    """Compute everything that is missing. Return whether all is done; not so if `stop` was asked
-    meanwhile."""
-    done = True
     if sides := job.comparison:
-        program = functools.cache(partial(job.program, sides.network))
-        for name, side in sides.sides.items():
-            if done and (wanted := sides.wanted[name]):
-                done = features.extract(store, name, side.pictures, wanted, program, stop)
-    if done and job.pairs:
-        program = partial(job.program, job.pairs.network)
-        done = pairs.compute(job.pairs, store, program, job.batch_size, stop)
-    return done
+        for name, wanted in sides.wanted.items():
+            if wanted:
+                of_size = partial(program, sides.network)
+                features.extract(store, name, sides.sides[name].pictures, wanted, of_size, stop)
+    if job.pairs:
+        of_size = partial(program, job.pairs.network)
+        pairs.compute(job.pairs, store, of_size, job.batch_size, stop)
 
 
-def measured(job: Evaluation, store: BatchStore) -> dict:
-    """Write the results from what is computed; return what metrics.json says."""
+def write(job: Evaluation, store: BatchStore) -> None:
+    """Write metrics.json and per_image.npz from what is computed, and print the summary."""
     found: dict = {}
     per_image = None
     if job.pairs:
         found, per_image = pairs.measure(job.pairs, store)
-    if sides := job.comparison:
-        found |= sets.measure(sides, store)
+    if job.comparison:
+        found |= sets.measure(job.comparison, store)
         if STATISTICS.value:
-            sets.save_statistics(pathlib.Path(STATISTICS.value), sides, store)
+            sets.save_statistics(pathlib.Path(STATISTICS.value), job.comparison, store)
     recipe = job.recipe() | environment(scipy)
     content = {**found, "remarks": list(job.remarks), "recipe": recipe}
     results.write(store, content, per_image)
-    return content
+    print(results.summary(content, store.out))
 
 
 def main(argv: list[str]) -> None:
@@ -350,23 +309,14 @@ def main(argv: list[str]) -> None:
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
     try:
-        make(job, store)
+        with store.working():
+            with Stop() as stop:
+                compute(job, store, stop)
+            with processes.together():
+                if processes.is_first():
+                    write(job, store)
     except Stopped as stopped:
         say_stopped(stopped)
-
-
-def make(job: Evaluation, store: BatchStore) -> None:
-    """Compute everything, alone or with other processes, and write the results. `Stopped` if the
-    system asks to end meanwhile."""
-    with store.working():
-        with Stop() as stop:
-            done = compute(job, store, stop)
-        if not done:
-            counts = [(store.finished(name), made.count) for name, made in store.series.items()]
-            raise Stopped(*map(sum, zip(*counts, strict=True)), "pictures")
-        with processes.together():
-            if processes.is_first():
-                print(results.summary(measured(job, store), store.out))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 finished parts."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from experiments.batch_files import Series
 from experiments.evaluate.inputs import PictureSet
 from experiments.output import BatchStore
+from experiments.stopping import Stopped
 from varjax import metrics
 from varjax.errors import UserError
 from varjax.evaluation.extractors import Network, Program
@@ -74,15 +75,15 @@ def extract(
     wanted: tuple[str, ...],
     program: Callable[[tuple[int, int]], Program],
     stop: Stop,
-) -> bool:
-    """Compute the features that are missing, and keep every part when it is finished. Return
-    whether all is done; not so if `stop` was asked after a part.
+) -> None:
+    """Compute the features that are missing, and keep every part when it is finished. `Stopped` if
+    `stop` was asked after a part that is not the last.
 
     program: gives the extractor for pictures of a size (height, width)."""
     made, done = store.series[name], store.finished(name)
     missing = store.missing(name)
     if not missing:
-        return True
+        return
     progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
     if done:
         progress.note(f"{name}: {done} of {made.count} pictures are done already")
@@ -95,49 +96,42 @@ def extract(
     ]
     parts: list[dict] = []
     found = runs.over((pictures.read(first, last),) for _, first, last in spans)
-    for (index, _, last), arrays in zip(spans, found, strict=True):
-        parts.append(_checked(pictures, {key: arrays[key] for key in wanted}))
-        done += len(parts[-1][wanted[0]])
+    for (index, first, last), arrays in zip(spans, found, strict=True):
+        parts.append({key: arrays[key] for key in wanted})
+        if not all(np.isfinite(array).all() for array in parts[-1].values()):
+            raise UserError(
+                f"features of {pictures.where} are not finite: the network's weights are"
+                " damaged, or not those of this network"
+            )
+        done += last - first
         if last > index[-1]:
             store.add(name, index, metrics.joined(parts))
             parts = []
             if stop.after_step() and index is not missing[-1]:
-                return False
+                raise stopped(store)
         progress.update(done)
-    return True
 
 
-def _checked(pictures: Pictures, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    if not all(np.isfinite(array).all() for array in arrays.values()):
-        raise UserError(
-            f"features of {pictures.where} are not finite: the network's weights are"
-            " damaged, or not those of this network"
-        )
-    return arrays
+def stopped(store: BatchStore) -> Stopped:
+    """Return how many pictures of all series are stored, as an exception."""
+    done = sum(store.finished(name) for name in store.series)
+    return Stopped(done, sum(made.count for made in store.series.values()), "pictures")
 
 
 def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:
-    """Return the mean and covariance of a stored feature."""
-    found: Moments | None = None
-    for block in _blocks(store, name, feature):
-        found = found or Moments(block.shape[1])
-        found.add(block)
-    return found.gaussian()
-
-
-def _blocks(store: BatchStore, name: str, feature: str) -> Iterator[np.ndarray]:
-    """Yield the rows of a stored feature, `BLOCK` at a time and the rest at the end. So sums do not
-    depend on how many rows a file has, which differs with the number of processes."""
-    rows: list[np.ndarray] = []
+    """Return the mean and covariance of a stored feature. Rows are added `BLOCK` at a time and the
+    rest at the end: so sums do not depend on how many rows a file has, which differs with the
+    number of processes."""
+    _, shape = store.series[name].arrays[feature]
+    found, rows = Moments(*shape), np.empty((0, *shape), np.float32)
     for _, arrays in store.batches(name):
-        rows.append(arrays[feature])
-        if sum(map(len, rows)) >= BLOCK:
-            joined = np.concatenate(rows)
-            whole_blocks = len(joined) // BLOCK * BLOCK
-            yield from np.split(joined[:whole_blocks], whole_blocks // BLOCK)
-            rows = [joined[whole_blocks:]]
-    if any(map(len, rows)):
-        yield np.concatenate(rows)
+        rows = np.concatenate([rows, arrays[feature]])
+        while len(rows) >= BLOCK:
+            found.add(rows[:BLOCK])
+            rows = rows[BLOCK:]
+    if len(rows):
+        found.add(rows)
+    return found.gaussian()
 
 
 def whole(store: BatchStore, name: str, feature: str) -> np.ndarray:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.batch_files import Series
+from experiments.evaluate import features
 from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.output import BatchStore
 from varjax import metrics
@@ -54,8 +55,14 @@ class Pairs:
         labels = (self.samples.labels, self.full.labels)
         found = [*self.samples.pictures.remarks, *self.full.pictures.remarks]
         if all(report is not None for report in reports):
-            ours, theirs = map(_drawn, reports)
-            differ = [name for name in ours if ours[name] != theirs[name]]
+            ours, theirs = reports
+            origins = [{f: r.get(f"model_{f}") for f in ("sources", "files")} for r in reports]
+            models = {
+                model_digest({**origin, "name": report.get("model")})
+                for origin, report in zip(origins, reports, strict=True)
+            }
+            differ = ["model"] * (len(models) > 1)
+            differ += [name for name in DRAWN if ours.get(name) != theirs.get(name)]
             if differ:
                 found.append(
                     f"--full was drawn with another {', '.join(differ)} than the samples:"
@@ -78,13 +85,6 @@ class Pairs:
         return Series(len(self.places[0]), size, {**arrays, "identical": (np.dtype(bool), ())})
 
 
-def _drawn(report: Mapping) -> dict:
-    """Return what a report says about its pictures, without the cache."""
-    origin = {name: report.get(f"model_{name}") for name in ("sources", "files")}
-    model = model_digest({**origin, "name": report.get("model")})
-    return {"model": model} | {name: report.get(name) for name in DRAWN}
-
-
 def pair(
     samples: PictureSet, full: PictureSet, wanted: tuple[str, ...], network: Network | None
 ) -> Pairs:
@@ -104,14 +104,11 @@ def pair(
         height, width = samples.pictures.size
         with about(samples.where):
             network.check_size(height, width)
-    return Pairs(samples, full, places, wanted, network, _tokens(samples, full))
-
-
-def _tokens(samples: PictureSet, full: PictureSet) -> str | None:
-    if samples.tokens is None or full.tokens is None:
-        return None
-    held = [set(npz.names(side.tokens)) for side in (samples, full)]
-    return next((name for name in TOKENS if all(name in names for names in held)), None)
+    tokens = None
+    if samples.tokens is not None and full.tokens is not None:
+        held = [npz.names(side.tokens) for side in (samples, full)]
+        tokens = next((name for name in TOKENS if all(name in names for names in held)), None)
+    return Pairs(samples, full, places, wanted, network, tokens)
 
 
 def compute(
@@ -120,9 +117,9 @@ def compute(
     program_of: Callable[[tuple[int, int]], Program],
     batch_size: int,
     stop: Stop,
-) -> bool:
-    """Compute the per-image numbers that are missing, and keep every part. Return whether all is
-    done; not so if `stop` was asked after a part.
+) -> None:
+    """Compute the per-image numbers that are missing, and keep every part. `Stopped` if `stop` was
+    asked after a part that is not the last.
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
@@ -141,8 +138,7 @@ def compute(
             progress.update(int(numbers[-1]) + 1)
         store.add("pairs", index, metrics.joined(parts))
         if stop.after_step() and index is not missing[-1]:
-            return False
-    return True
+            raise features.stopped(store)
 
 
 def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:
@@ -198,8 +194,8 @@ def token_agreement(job: Pairs) -> np.ndarray:
                 f"{side.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
                 f" fit {side.pictures.count} pictures of two runs of one model"
             )
-    values = []
-    for number in job.samples.pictures.keys:
-        one, other = ours.read(number, number + 1), theirs.read(number, number + 1)
-        values.append(metrics.token_agreement(one, other))
-    return np.concatenate(values)
+    each = (
+        metrics.token_agreement(ours.read(n, n + 1), theirs.read(n, n + 1))
+        for n in job.samples.pictures.keys
+    )
+    return np.concatenate(list(each))

@@ -16,7 +16,6 @@ from varjax.evaluation.extractors import WHERE_INCEPTION, Network
 from varjax.evaluation.statistics import (
     Gaussian,
     InceptionScore,
-    blocks_of,
     frechet,
     precision_recall,
 )
@@ -29,13 +28,12 @@ KEYS = {"is": "inception_score"}  # {metric: its key in metrics.json, where that
 class Comparison:
     """Samples, a reference set, and what is computed of both.
 
-    network: extractor; None if only files of statistics are compared.
-    wanted: {"samples" or "reference": features to extract}. notes: how the features are made, as
+    sides: the sets "samples" and "reference". network: extractor; None if only files of statistics
+    are compared. wanted: {side: features to extract}. notes: how the features are made, as
     files of statistics say it.
     """
 
-    samples: PictureSet
-    reference: PictureSet
+    sides: Mapping[str, PictureSet]
     network: Network | None
     metrics: tuple[str, ...]
     wanted: Mapping[str, tuple[str, ...]]
@@ -43,15 +41,9 @@ class Comparison:
     notes: Mapping[str, str]
     remarks: tuple[str, ...]
 
-    @property
-    def sides(self) -> dict[str, PictureSet]:
-        """The two sets by name."""
-        return {"samples": self.samples, "reference": self.reference}
-
 
 def compare(
-    samples: PictureSet,
-    reference: PictureSet,
+    sides: Mapping[str, PictureSet],
     network: Network | None,
     metrics: tuple[str, ...],
     *,
@@ -68,13 +60,15 @@ def compare(
       UserError: a metric that was asked for cannot be computed, or statistics are of another
         extractor.
     """
-    sides = {"samples": samples, "reference": reference}
     notes = {"extractor": network.identity["sha256"], "protocol": protocol} if network else {}
     needed: dict[str, dict[str, str | None]] = {}  # {metric: {side: feature}}
     left: dict[str, list[str]] = {}  # {why: metrics}
     for metric in metrics:
         try:
-            needed[metric] = _needed(metric, sides, network)
+            found = {n: features.needed(metric, n == "samples", s) for n, s in sides.items()}
+            if any(found.values()) and network is None:
+                raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
+            needed[metric] = found
         except UserError as error:
             if asked:
                 raise UserError(f"{metric}: {error}") from error
@@ -86,25 +80,15 @@ def compare(
     for name, side in sides.items():
         remarks += side.pictures.remarks if side.pictures else []
         remarks += _side_remarks(name, side, network, notes, kept)
-    _check_dimensions(samples, reference)
+    _check_dimensions(*sides.values())
     if "is" in kept:
-        remarks += order_remarks(samples, split_size)
+        remarks += order_remarks(sides["samples"], split_size)
     for side in sides.values() if network else ():
         _check_pictures(side, network, kept)
     wanted = {
         name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
     }
-    return Comparison(samples, reference, network, kept, wanted, split_size, notes, tuple(remarks))
-
-
-def _needed(
-    metric: str, sides: Mapping[str, PictureSet], network: Network | None
-) -> dict[str, str | None]:
-    """Return the feature that a metric needs of each side; `UserError` if it cannot be had."""
-    found = {name: features.needed(metric, name == "samples", s) for name, s in sides.items()}
-    if any(found.values()) and network is None:
-        raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
-    return found
+    return Comparison(sides, network, kept, wanted, split_size, notes, tuple(remarks))
 
 
 def _side_remarks(
@@ -174,42 +158,28 @@ def order_remarks(samples: PictureSet, split_size: int) -> list[str]:
 def measure(job: Comparison, store: BatchStore) -> dict:
     """Return the values by the keys of metrics.json. The store has the features."""
     found: dict = {}
-    for metric in job.metrics:
-        if metric in features.DISTANCES:
-            feature = features.DISTANCES[metric]
-            ours = _gaussian(job, store, "samples", feature)
-            theirs = _gaussian(job, store, "reference", feature)
-            found[metric] = frechet(ours, theirs)
+    for metric, feature in features.DISTANCES.items():
+        if metric in job.metrics:
+            found[metric] = frechet(*(_gaussian(job, store, name, feature) for name in job.sides))
     if "is" in job.metrics:
-        score = InceptionScore(blocks_of(job.samples.pictures.count, job.split_size))
+        # ADM's splits: consecutive blocks, the last one shorter
+        score = InceptionScore(np.arange(job.sides["samples"].pictures.count) // job.split_size)
         for _, arrays in store.batches("samples"):
             score.add(arrays["logits"])
         scores = score.scores()
         found[KEYS["is"]] = float(scores.mean())
         found[f"{KEYS['is']}_std"] = float(scores.std())
-    if features.AGREEMENT in job.metrics:
-        for name, side in job.sides.items():
-            if side.labels is not None:
-                found[_agreement_key(name)] = _agreement(store, name, side.labels)
-    asked = [metric for metric in features.NEIGHBOURHOODS if metric in job.metrics]
-    if asked:
+    for name, side in job.sides.items() if features.AGREEMENT in job.metrics else ():
+        if side.labels is not None:  # part of the pictures taken for the class asked for
+            key = features.AGREEMENT + ("" if name == "samples" else f"_{name}")
+            right = features.whole(store, name, "logits").argmax(1) == side.labels
+            found[key] = int(right.sum()) / len(right)
+    if asked := [metric for metric in features.NEIGHBOURHOODS if metric in job.metrics]:
         ours, theirs = (features.whole(store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
         result = precision_recall(theirs, ours, report=progress.update)
         found |= {metric: getattr(result, metric) for metric in asked}
     return found
-
-
-def _agreement_key(side: str) -> str:
-    return features.AGREEMENT + ("" if side == "samples" else f"_{side}")
-
-
-def _agreement(store: BatchStore, name: str, labels: np.ndarray) -> float:
-    """Return the part of the pictures that the classifier takes for the class asked for."""
-    right = 0
-    for index, arrays in store.batches(name):
-        right += int((arrays["logits"].argmax(1) == labels[index]).sum())
-    return right / len(labels)
 
 
 def _gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gaussian:

@@ -13,7 +13,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -167,29 +167,25 @@ class RecipeFlag:
         """Make errors inside name the recipe, if there is one: it may have set what is wrong."""
         return nullcontext() if self.recipe is None else errors.about(f"recipe {self.recipe.name}")
 
-    def changed(self) -> dict[str, object]:
-        """Return {flag: value} for flags of the recipe that were given another value."""
+    def deviations(self) -> dict[str, dict[str, object]]:
+        """Return {"changed": flags of the recipe that were given another value, "added": given
+        flags that decide results and are not in the recipe}, each {flag: value}."""
         settings = self.recipe.flags(self._command)
-        given = self._given([name for name in settings if name != "num_images"])  # it is counted
-        return {name: value for name, value in given.items() if not _equal(value, settings[name])}
-
-    def added(self) -> dict[str, object]:
-        """Return {flag: value} for given flags that decide results and are not in the recipe."""
-        settings = self.recipe.flags(self._command)
-        return self._given([name for name in DECIDING[self._command] if name not in settings])
-
-    def _given(self, names: Iterable[str]) -> dict[str, object]:
-        """Return {flag: value} of those that were given."""
-        found = {name: self._flags.flag(name) for name in names}
-        return {name: flag.value for name, flag in found.items() if flag.present}
+        flags = {n: self._flags.flag(n) for n in (*settings, *DECIDING[self._command])}
+        flags.pop("num_images", None)  # it is counted
+        given = {name: flag.value for name, flag in flags.items() if flag.present}
+        changed = {n: v for n, v in given.items() if n in settings and not _equal(v, settings[n])}
+        return {
+            "changed": changed,
+            "added": {n: value for n, value in given.items() if n not in settings},
+        }
 
     def describe(self) -> dict | None:
         """Return what reports say about the recipe; None without one."""
         if (recipe := self.recipe) is None:
             return None
-        content = recipe.content
-        found = {name: content[name] for name in ("title", "source", "unknown")}
-        return {"name": recipe.name, **found, "changed": self.changed(), "added": self.added()}
+        found = {name: recipe.content[name] for name in ("title", "source", "unknown")}
+        return {"name": recipe.name, **found, **self.deviations()}
 
     def remarks(self, more: Sequence[str] = ()) -> list[str]:
         """Return what a user has to know: what the recipe leaves open, what was changed or added,
@@ -198,8 +194,9 @@ class RecipeFlag:
             return []
         said = f"recipe {recipe.name}"
         unknown = [f"{said}: {text}" for text in recipe.content["unknown"]]
-        changed = [f"{said} is changed by {flag}" for flag in _written(self.changed())]
-        added = [f"{said} does not name {flag}, which is given" for flag in _written(self.added())]
+        found = self.deviations()
+        changed = [f"{said} is changed by {flag}" for flag in _written(found["changed"])]
+        added = [f"{said} does not name {f}, which is given" for f in _written(found["added"])]
         return [*unknown, *changed, *added, *more]
 
 

@@ -139,7 +139,7 @@ def test_a_recipe_of_another_program(call):
     assert status == 2 and "is scored by GenEval's own program" in err
     given = ("--recipe=var-fid50k", "--features=demo", "--samples=x", "--reference=y")
     status, _, err = call("evaluate", *given)
-    assert status == 2 and "recipe var-fid50k is of --features=inception, --features=demo" in err
+    assert status == 2 and "recipe var-fid50k belongs to --features=inception" in err
 
 
 def test_samples_of_a_recipe():

@@ -6,9 +6,7 @@ with nothing outside the data that it was trained on. Everything runs in float32
 products.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +49,6 @@ class ClassifierConfig(published.Configuration):
         if names and len(names) != self.num_classes:
             raise self.wrong(f"{len(names)} class_names for {self.num_classes} classes")
         object.__setattr__(self, "class_names", tuple(names))
-
-    @classmethod
-    def from_published(cls, given: Mapping) -> Self:
-        found = cls.arguments(given, ())
-        if missing := {"num_classes", "image_size"} - found.keys():
-            raise cls.wrong(f"{min(missing)} is missing")
-        return cls(**found)
 
 
 class Block(nnx.Module):

@@ -6,9 +6,8 @@ are torchvision's. Widths are free, so that tests can have a network of an eight
 Everything runs in float32 with full-precision products: in bfloat16 features are off by 0.14.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,90 +27,68 @@ class Layer(NamedTuple):
     """A convolution: its name in the block, kernel, stride, whether the map keeps its size."""
 
     name: str
-    size: tuple[int, int] = (1, 1)
-    stride: int = 1
-    same: bool = True
+    size: tuple[int, int]
+    stride: int
+    same: bool
 
 
-def _square(name: str, side: int, stride: int = 1, same: bool | None = None) -> Layer:
-    return Layer(name, (side, side), stride, stride == 1 if same is None else same)
+def _steps(text: str) -> tuple[tuple[Layer, ...], ...]:
+    """Layers one after the other, those joined by & side by side: NAME, NAME:3x3 for other kernels
+    than 1x1, NAME:3x3/2 for a stride and whole windows only. A layer of max pooling has no size."""
+
+    def layer(word: str) -> Layer:
+        name, _, rest = word.partition(":")
+        size, _, stride = (rest or "1x1").partition("/")
+        return Layer(name, tuple(map(int, size.split("x"))), int(stride or 1), not stride)
+
+    return tuple(tuple(map(layer, word.split("&"))) for word in text.split())
 
 
-def _ways(name: str, *sizes: tuple[int, int]) -> tuple[Layer, ...]:
-    """A 1x1 convolution and what follows it: NAME_1, NAME_2, ..."""
-    return tuple(Layer(f"{name}_{i}", size) for i, size in enumerate(((1, 1), *sizes), 1))
-
-
-_3, _5, _WIDE, _HIGH = (3, 3), (5, 5), (1, 7), (7, 1)
-_ONE, _POOLED = (Layer("branch1x1"),), (Layer("branch_pool"),)
-_FORK = ((1, 3), (3, 1))  # two convolutions side by side, at the end of a branch
-
-
-def _forked(*layers: Layer) -> tuple:
-    *first, last = layers
-    stem, number = last.name.rsplit("_", 1)
-    fork = (Layer(f"{stem}_{int(number) + 1}{x}", s) for x, s in zip("ab", _FORK, strict=True))
-    return (*first, last, tuple(fork))
-
-
+_STEM = _steps(
+    "Conv2d_1a_3x3:3x3/2 Conv2d_2a_3x3:3x3/1 Conv2d_2b_3x3:3x3 maxpool1"
+    " Conv2d_3b_1x1 Conv2d_4a_3x3:3x3/1 maxpool2"
+)
+POOLS = ("maxpool1", "maxpool2")
 # Branches in the order in which they are joined; the pooling branch, if it has a convolution, last.
-_A = (_ONE, _ways("branch5x5", _5), _ways("branch3x3dbl", _3, _3), _POOLED)
-_B = (
-    (_square("branch3x3", 3, 2),),
-    (*_ways("branch3x3dbl", _3), _square("branch3x3dbl_3", 3, 2)),
-)
-_C = (
-    _ONE,
-    _ways("branch7x7", _WIDE, _HIGH),
-    _ways("branch7x7dbl", _HIGH, _WIDE, _HIGH, _WIDE),
-    _POOLED,
-)
-_D = (
-    (*_ways("branch3x3"), _square("branch3x3_2", 3, 2)),
-    (*_ways("branch7x7x3", _WIDE, _HIGH), _square("branch7x7x3_4", 3, 2)),
-)
-_E = (
-    _ONE,
-    _forked(*_ways("branch3x3")),
-    _forked(*_ways("branch3x3dbl", _3)),
-    _POOLED,
-)
-STEM = (
-    (_square("Conv2d_1a_3x3", 3, 2), _square("Conv2d_2a_3x3", 3, same=False)),
-    (_square("Conv2d_2b_3x3", 3), "maxpool1"),
-    (Layer("Conv2d_3b_1x1"), _square("Conv2d_4a_3x3", 3, same=False), "maxpool2"),
-)
-_STEM = tuple(layer for group in STEM for layer in group)
+_A = """branch1x1
+    branch5x5_1 branch5x5_2:5x5
+    branch3x3dbl_1 branch3x3dbl_2:3x3 branch3x3dbl_3:3x3
+    branch_pool"""
+_B = """branch3x3:3x3/2
+    branch3x3dbl_1 branch3x3dbl_2:3x3 branch3x3dbl_3:3x3/2"""
+_C = """branch1x1
+    branch7x7_1 branch7x7_2:1x7 branch7x7_3:7x1
+    branch7x7dbl_1 branch7x7dbl_2:7x1 branch7x7dbl_3:1x7 branch7x7dbl_4:7x1 branch7x7dbl_5:1x7
+    branch_pool"""
+_D = """branch3x3_1 branch3x3_2:3x3/2
+    branch7x7x3_1 branch7x7x3_2:1x7 branch7x7x3_3:7x1 branch7x7x3_4:3x3/2"""
+_E = """branch1x1
+    branch3x3_1 branch3x3_2a:1x3&branch3x3_2b:3x1
+    branch3x3dbl_1 branch3x3dbl_2:3x3 branch3x3dbl_3a:1x3&branch3x3dbl_3b:3x1
+    branch_pool"""
 # {block: (branches, how the last branch pools)}
 BLOCKS = {
-    "Mixed_5b": (_A, "mean"),
-    "Mixed_5c": (_A, "mean"),
-    "Mixed_5d": (_A, "mean"),
-    "Mixed_6a": (_B, "shrink"),
-    "Mixed_6b": (_C, "mean"),
-    "Mixed_6c": (_C, "mean"),
-    "Mixed_6d": (_C, "mean"),
-    "Mixed_6e": (_C, "mean"),
-    "Mixed_7a": (_D, "shrink"),
-    "Mixed_7b": (_E, "mean"),
-    "Mixed_7c": (_E, "max"),
+    f"Mixed_{name}": (tuple(map(_steps, branches.splitlines())), pooling)
+    for names, branches, pooling in (
+        ("5b 5c 5d", _A, "mean"),
+        ("6a", _B, "shrink"),
+        ("6b 6c 6d 6e", _C, "mean"),
+        ("7a", _D, "shrink"),
+        ("7b", _E, "mean"),
+        ("7c", _E, "max"),
+    )
+    for name in names.split()
 }
-
 _POOLING = {"mean": mean_pool_same, "max": max_pool_same, "shrink": lambda x: max_pool(x, 3)}
 
-
-def _flat(branch: tuple) -> tuple[Layer, ...]:
-    """All layers of a branch, including the two of a fork."""
-    return sum((item if type(item) is tuple else (item,) for item in branch), ())
-
-
 # Names of all convolutions, in the order of the configuration's widths.
-CONVOLUTIONS = tuple(layer.name for layer in _STEM if isinstance(layer, Layer))
+CONVOLUTIONS = tuple(layer.name for (layer,) in _STEM if layer.name not in POOLS)
 CONVOLUTIONS += tuple(
     f"{block}.{layer.name}"
     for block, (branches, _) in BLOCKS.items()
     for branch in branches
-    for layer in _flat(branch)
+    for step in branch
+    for layer in step
 )
 
 
@@ -133,10 +110,6 @@ class InceptionConfig(published.Configuration):
         spatial = self.width("Mixed_6d.branch1x1")
         self.check_size("width of Mixed_6d.branch1x1", spatial, SPATIAL_CHANNELS)
 
-    @classmethod
-    def from_published(cls, given: Mapping) -> Self:
-        return cls(**cls.arguments(given, ()))
-
     def width(self, name: str) -> int:
         return self.widths[CONVOLUTIONS.index(name)]
 
@@ -148,8 +121,8 @@ class InceptionConfig(published.Configuration):
     def block_width(self, block: str, incoming: int) -> int:
         """Channels of a block's output. incoming: channels of its input."""
         branches, pooling = BLOCKS[block]
-        ends = [_flat((branch[-1],)) for branch in branches]
-        widths = (self.width(f"{block}.{layer.name}") for end in ends for layer in end)
+        ends = (layer for branch in branches for layer in branch[-1])
+        widths = (self.width(f"{block}.{layer.name}") for layer in ends)
         return sum(widths) + (incoming if pooling == "shrink" else 0)
 
 
@@ -178,26 +151,26 @@ class Block(nnx.Module):
     """Branches over the same input, joined along the channels."""
 
     def __init__(self, name: str, c_in: int, config: InceptionConfig):
-        self.branches, self.pooling = BLOCKS[name]
-        for branch in self.branches:
+        self.name = name
+        for branch in BLOCKS[name][0]:
             width = c_in
-            for item in branch:
-                layers = _flat((item,))
-                for layer in layers:
+            for step in branch:
+                for layer in step:
                     c_out = config.width(f"{name}.{layer.name}")
                     setattr(self, layer.name, Convolution(width, c_out, layer))
-                width = config.width(f"{name}.{layers[-1].name}")
+                width = c_out
 
     def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B p q D"]:
-        pooled = _POOLING[self.pooling](x)
+        branches, pooling = BLOCKS[self.name]
+        pooled = _POOLING[pooling](x)
         joined: list = []
-        for branch in self.branches:
-            y = pooled if branch is _POOLED else x
-            for item in branch:
-                parts = [getattr(self, layer.name)(y) for layer in _flat((item,))]
+        for branch in branches:
+            y = pooled if branch[0][0].name == "branch_pool" else x
+            for step in branch:
+                parts = [getattr(self, layer.name)(y) for layer in step]
                 y = parts[0]
             joined += parts
-        return jnp.concatenate([*joined, pooled] if self.pooling == "shrink" else joined, axis=-1)
+        return jnp.concatenate([*joined, pooled] if pooling == "shrink" else joined, axis=-1)
 
 
 class Dense(nnx.Module):
@@ -213,8 +186,8 @@ class Inception(nnx.Module):
 
     def __init__(self, config: InceptionConfig, *, rngs: nnx.Rngs | None = None):
         self.config, width = config, 3
-        for layer in _STEM:
-            if isinstance(layer, Layer):
+        for (layer,) in _STEM:
+            if layer.name not in POOLS:
                 setattr(self, layer.name, Convolution(width, config.width(layer.name), layer))
                 width = config.width(layer.name)
         for name in BLOCKS:
@@ -226,10 +199,9 @@ class Inception(nnx.Module):
         """The output of every block and of everything before them, by name."""
         found = {}
         with jax.default_matmul_precision("highest"):
-            for layer in _STEM:
-                is_pool = isinstance(layer, str)
-                x = max_pool(x, 3) if is_pool else getattr(self, layer.name)(x)
-                found[layer if is_pool else layer.name] = x
+            for (layer,) in _STEM:
+                x = max_pool(x, 3) if layer.name in POOLS else getattr(self, layer.name)(x)
+                found[layer.name] = x
             for name in BLOCKS:
                 found[name] = x = getattr(self, name)(x)
         return found

@@ -7,9 +7,8 @@ in float32 with full-precision products.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +78,6 @@ class LPIPSConfig(published.Configuration):
             raise self.wrong(f"{len(self.widths)} widths for {count} convolutions")
         for width in self.widths:
             self.check_size("width", width)
-
-    @classmethod
-    def from_published(cls, given: Mapping) -> Self:
-        return cls(**cls.arguments(given, ()))
 
 
 class Convolution(nnx.Module):

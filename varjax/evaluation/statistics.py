@@ -4,7 +4,7 @@ Everything is summed in float64 on the host, a block of features at a time. Lett
 features, V classes, S splits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -114,23 +114,6 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
 # --- Inception score ------------------------------------------------------------------------------
 
 
-def blocks_of(count: int, size: int) -> Integer[np.ndarray, " N"]:
-    """The split of every picture in ADM's evaluator: consecutive blocks, the last one shorter."""
-    return np.arange(count) // size
-
-
-def shuffled_splits(count: int, splits: int, seed: int | None = 2020) -> Integer[np.ndarray, " N"]:
-    """The split of every picture in torch-fidelity: shuffled pictures in `splits` parts of equal
-    size. seed: of the shuffling; None leaves the pictures in order."""
-    order = np.arange(count)
-    if seed is not None:
-        order = np.random.RandomState(seed).permutation(count)
-    found = np.empty(count, int)
-    for split in range(splits):
-        found[order[split * count // splits : (split + 1) * count // splits]] = split
-    return found
-
-
 class InceptionScore:
     """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). Logits come block
     by block in the order of the pictures. split_of: the split of every picture."""
@@ -160,22 +143,14 @@ class InceptionScore:
 # --- precision and recall -------------------------------------------------------------------------
 
 
-class Points:
-    """Features that are read block by block, for example from a memory-mapped file.
-
-    centre: is subtracted from all of them, which changes no distance and saves digits.
-    """
-
-    def __init__(self, features: Features, centre: Float[np.ndarray, " D"]):
-        self.features, self.centre = features, centre
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def blocks(self, rows: int) -> Iterator[tuple[slice, Float[np.ndarray, "n D"]]]:
-        for start in range(0, len(self), rows):
-            part = slice(start, min(start + rows, len(self)))
-            yield part, np.asarray(self.features[part], np.float64) - self.centre
+def _blocks(
+    features: Features, centre: Float[np.ndarray, " D"], rows: int
+) -> Iterator[tuple[slice, Float[np.ndarray, "n D"]]]:
+    """Features in float64, so many rows at a time. `centre` is subtracted from all of them, which
+    changes no distance and saves digits."""
+    for start in range(0, len(features), rows):
+        part = slice(start, min(start + rows, len(features)))
+        yield part, np.asarray(features[part], np.float64) - centre
 
 
 def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndarray, "n m"]:
@@ -190,19 +165,24 @@ def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndar
     return found
 
 
-def squared_radii(points: Points, k: int = NEIGHBOURS, report=lambda done: None) -> np.ndarray:
+def squared_radii(
+    features: Features,
+    centre: Float[np.ndarray, " D"],
+    k: int = NEIGHBOURS,
+    report: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
     """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
     counted.
 
     Raises:
       UserError: there are fewer than k other points.
     """
-    if len(points) <= k:
-        raise UserError(f"{len(points)} pictures: precision and recall need at least {k + 1}")
-    radii = np.empty(len(points))
-    for part, rows in points.blocks(ROWS):
+    if len(features) <= k:
+        raise UserError(f"{len(features)} pictures: precision and recall need at least {k + 1}")
+    radii = np.empty(len(features))
+    for part, rows in _blocks(features, centre, ROWS):
         nearest = np.empty((len(rows), 0))
-        for _, columns in points.blocks(COLUMNS):
+        for _, columns in _blocks(features, centre, COLUMNS):
             found = np.concatenate([nearest, squared_distances(rows, columns)], axis=1)
             nearest = np.partition(found, k, axis=1)[:, : k + 1] if found.shape[1] > k else found
         radii[part] = nearest.max(1)  # the point itself is one of these, at distance 0
@@ -211,12 +191,16 @@ def squared_radii(points: Points, k: int = NEIGHBOURS, report=lambda done: None)
 
 
 def covered(
-    points: Points, centres: Points, radii: np.ndarray, report=lambda done: None
+    features: Features,
+    balls: Float[np.ndarray, "m D"],
+    radii: np.ndarray,
+    centre: Float[np.ndarray, " D"],
+    report: Callable[[int], None],
 ) -> Bool[np.ndarray, " N"]:
-    """Whether every point lies in the ball (squared radius) of some of the centres."""
-    found = np.zeros(len(points), bool)
-    for part, rows in points.blocks(ROWS):
-        for columns, block in centres.blocks(COLUMNS):
+    """Whether every point lies in some ball. radii: squared, float64 [m]."""
+    found = np.zeros(len(features), bool)
+    for part, rows in _blocks(features, centre, ROWS):
+        for columns, block in _blocks(balls, centre, COLUMNS):
             found[part] |= (squared_distances(rows, block) <= radii[columns]).any(1)
         report(part.stop)
     return found
@@ -234,7 +218,7 @@ def precision_recall(
     reference: Features,
     samples: Float[np.ndarray, "m D"],
     k: int = NEIGHBOURS,
-    report=lambda done: None,
+    report: Callable[[int], None] = lambda done: None,
 ) -> PrecisionRecall:
     """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
     whole matrix of distances never exists.
@@ -245,26 +229,13 @@ def precision_recall(
       UserError: fewer pictures than neighbours are needed.
     """
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
-    ours, theirs = Points(samples, centre), Points(reference, centre)
-    passes = _counting(report)
-    their_radii = squared_radii(theirs, k, next(passes))
-    our_radii = squared_radii(ours, k, next(passes))
-    precision = covered(ours, theirs, their_radii, next(passes)).mean()
-    recall = covered(theirs, ours, our_radii, next(passes)).mean()
-    return PrecisionRecall(float(precision), float(recall))
 
+    def after(rows: int) -> Callable[[int], None]:
+        return lambda done: report(rows + done)
 
-def _counting(report) -> Iterable:
-    """One function per pass, which reports the rows of this pass and of all before it together."""
-    total = 0
-
-    def of(before: int):
-        def add(done: int) -> None:
-            nonlocal total
-            total = before + done
-            report(total)
-
-        return add
-
-    while True:
-        yield of(total)
+    count, both = len(reference), len(reference) + len(samples)
+    their_radii = squared_radii(reference, centre, k, report)
+    our_radii = squared_radii(samples, centre, k, after(count))
+    precision = covered(samples, reference, their_radii, centre, after(both))
+    recall = covered(reference, samples, our_radii, centre, after(both + len(samples)))
+    return PrecisionRecall(float(precision.mean()), float(recall.mean()))

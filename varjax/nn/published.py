@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from varjax.errors import UserError, nearest
 from varjax.schedule import Schedule
@@ -49,6 +49,16 @@ class Configuration:
                 known = ", ".join(sorted(types))
                 raise cls.wrong(f"unknown name {name!r}: known are {known}{nearest(name, types)}")
         return found
+
+    @classmethod
+    def from_published(cls, given: Mapping) -> Self:
+        """The configuration with these arguments. `UserError` if one is unknown, of another type or
+        missing."""
+        found, fields = cls.arguments(given, ()), dataclasses.fields(cls)
+        for field in fields:
+            if field.name not in found and field.default is dataclasses.MISSING:
+                raise cls.wrong(f"{field.name} is missing")
+        return cls(**found)
 
     @classmethod
     def _typed(cls, name: str, value, kind: type):
