@@ -173,8 +173,13 @@ def resolve() -> Evaluation:
     is_demo, protocol = FEATURES.value == DEMO, PROTOCOLS[PROTOCOL.value]
     fit = None if is_demo else protocol.fit  # pairs are compared as they are
     samples = inputs.open_set("--samples", SAMPLES.value, None if FULL.value else fit)
-    remarks: list[str] = []
+    of_recipe: list[str] = []
+    if recipe := RECIPE.recipe:
+        if samples.pictures is not None:
+            recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
+        of_recipe = RECIPE.remarks(recipe.report_remarks(samples.report))
     comparison = paired = None
+    remarks: list[str] = []
     if REFERENCE.value:
         reference = inputs.open_set("--reference", REFERENCE.value, fit)
         folder = CLASSIFIER.value if is_demo else INCEPTION.value
@@ -195,12 +200,10 @@ def resolve() -> Evaluation:
         lpips = extractors.open_lpips(LPIPS.value) if "lpips" in wanted else None
         paired = pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, lpips)
         remarks += paired.remarks
-    if recipe := RECIPE.recipe:
-        if samples.pictures is not None:
-            recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
-        remarks += RECIPE.remarks(recipe.report_remarks(samples.report))
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
-    return Evaluation(samples, comparison, paired, batch_size, mesh, tuple(dict.fromkeys(remarks)))
+    return Evaluation(
+        samples, comparison, paired, batch_size, mesh, tuple(dict.fromkeys(remarks + of_recipe))
+    )
 
 
 def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:

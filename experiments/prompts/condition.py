@@ -110,14 +110,12 @@ class Text(FromPrompts):
         if self.encoder is None:
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
-        files = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)[
-            "files"
-        ]
+        part = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)
         return found | {
             "prompts": len(self.prompts),
             "negative_prompts": len(negative),
             "sha256": _digest([self.prompts.texts, negative]),
-            "encoder": _digest(files),
+            "encoder": _digest(part["files"]),
         }
 
     def spread(self, count: int) -> "Text":

@@ -89,36 +89,29 @@ def write_images(
 ) -> None:
     """Write the images of a prompt set, image i of prompt i // images_per_prompt, and the manifest.
 
-    Args:
-      folder: where `images/` and `manifest.json` go; made if need be.
-      images: RGB; read from where they are, one prompt after the other.
-      seed: what the run's random numbers start from, for the manifest.
-
-    Raises:
-      UserError: the errors of `check_layout`.
-      OSError: a file cannot be written.
+    images: read from where they are, one prompt after the other. seed: of the run, for the
+    manifest. Raises the errors of `check_layout`.
     """
-    each = images_per_prompt
+    each, kind = images_per_prompt, prompt_set.kind
     check_layout(prompt_set, each, height=images.shape[1], width=images.shape[2])
-    for i, prompt in enumerate(prompt_set.prompts):
-        samples = images[i * each : (i + 1) * each]
-        _write_prompt(folder / FOLDER, prompt_set.kind, prompt, samples)
-    entries = [
-        {
-            "number": number * each + sample,
-            "file": f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}",
-            "prompt": prompt.text,
-            "prompt_number": number,
-            "name": prompt.name,
-            "sample": sample,
-            "seed": seed,
-            "metadata": dict(prompt.metadata),
-        }
-        for number, prompt in enumerate(prompt_set.prompts)
-        for sample in range(each)
-    ]
-    kind = str(prompt_set.kind)
-    content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
+    entries = []
+    for number, prompt in enumerate(prompt_set.prompts):
+        samples = images[number * each : (number + 1) * each]
+        _write_prompt(folder / FOLDER, kind, prompt, samples)
+        entries += [
+            {
+                "number": number * each + sample,
+                "file": f"{FOLDER}/{_file(kind, prompt, sample, each)}",
+                "prompt": prompt.text,
+                "prompt_number": number,
+                "name": prompt.name,
+                "sample": sample,
+                "seed": seed,
+                "metadata": dict(prompt.metadata),
+            }
+            for sample in range(each)
+        ]
+    content = {"kind": str(kind), "images_per_prompt": each, "seed": seed, "images": entries}
     write_text(folder / MANIFEST, json_text(content))
 
 
@@ -140,14 +133,22 @@ def image_files(folder: Path) -> set[str]:
 def _write_prompt(
     folder: Path, kind: Kind, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
 ) -> None:
-    """Write the files of one prompt."""
-    each = len(images)
+    """Write the files of one prompt; of DPG-Bench a grid, where places without an image are
+    black."""
+    each, side = len(images), images.shape[1]
     if kind is Kind.DPG and each > 1:
-        images = _tiled(images)[None]
+        grid = np.zeros((2 * side, 2 * side, 3), np.uint8)
+        for image, (row, column) in zip(images, TILES, strict=False):
+            grid[row * side :, column * side :][:side, :side] = image
+        images = grid[None]
+    pillow = require("PIL.Image", extra="eval", purpose="writing images")
     for sample, image in enumerate(images):
         path = inside(folder, _file(kind, prompt, sample, each))
         path.parent.mkdir(parents=True, exist_ok=True)
-        _save(path, image)
+        is_jpeg = path.suffix == ".jpg"
+        options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
+        with new_file(path) as file:
+            pillow.fromarray(image).save(file, **(options if is_jpeg else {"format": "PNG"}))
     if kind is Kind.GENEVAL:
         path = inside(folder, f"{prompt.name}/{METADATA}")
         write_text(path, json.dumps(prompt.metadata))
@@ -157,26 +158,3 @@ def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
     """Return the path of an image below `images/`."""
     usual = "{name}.png" if each == 1 else "{name}_{sample}.png"
     return FILES.get(kind, usual).format(name=prompt.name, sample=sample)
-
-
-# --- pixels ---------------------------------------------------------------------------------------
-
-
-def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3"]:
-    """Return the 2x2 grid of a prompt's square images; places without an image are black."""
-    side = images.shape[1]
-    canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
-    for image, place in zip(images, TILES, strict=False):
-        row, column = (number * side for number in place)
-        canvas[row : row + side, column : column + side] = image
-    return canvas
-
-
-def _save(path: Path, image: np.ndarray) -> None:
-    pillow = require("PIL.Image", extra="eval", purpose="writing images")
-    picture = pillow.fromarray(image)
-    with new_file(path) as file:
-        if path.suffix == ".jpg":
-            picture.save(file, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
-        else:
-            picture.save(file, format="PNG")

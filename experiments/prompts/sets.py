@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from pathlib import Path
 
 from varjax import arguments
@@ -118,10 +118,8 @@ def _recognise(path: Path) -> Kind:
             f"{path} holds {both} .txt files (DPG-Bench) {joint} style lists such as"
             f" {HPSV2_STYLES[0]}.json (HPSv2): give the folder of one of them"
         )
-    if path.suffix == ".jsonl":
-        return Kind.GENEVAL
     if path.suffix == ".json":
-        content = _json(path)
+        content = _json(_read(path), path)
         if isinstance(content, list):
             return Kind.HPSV2
         if isinstance(content, dict) and "annotations" in content:
@@ -129,7 +127,7 @@ def _recognise(path: Path) -> Kind:
         raise UserError(
             f"{path} is neither a list of prompts (HPSv2) nor a COCO file with `annotations`"
         )
-    return Kind.LINES
+    return Kind.GENEVAL if path.suffix == ".jsonl" else Kind.LINES
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -143,49 +141,52 @@ def _lines(path: Path) -> Iterator[Prompt]:
 
 def _geneval(path: Path) -> Iterator[Prompt]:
     for prompt in _lines(path):
-        entry = _parsed(prompt.text, prompt.where)
+        entry = _json(prompt.text, prompt.where)
         for name, kind in _GENEVAL_ENTRIES.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
                 raise UserError(
                     f"{prompt.where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
                     f" GenEval's evaluation_metadata.jsonl; {name!r} is missing or malformed"
                 )
-        _check_strict(entry, prompt.where)
+        try:  # metadata.jsonl repeats the line, and its readers may be strict
+            json.dumps(entry, allow_nan=False)
+        except ValueError:
+            raise UserError(
+                f"{prompt.where} holds NaN or an infinite number, which JSON lacks"
+            ) from None
         yield replace(prompt, text=_filled(entry["prompt"], prompt.where), metadata=entry)
 
 
-def _check_strict(entry: dict, where: str) -> None:
-    """Refuse numbers that JSON lacks: metadata.jsonl repeats the line, and its readers may be
-    strict."""
-    try:
-        json.dumps(entry, allow_nan=False)
-    except ValueError:
-        raise UserError(f"{where} holds NaN or an infinite number, which JSON lacks") from None
-
-
 def _dpg_files(folder: Path) -> list[Path]:
-    return [f for f in folder.glob("*.txt") if f.is_file() and not ordinary.is_hidden(f.name)]
+    """Return the files by name, 2 before 10."""
+
+    def natural(file: Path) -> list:
+        parts = re.split(r"(\d+)", file.stem)
+        return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+    found = (f for f in folder.glob("*.txt") if f.is_file() and not ordinary.is_hidden(f.name))
+    return sorted(found, key=natural)
 
 
 def _dpg(path: Path) -> Iterator[Prompt]:
-    for file in sorted(_dpg_files(path), key=lambda f: _natural(f.stem)):
+    for file in _dpg_files(path):
         yield Prompt(_filled(" ".join(_text_lines(file)), str(file)), file.stem, str(file))
-
-
-def _hpsv2(path: Path) -> Iterator[Prompt]:
-    """Read a list, or a folder of lists; the name of the file is the style."""
-    for file in [path] if path.is_file() else _styles(path):
-        content = _json(file)
-        if not isinstance(content, list):
-            raise UserError(f"{file} must hold a JSON list of prompts, as HPSv2 publishes them")
-        for i, text in enumerate(content):
-            where, style = f"{file}, entry {i}", file.stem
-            yield Prompt(_filled(text, where), f"{style}/{i:05d}", where, {"style": style})
 
 
 def _styles(folder: Path) -> list[Path]:
     files = [folder / f"{style}.json" for style in HPSV2_STYLES]
     return [file for file in files if file.is_file()]
+
+
+def _hpsv2(path: Path) -> Iterator[Prompt]:
+    """Read a list, or a folder of lists; the name of the file is the style."""
+    for file in [path] if path.is_file() else _styles(path):
+        content = _json(_read(file), file)
+        if not isinstance(content, list):
+            raise UserError(f"{file} must hold a JSON list of prompts, as HPSv2 publishes them")
+        for i, text in enumerate(content):
+            where, style = f"{file}, entry {i}", file.stem
+            yield Prompt(_filled(text, where), f"{style}/{i:05d}", where, {"style": style})
 
 
 def _coco(path: Path) -> Iterator[Prompt]:
@@ -195,25 +196,21 @@ def _coco(path: Path) -> Iterator[Prompt]:
 
 
 def _coco_captions(path: Path) -> list[Prompt]:
-    content = _json(path)
+    content, prompts = _json(_read(path), path), {}
     entries = content.get("annotations") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise UserError(f"{path} is no COCO file of captions: it has no list `annotations`")
-    prompts = [_caption(entry, f"{path}, annotations[{i}]") for i, entry in enumerate(entries)]
-    prompts.sort(key=lambda p: (p.metadata["image_id"], p.metadata["caption_id"]))
-    for one, other in pairwise(prompts):
-        if one.name == other.name:
-            raise UserError(f"{other.where}: caption {other.name} is there twice")
-    return prompts
-
-
-def _caption(entry: object, where: str) -> Prompt:
-    image, number = (entry.get(n) if isinstance(entry, dict) else None for n in ("image_id", "id"))
-    if type(image) is not int or type(number) is not int or min(image, number) < 0:
-        raise UserError(f"{where}: expected an object with image_id, id and caption")
-    text = _filled(entry.get("caption"), where)
-    metadata = {"image_id": image, "caption_id": number}
-    return Prompt(text, f"{image:012d}_{number}", where, metadata)
+    for i, entry in enumerate(entries):
+        where, entry = f"{path}, annotations[{i}]", entry if isinstance(entry, dict) else {}
+        image, number = key = entry.get("image_id"), entry.get("id")
+        if any(type(n) is not int or n < 0 for n in key):
+            raise UserError(f"{where}: expected an object with image_id, id and caption")
+        if key in prompts:
+            raise UserError(f"{where}: caption {number} of image {image} is there twice")
+        metadata = {"image_id": image, "caption_id": number}
+        text = _filled(entry.get("caption"), where)
+        prompts[key] = Prompt(text, f"{image:012d}_{number}", where, metadata)
+    return [prompts[key] for key in sorted(prompts)]
 
 
 _READERS: Mapping[Kind, Callable[[Path], Iterable[Prompt]]] = {
@@ -265,17 +262,8 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}, line {line} is not UTF-8 text: save the file as UTF-8") from None
 
 
-def _json(path: Path):
-    return _parsed(_read(path), str(path))
-
-
-def _parsed(text: str, where: str):
+def _json(text: str, where: str | Path):
     try:
         return parse_json(text)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
-
-
-def _natural(text: str) -> list:
-    """Return a sort key by which 2 comes before 10."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", text)]
