@@ -91,26 +91,15 @@ def kl_divergence(
     return jnp.maximum(terms.sum(-1), 0.0)
 
 
-def token_kl(
-    reference: Float[AnyArray, "B L V"], other: Float[AnyArray, "B L V"]
-) -> Float[Array, "B L"]:
-    """`kl_divergence` of a batch, one image at a time, so that temporaries belong to one image."""
-    if reference.shape != other.shape or reference.ndim != 3:
-        raise UserError(
-            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
-            f"be [images, tokens, vocabulary]"
-        )
-    pairs = zip(reference, other, strict=True)
-    return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
-
-
 def image_kl(
     reference: Float[AnyArray, "B L *bits V"], other: Float[AnyArray, "B L *bits V"]
 ) -> Float[np.ndarray, " B"]:
-    """Mean KL per token of each image in nats. A token of several bits counts the sum over them."""
+    """Mean KL per token of each image in nats. A token of several bits counts the sum over them.
+    Images come one at a time, so that temporaries belong to one image."""
     images, tokens, *_, choices = other.shape
     flat = (a.reshape(images, -1, choices) for a in (reference, other))
-    found = np.asarray(token_kl(*flat))
+    pairs = zip(*flat, strict=True)
+    found = np.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
     return found.reshape(images, tokens, -1).sum(-1).mean(1)
 
 
@@ -121,9 +110,8 @@ class Metric:
     Attributes:
       key: what files call it.
       name: what definitions call it.
-      label: what the table of a run calls it.
-      column: its header in the table of a sweep.
-      title: the text above its plot.
+      label, column, title: what the table of a run, that of a sweep and the plot call it; default:
+        its name.
       unit: the unit on the axis of its plot.
       better: "higher" or "lower".
       shown: the format of a value in tables.
@@ -141,18 +129,22 @@ class Metric:
 
     key: str
     name: str
-    label: str
-    column: str
-    title: str
-    unit: str
+    label: str = ""
+    column: str = ""
+    title: str = ""
+    unit: str = ""
     better: str
     shown: str
     definition: str
-    needs: str
-    compare: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    needs: str = "images"
+    compare: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     per_image: bool = True
     largest: float = float("inf")
     from_zero: bool = False
+
+    def __post_init__(self) -> None:
+        for words in ("label", "column", "title"):
+            object.__setattr__(self, words, getattr(self, words) or self.name)
 
     @property
     def is_judged(self) -> bool:
@@ -183,7 +175,6 @@ _METRICS = (
         better="higher",
         shown="{:.2f} dB",
         definition=_DRAWN,
-        needs="images",
         compare=psnr,
         largest=100.0,  # the PSNR of identical images is infinite
     ),
@@ -191,21 +182,16 @@ _METRICS = (
         key="ssim",
         name="SSIM",
         label="SSIM to full cache",
-        column="SSIM",
         title="SSIM to the full cache",
-        unit="",
         better="higher",
         shown="{:.4f}",
         definition=_DRAWN,
-        needs="images",
         compare=ssim,
     ),
     Metric(
         key="token_agreement",
         name="equal tokens",
         label="token agreement",
-        column="equal tokens",
-        title="equal tokens",
         unit="fraction",
         better="higher",
         shown="{:.1%}",
@@ -234,44 +220,31 @@ _METRICS = (
         key="lpips",
         name="LPIPS",
         label="LPIPS to full cache",
-        column="LPIPS",
         title="LPIPS to the full cache",
-        unit="",
         better="lower",
         shown="{:.4f}",
         definition="perceptual distance (Zhang et al. 2018, version 0.1) of the pictures as bytes "
         "to those of the full cache, by the network that was given",
-        needs="images",
-        compare=None,
         from_zero=True,
     ),
     Metric(
         key="class_agreement",
         name="class agreement",
-        label="class agreement",
-        column="class agreement",
-        title="class agreement",
         unit="fraction",
         better="higher",
         shown="{:.1%}",
         definition="part of the images that a small classifier of the model's classes takes for "
         "the class they were asked for; comparable with nothing else",
-        needs="images",
-        compare=None,
     ),
     Metric(
         key="feature_distance",
         name="feature distance",
         label="feature distance to full cache",
-        column="feature distance",
         title="feature distance to the full cache",
-        unit="",
         better="lower",
         shown="{:.4f}",
         definition="1 - cosine of that classifier's features of an image and of the full cache's; "
         "mean over images (no FID)",
-        needs="images",
-        compare=None,
         from_zero=True,
     ),
 )

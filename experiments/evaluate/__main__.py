@@ -200,7 +200,9 @@ def resolve() -> Evaluation:
         lpips = extractors.open_lpips(LPIPS.value) if "lpips" in wanted else None
         paired = pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, lpips)
         remarks += paired.remarks
-    batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
+    on_cpu = jax.default_backend() == "cpu"
+    usual = extractors.CPU_BATCH if on_cpu else extractors.USUAL_BATCH
+    batch_size = BATCH_SIZE.value or usual * mesh.data
     return Evaluation(
         samples, comparison, paired, batch_size, mesh, tuple(dict.fromkeys(remarks + of_recipe))
     )

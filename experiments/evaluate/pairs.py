@@ -16,7 +16,7 @@ from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
-from varjax.evaluation.pairing import paired
+from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 from varjax.storage import npz

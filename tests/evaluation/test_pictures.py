@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
-from varjax.evaluation.pairing import paired
-from varjax.evaluation.pictures import PictureArray, PictureFolder
+from varjax.evaluation.pictures import PictureArray, PictureFolder, paired
 
 
 def some_pictures(count: int = 5, height: int = 12, width: int = 16) -> np.ndarray:

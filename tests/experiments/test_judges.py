@@ -15,8 +15,7 @@ from tests import models_under_test as models
 from tests.evaluation import recipe
 from varjax.evaluation import extractors
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.evaluation.extractors import Program
-from varjax.evaluation.networks import CATALOGUE
+from varjax.evaluation.extractors import CATALOGUE, Program
 from varjax.storage import checkpoint
 
 

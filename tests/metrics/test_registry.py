@@ -41,14 +41,9 @@ def test_a_new_metric_is_one_entry(monkeypatch):
     worst = metrics.Metric(
         key="worst",
         name="worst pixel",
-        label="worst pixel",
-        column="worst",
-        title="worst pixel",
-        unit="",
         better="lower",
         shown="{:.2f}",
         definition="largest difference",
-        needs="images",
         compare=lambda a, b: np.abs(a - b).max((1, 2, 3)),
     )
     monkeypatch.setitem(metrics.METRICS, "worst", worst)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,26 @@ from jaxtyping import Real
 
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
-from varjax.evaluation.networks import CATALOGUE
+from varjax.evaluation.classifier import Classifier, ClassifierConfig
+from varjax.evaluation.inception import Inception, InceptionConfig
+from varjax.evaluation.lpips import LPIPS, LPIPSConfig
 from varjax.logical_axes import IMAGES, mesh_spec
 from varjax.model import Model
 from varjax.nn import parameters
+from varjax.nn.families import Catalogue, Part
 from varjax.parallel import processes
 from varjax.parallel.sharding import make_mesh, place
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
+# The networks that judge pictures, as parts of checkpoints: each has a folder of its own.
+CATALOGUE = Catalogue(
+    parts={
+        "inception": Part("Inception", InceptionConfig, Inception, own_folder=True),
+        "lpips": Part("LPIPS", LPIPSConfig, LPIPS, own_folder=True),
+        "classifier": Part("Classifier", ClassifierConfig, Classifier, own_folder=True),
+    }
+)
 USUAL_BATCH, CPU_BATCH = 64, 16  # the network of FID takes about 1 GiB for 16 pictures on CPU
 PUBLISHED = "6726825d"  # how the SHA-256 of the published network of FID begins
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
@@ -68,15 +80,16 @@ class Network:
     check_size: Callable[[int, int], None] = lambda height, width: None
 
 
-def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
-    """A network of `CATALOGUE` and what identifies it."""
+def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
+    """A network of `CATALOGUE` and what identifies it. where: where to get it, for the message."""
+    if not Path(folder).exists():
+        raise UserError(f"there is no folder {folder}: {where}")
     parts, content = checkpoint.load(Path(folder), CATALOGUE, {part: "float32"})
     module = parts[part]
     digest = hashlib.sha256()
     for name, array in sorted(parameters.named(module).items()):
         digest.update(f"{name} {array.shape}\n".encode() + np.asarray(array).tobytes())
-    sources = content.get("sources")
-    return module, {"sha256": digest.hexdigest(), "sources": sources if sources else []}
+    return module, {"sha256": digest.hexdigest(), "sources": content.get("sources") or []}
 
 
 def open_inception(folder: str | None, preparation: str) -> Network:
@@ -87,9 +100,7 @@ def open_inception(folder: str | None, preparation: str) -> Network:
     """
     if not folder:
         raise UserError(f"features need the network of FID: {WHERE_INCEPTION}")
-    if not Path(folder).exists():
-        raise UserError(f"there is no folder {folder}: {WHERE_INCEPTION}")
-    module, identity = _load(folder, "inception")
+    module, identity = _load(folder, "inception", WHERE_INCEPTION)
     files = [str(source.get("sha256", "")) for source in identity["sources"]]
     published = any(digest.startswith(PUBLISHED) for digest in files)
     config = module.config
@@ -115,10 +126,8 @@ def open_classifier(folder: str | Path | None = None, preparation: str | None = 
     Raises:
       UserError: there is no such checkpoint.
     """
-    if folder and not Path(folder).exists():
-        raise UserError(f"there is no folder {folder}: {WHERE_CLASSIFIER}")
     folder = folder or checkpoint.embedded(*DEMO_CLASSIFIER)
-    module, identity = _load(folder, "classifier")
+    module, identity = _load(folder, "classifier", WHERE_CLASSIFIER)
     config = module.config
 
     def apply(network, images):
@@ -175,9 +184,7 @@ EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
 
 def open_lpips(folder: str) -> Network:
     """The network of LPIPS, which compares pairs. `UserError`: there is no such checkpoint."""
-    if not Path(folder).exists():
-        raise UserError(f"there is no folder {folder}: {WHERE_LPIPS}")
-    module, identity = _load(folder, "lpips")
+    module, identity = _load(folder, "lpips", WHERE_LPIPS)
     net = module.config.net
     return Network(
         "lpips",
@@ -192,11 +199,6 @@ def open_lpips(folder: str) -> Network:
 
 def _unit(images):
     return images.astype(np.float32) / 255
-
-
-def usual_batch(devices: int = 1) -> int:
-    """Default number of pictures per call of the program."""
-    return devices * (CPU_BATCH if jax.default_backend() == "cpu" else USUAL_BATCH)
 
 
 class Program:
@@ -245,16 +247,10 @@ class Program:
 
     def over(self, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[dict[str, np.ndarray]]:
         """Features of every batch. While the device computes a batch, the next one is read."""
-        ahead: tuple[dict, int] | None = None
-        for arrays in batches:
-            begun = self.start(*arrays), len(arrays[0])
-            if ahead is not None:
-                yield _finished(*ahead)
+        ahead: list[tuple[dict[str, jax.Array], int]] = []
+        for arrays in itertools.chain(batches, [None]):
+            begun = [(self.start(*arrays), len(arrays[0]))] if arrays is not None else []
+            for found, count in ahead:
+                whole = processes.gathered(found)
+                yield {name: np.asarray(array)[:count] for name, array in whole.items()}
             ahead = begun
-        if ahead is not None:
-            yield _finished(*ahead)
-
-
-def _finished(arrays: dict[str, jax.Array], count: int) -> dict[str, np.ndarray]:
-    whole = processes.gathered(arrays)
-    return {name: np.asarray(array)[:count] for name, array in whole.items()}

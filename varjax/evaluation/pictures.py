@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import UInt8
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError, require, some
 from varjax.io import pictures
 from varjax.storage import npz, ordinary
 
@@ -72,22 +72,19 @@ class PictureArray:
             )
         self.count, self.size = shape[0], shape[1:3]
         self.sha256 = file_digest(path)
-        found = npz.load(path, (LABELS, NUMBERS))
-        self.labels = self._per_picture(found, LABELS)
-        self._numbers = self._per_picture(found, NUMBERS)
-
-    def _per_picture(self, found: dict[str, np.ndarray], name: str) -> np.ndarray | None:
-        """An array of whole numbers, one for each picture. None: there is no array of this name,
-        or it is no list of whole numbers and means something else."""
-        array = found.get(name)
-        if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
-            return None
-        if len(array) != self.count:
-            raise UserError(
-                f"{self.where}: array `{name}` has {len(array)} entries for {self.count} pictures"
-                f" (`{ARRAY}`): one of each is needed, or none"
-            )
-        return array
+        # what is no list of whole numbers means something else
+        lists = {
+            name: array
+            for name, array in npz.load(path, (LABELS, NUMBERS)).items()
+            if array.ndim == 1 and array.dtype.kind in "iu"
+        }
+        for name, array in lists.items():
+            if len(array) != self.count:
+                raise UserError(
+                    f"{self.where}: array `{name}` has {len(array)} entries for {self.count}"
+                    f" pictures (`{ARRAY}`): one of each is needed, or none"
+                )
+        self.labels, self._numbers = lists.get(LABELS), lists.get(NUMBERS)
 
     @property
     def keys(self) -> Sequence[int]:
@@ -124,7 +121,12 @@ class _Encoded:
             size, mode = _checked(self._name(number), data)
             self._sizes.append(size)
             if fit is None and size != self._sizes[0]:
-                self._refuse(number)
+                pixels = [f"{h}x{w}" for h, w in (size, self._sizes[0])]
+                raise UserError(
+                    f"{self._name(number)} has {pixels[0]} pixels, {self._name(0)} has {pixels[1]}:"
+                    " pictures of a set need one size, unless they are compared as by clean-fid"
+                    " alone; cut and resize them (docs/howto/evaluate.md), or leave out others"
+                )
             self._other += mode != "RGB"
             digest.update(f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode(errors="replace"))
             report(number + 1, self.count)
@@ -142,14 +144,6 @@ class _Encoded:
 
     def _bytes(self, number: int) -> bytes:
         raise NotImplementedError
-
-    def _refuse(self, number: int) -> NoReturn:
-        sizes = [f"{h}x{w}" for h, w in (self._sizes[number], self._sizes[0])]
-        raise UserError(
-            f"{self._name(number)} has {sizes[0]} pixels, {self._name(0)} has {sizes[1]}: pictures"
-            " of a set need one size, unless they are compared as by clean-fid alone; cut and"
-            " resize them (docs/howto/evaluate.md), or leave out others"
-        )
 
     def read(self, first: int, end: int) -> np.ndarray:
         return np.stack(list(self._map(self._decoded, range(first, end))))
@@ -257,3 +251,26 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file."""
     with ordinary.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
+    """Places of the same pictures in two sets, in the order of the first.
+
+    Raises:
+      UserError: the sets differ in their number, their size or their keys.
+    """
+    if first.count != second.count:
+        raise UserError(
+            f"{first.where} has {first.count} pictures, {second.where} has {second.count}: pictures"
+            " are compared one by one, so give the same ones in both"
+        )
+    if first.size != second.size:
+        sizes = (f"{s.size[0]}x{s.size[1]} pixels in {s.where}" for s in (first, second))
+        raise UserError(f"pictures that are compared need one size: {', '.join(sizes)}")
+    theirs = {key: i for i, key in enumerate(second.keys)}
+    if missing := [str(key) for key in first.keys if key not in theirs]:
+        raise UserError(
+            f"pictures are paired by number or name, and these of {first.where} are not in"
+            f" {second.where}: {some(missing, 5)}"
+        )
+    return list(range(first.count)), [theirs[key] for key in first.keys]

@@ -7,7 +7,7 @@ in where they sample and in what they do when they shrink, by far more than roun
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ CUBIC_SUPPORT = 2.0
 BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
 
 
-@dataclass(frozen=True)
-class Preparation:
+class Preparation(NamedTuple):
     """How the bytes of a picture become what the network takes.
 
     definition: in words, for reports.
@@ -82,10 +81,6 @@ def pillow_bicubic(size: int, out: int) -> Float[np.ndarray, "out in"]:
     return matrix.astype(np.float32)
 
 
-def _around_128(x: Array) -> Array:
-    return (x - 128) / 128
-
-
 PREPARATIONS = {
     "pfid": Preparation(
         "bilinear, half-pixel centres, no antialiasing; x / 127.5 - 1",
@@ -95,12 +90,12 @@ PREPARATIONS = {
     "tf1": Preparation(
         "bilinear from corners (TensorFlow 1), no antialiasing; (x - 128) / 128",
         corner,
-        _around_128,
+        lambda x: (x - 128) / 128,
     ),
     "clean": Preparation(
         "Pillow's bicubic in float32, antialiased, clipped to 0..255, not rounded; (x - 128) / 128",
         pillow_bicubic,
-        lambda x: _around_128(jnp.clip(x, 0, 255)),
+        lambda x: (jnp.clip(x, 0, 255) - 128) / 128,
     ),
 }
 

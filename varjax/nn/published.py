@@ -65,11 +65,12 @@ class Configuration:
         if kind is object:
             return value
         is_integer, is_float = type(value) is int, isinstance(value, float)
+        are_integers = isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
         fits, convert, words = {
             bool: (isinstance(value, bool), bool, "be true or false"),
             int: (is_integer or (is_float and value.is_integer()), int, "be a whole number"),
             float: (is_float or (is_integer and abs(value) < 1e300), float, "be a number"),
-            INTEGERS: (_are_integers(value), tuple, "list whole numbers, as [1, 2, 4, 4]"),
+            INTEGERS: (are_integers, tuple, "list whole numbers, as [1, 2, 4, 4]"),
         }[kind]
         if not fits:
             raise cls.wrong(f"{name} is {value!r:.60}, it must {words}")
@@ -79,8 +80,10 @@ class Configuration:
     def read_schedule(cls, patch_nums) -> Schedule:
         """Schedule from `patch_nums`: sides of square maps, or (height, width) pairs."""
         try:
-            pairs = [(n, n) if type(n) is int else _pair(n) for n in patch_nums]
-        except (TypeError, ValueError) as error:
+            pairs = [(n, n) if type(n) is int else tuple(n) for n in patch_nums]
+            if any([type(n) for n in pair] != [int, int] for pair in pairs):  # true is no side
+                raise TypeError
+        except TypeError as error:
             raise cls.wrong(
                 f"patch_nums {patch_nums!r:.80} must list sides or [height, width] pairs, for"
                 " example [1, 2, 4]"
@@ -155,10 +158,9 @@ class TransformerConfig(Configuration):
         there is no such template."""
         if aspect is None and size is None:
             return self
-        height, width = self.token_maps[-1]
         raise UserError(
-            f"aspect and size: {self.what} draws pictures of one shape per checkpoint "
-            f"({height}x{width} tokens here): leave them out"
+            f"aspect and size: {self.what} draws pictures of one shape per checkpoint: leave them "
+            "out"
         )
 
     def with_grid(self, grid: tuple[int, int]) -> "TransformerConfig":
@@ -182,14 +184,3 @@ class TransformerConfig(Configuration):
 def patch_nums(schedule: Schedule) -> list:
     """Sides where the map is square, else [height, width]: the inverse of `read_schedule`."""
     return [h if h == w else [h, w] for h, w in schedule.maps]
-
-
-def _pair(value) -> tuple[int, int]:
-    h, w = value
-    if not (type(h) is int and type(w) is int):  # true and false are no sides
-        raise TypeError(f"{value!r} is not a pair of integers")
-    return h, w
-
-
-def _are_integers(value) -> bool:
-    return isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
