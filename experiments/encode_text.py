@@ -20,7 +20,6 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import default_dtype, describe
-from varjax.models import registry
 from varjax.progress import Progress
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
@@ -45,28 +44,20 @@ SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 FLAGS.require("checkpoint")
 
 
-def check_reads_features(checkpoint: str) -> None:
-    """Raise `UserError` if the checkpoint's model has no use for features."""
-    if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
-        return  # an encoder alone
-    model = describe(checkpoint)
-    if "text_features" not in model.family.conditions[model.condition].arguments:
-        raise UserError(
-            f"--checkpoint={checkpoint}: {model.family.name} models draw from {model.condition},"
-            f" not from features of texts: give the prompts or labels to experiments.run itself"
-        )
-
-
 def max_length(checkpoint: str) -> int:
-    """Tokens per text: --prompt_tokens, else what the checkpoint's model takes, else what
-    released models take."""
-    if LONGEST.value is not None:
-        return LONGEST.value
-    if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
-        return MAX_LENGTH
-    return manifest.read(pathlib.Path(checkpoint), registry.FAMILIES)["transformer"].get(
-        "text_maxlen", MAX_LENGTH
-    )
+    """Return the tokens per text: --prompt_tokens, else what the checkpoint's model takes, else what
+    released models take. `UserError` if the model has no use for features."""
+    longest = MAX_LENGTH
+    if (pathlib.Path(checkpoint) / manifest.NAME).is_file():  # else an encoder alone
+        model = describe(checkpoint)
+        if "text_features" not in model.family.conditions[model.condition].arguments:
+            raise UserError(
+                f"--checkpoint={checkpoint}: {model.family.name} models draw from"
+                f" {model.condition}, not from features of texts: give the prompts or labels to"
+                " experiments.run itself"
+            )
+        longest = model.config.text_maxlen
+    return LONGEST.value or longest
 
 
 def summary(features: TextFeatures) -> str:
@@ -88,9 +79,8 @@ def main(argv: list[str]) -> None:
     prompts = PROMPTS.read()
     if prompts is None:
         raise UserError("there are no prompts: give --prompts=TEXT or --prompts=FILE")
-    check_reads_features(CHECKPOINT.value)
-    negative = PROMPTS.read_negative(prompts)
-    folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
+    longest, negative = max_length(CHECKPOINT.value), PROMPTS.read_negative(prompts)
+    folder = condition.encoder_folder(CHECKPOINT.value)
     encoder_lib.check_folder(folder)
     progress = Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")

@@ -47,7 +47,7 @@ class Judges:
             found[LPIPS] = layers.astype(np.float64).sum(1)
         if self.classifier:
             ours, theirs = self._run(self.classifier, mine), self._run(self.classifier, full)
-            found[AGREEMENT] = _agrees(ours, labels)
+            found[AGREEMENT] = (ours["logits"].argmax(1) == labels).astype(np.float64)
             found[DISTANCE] = classifier.feature_distance(ours["pool"], theirs["pool"])
         return found
 
@@ -56,23 +56,18 @@ class Judges:
         without a classifier."""
         if self.classifier is None:
             return None
-        return _agrees(self._run(self.classifier, pictures), labels)
+        logits = self._run(self.classifier, pictures)["logits"]
+        return (logits.argmax(1) == labels).astype(np.float64)
 
     def _run(self, network: Network, *pictures: Pictures) -> dict[str, np.ndarray]:
         size = pictures[0].shape[1:3]
         key = network.name, size
         if key not in self._programs:
             self._programs[key] = Program(network, size, self.batch_size)
-        step = self._programs[key].batch_size
-        starts = range(0, len(pictures[0]), step)
-        parts = list(
-            self._programs[key].over(tuple(x[i : i + step] for x in pictures) for i in starts)
-        )
-        return metrics.joined(parts)
-
-
-def _agrees(found: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    return (found["logits"].argmax(1) == labels).astype(np.float64)
+        program = self._programs[key]
+        starts = range(0, len(pictures[0]), program.batch_size)
+        batches = (tuple(x[i : i + program.batch_size] for x in pictures) for i in starts)
+        return metrics.joined(program.over(batches))
 
 
 def of_model(

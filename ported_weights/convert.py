@@ -17,7 +17,7 @@ from ported_weights.readers import sources
 from ported_weights.tables import evaluation
 from ported_weights.tables.registry import RULE_TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
-from varjax.evaluation import networks
+from varjax.evaluation import extractors
 from varjax.nn import parameters
 from varjax.nn.families import Family, Part
 from varjax.progress import Progress
@@ -123,7 +123,7 @@ def convert_network(
     """
     part_name = NETWORKS[choose("model", model, NETWORKS)]
     check_output(out, None, overwrite)
-    part = networks.CATALOGUE.parts[part_name]
+    part = extractors.CATALOGUE.parts[part_name]
     opened = _open_network(part, model, source, heads_source)
     modules, described = _read_parts({part_name: opened}, None, say)
     checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)

@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import numpy as np
 import scipy
 
 from experiments.batch_files import Series
-from experiments.evaluate import features, inputs, pairs, results, sets
+from experiments.evaluate import features, inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
@@ -42,6 +43,7 @@ from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.stopping import Stopped, say_stopped
+from experiments.summary import aligned
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -49,11 +51,11 @@ from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
-from varjax.io.json_text import json_safe
+from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import processes
 from varjax.parallel.split import MeshSpec
 from varjax.parallel.stopping import Stop
-from varjax.storage.atomic import check_new_file
+from varjax.storage.atomic import check_new_file, new_folder, write_text
 
 PAIRED = ("psnr", "ssim", "lpips")
 DEMO = "demo"  # value of --features
@@ -109,6 +111,24 @@ DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
 FLAGS_OF = {"inception": (PROTOCOL, SPLIT_SIZE, INCEPTION), DEMO: (CLASSIFIER,)}
+
+
+# {key of metrics.json: (name in the summary, format)}
+SHOWN = {
+    "fid": ("FID", "{:.4f}"),
+    "sfid": ("sFID", "{:.4f}"),
+    "inception_score": ("Inception score", "{:.4f}"),
+    "precision": ("precision", "{:.4f}"),
+    "recall": ("recall", "{:.4f}"),
+    "demo_frechet": ("Frechet distance of the demo classifier's features", "{:.4f}"),
+    "class_agreement": ("class agreement", "{:.1%}"),
+    "class_agreement_reference": ("class agreement of the reference", "{:.1%}"),
+    "psnr": ("PSNR, identical pictures apart", "{:.2f} dB"),
+    "ssim": ("SSIM", "{:.4f}"),
+    "lpips": ("LPIPS", "{:.4f}"),
+    "token_agreement": ("equal tokens", "{:.1%}"),
+    "identical_images": ("identical pictures", "{:d}"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,9 +321,16 @@ def write(job: Evaluation, store: BatchStore) -> None:
         if STATISTICS.value:
             sets.save_statistics(pathlib.Path(STATISTICS.value), job.comparison, store)
     recipe = job.recipe() | environment(scipy)
-    content = {**found, "remarks": list(job.remarks), "recipe": recipe}
-    results.write(store, content, per_image)
-    print(results.summary(content, store.out))
+    files = ["metrics.json", *(["per_image.npz"] if per_image is not None else [])]
+    content = {**found, "remarks": list(job.remarks), "recipe": recipe, "files": files}
+    with new_folder(store.out, replaces=store.replaces) as out:
+        if per_image is not None:
+            np.savez(out / "per_image.npz", **per_image)
+        write_text(out / "metrics.json", json_text(content))
+    store.close()
+    rows = [(words, shown.format(found[k])) for k, (words, shown) in SHOWN.items() if k in found]
+    rows += [("protocol", recipe["protocol"]["name"]), ("written to", str(store.out))]
+    print(aligned(rows), *(f"note: {remark}" for remark in job.remarks), sep="\n")
 
 
 def main(argv: list[str]) -> None:

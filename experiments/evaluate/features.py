@@ -24,6 +24,7 @@ LEAST_CHUNK = 256  # pictures whose features are in one file
 DISTANCES = {"fid": "pool", "sfid": "spatial", "demo_frechet": "pool"}
 AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
+NEEDED = DISTANCES | dict.fromkeys(NEIGHBOURHOODS, "pool") | {"is": "logits", AGREEMENT: "logits"}
 BLOCK = 2048  # rows that are added to the moments at a time
 
 
@@ -38,23 +39,19 @@ def needed(metric: str, is_sample: bool, side: PictureSet) -> str | None:
             key = KEYS[DISTANCES[metric]][0]
             raise UserError(f"`{key}` is needed, which {side.where} does not hold")
         return None
-    feature = DISTANCES.get(metric)
-    if metric in NEIGHBOURHOODS:
-        feature = "pool"
-    if metric == "is":
-        feature = "logits" if is_sample else None
-    if metric == AGREEMENT:
-        if is_sample and side.labels is None:
-            raise UserError(f"the classes asked for (`arr_1`) are needed, {side.where} has none")
-        return "logits" if side.labels is not None else None  # a reference's is for comparison
-    if feature and side.pictures is None:
+    if metric == AGREEMENT and is_sample and side.labels is None:
+        raise UserError(f"the classes asked for (`arr_1`) are needed, {side.where} has none")
+    if not is_sample and (metric == "is" or metric == AGREEMENT and side.labels is None):
+        return None  # the reference's agreement is for comparison
+    if side.pictures is None:
         raise UserError(f"pictures are needed, and {side.where} holds statistics alone")
-    least = NEIGHBOURS + 1 if metric in NEIGHBOURHOODS else 2
-    if feature and metric != "is" and side.pictures.count < least:
+    least = {"is": 1, AGREEMENT: 1, "precision": NEIGHBOURS + 1, "recall": NEIGHBOURS + 1}
+    if side.pictures.count < least.get(metric, 2):
         raise UserError(
-            f"at least {least} pictures are needed, {side.where} has {side.pictures.count}"
+            f"at least {least.get(metric, 2)} pictures are needed, {side.where} has"
+            f" {side.pictures.count}"
         )
-    return feature
+    return NEEDED[metric]
 
 
 def chunk(batch_size: int) -> int:

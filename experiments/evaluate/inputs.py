@@ -85,15 +85,26 @@ def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
       UserError: it holds nothing that can be compared. The message names the file at fault.
     """
     path = pathlib.Path(given)
+    progress = Progress(f"{path}: checked picture", 0, every=5.0)
+
+    def report(done: int, total: int) -> None:
+        if total > 1000:
+            progress.report(done, total)
+
     if not path.exists():
         raise UserError(f"{flag}: there is no file or folder {given}")
-    if path.is_dir() and (path / SAMPLES).is_file():
-        return _of_run(path)
-    if path.is_dir():
-        return _of_folder(flag, path, fit)
-    if path.name == SAMPLES and (path.parent / REPORT).is_file():
-        return _of_run(path.parent)
-    return _of_file(flag, path, fit)
+    folder = path if path.is_dir() else path.parent if path.name == SAMPLES else None
+    if folder and (folder / SAMPLES).is_file() and (path.is_dir() or (folder / REPORT).is_file()):
+        return _of_run(folder)
+    if path.is_file():
+        return _of_file(flag, path, fit, report)
+    if (path / REPORT).is_file():
+        raise UserError(
+            f"{flag}: {path} is the folder of a run, but {SAMPLES} is missing: name the folder of"
+            " its pictures, or run it again"
+        )
+    pictures = PictureFolder(path, report, fit)
+    return PictureSet(str(path), "folder of pictures", pictures.sha256, pictures)
 
 
 def _of_run(folder: pathlib.Path) -> PictureSet:
@@ -106,31 +117,12 @@ def _of_run(folder: pathlib.Path) -> PictureSet:
     return PictureSet(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
 
 
-def _of_folder(flag: str, folder: pathlib.Path, fit: Fit | None) -> PictureSet:
-    if (folder / REPORT).is_file():
-        raise UserError(
-            f"{flag}: {folder} is the folder of a run, but {SAMPLES} is missing: name the folder of"
-            " its pictures, or run it again"
-        )
-    pictures = PictureFolder(folder, _reporter(folder), fit)
-    return PictureSet(str(folder), "folder of pictures", pictures.sha256, pictures)
-
-
-def _reporter(where: pathlib.Path) -> Callable[[int, int], None]:
-    """Return a function that prints how many pictures of a large set are checked."""
-    progress = Progress(f"{where}: checked picture", 0, every=5.0)
-
-    def report(done: int, total: int) -> None:
-        if total > 1000:
-            progress.report(done, total)
-
-    return report
-
-
-def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
+def _of_file(
+    flag: str, path: pathlib.Path, fit: Fit | None, report: Callable[[int, int], None]
+) -> PictureSet:
     held = npz.names(path)
     if set(PACKED) <= set(held):
-        packed = PackedPictures(path, _reporter(path), fit)
+        packed = PackedPictures(path, report, fit)
         return PictureSet(str(path), "npz file of packed pictures", packed.sha256, packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None
@@ -141,6 +133,5 @@ def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
             " needed"
         )
     words = [pictures and "pictures", statistics and "statistics"]
-    digest = pictures.sha256 if pictures else file_digest(path)
     kind = f"npz file of {' and '.join(filter(None, words))}"
-    return PictureSet(str(path), kind, digest, pictures, statistics)
+    return PictureSet(str(path), kind, file_digest(path), pictures, statistics)

@@ -23,7 +23,6 @@ import numpy as np
 
 from varjax import errors
 from varjax.cli.flags import CommandFlags
-from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.models import registry
@@ -62,13 +61,9 @@ class Recipe:
     content: Mapping
 
     def flags(self, command: str) -> Mapping[str, object]:
-        """Return {flag: value} for the command "run" or "evaluate".
-
-        Raises:
-          UserError: another program computes the figures of the table.
-        """
-        found = self.content[command]
-        if found is None:
+        """Return {flag: value} for the command "run" or "evaluate". `UserError` if another program
+        computes the figures of the table."""
+        if (found := self.content[command]) is None:
             raise UserError(
                 f"recipe {self.name} is scored by {self.content['scorer']}'s own program on the"
                 f" folder `images` of a run: see {DOCS}"
@@ -86,42 +81,38 @@ class Recipe:
                 " one of those, or another recipe"
             )
 
-    def model_remarks(self, model: Model) -> list[str]:
-        """Return a remark if the model is none of the table's."""
+    def remarks(self, model: Model, count: int | None) -> list[str]:
+        """Return remarks if the model is none of the table's, and if a run draws another number of
+        pictures than the recipe says. count: of the pictures; None: not known."""
         known = [registry.preset(name).configs["transformer"] for name in self.content["models"]]
-        if any(model.config == config for config in known):
-            return []
-        listed = ", ".join(self.content["models"])
-        return [f"recipe {self.name} is of {listed}, which {model.name} is not"]
-
-    def count_remarks(self, condition: Condition, num_classes: int | None) -> list[str]:
-        """Return a remark if a run draws another number of pictures than the recipe says."""
-        images, count = self.content["images"], len(condition)
-        if "per_class" not in images:
+        images, found = self.content["images"], []
+        if model.config not in known:
+            listed = ", ".join(self.content["models"])
+            found.append(f"recipe {self.name} is of {listed}, which {model.name} is not")
+        if "per_class" in images:
+            wanted = images["per_class"] * model.num_classes
+            said = f"{images['per_class']} pictures of each class, {wanted} in all"
+        else:
             wanted = images["count"]
             said = f"{wanted} pictures ({images['what']})"
-        else:
-            wanted = images["per_class"] * num_classes
-            said = f"{images['per_class']} pictures of each class, {wanted} in all"
-        if count == wanted:
-            return []
-        return [f"recipe {self.name} takes {said}; this run draws {count}"]
+        if count not in (None, wanted):
+            found.append(f"recipe {self.name} takes {said}; this run draws {count}")
+        return found
 
     def check_samples(self, where: str, count: int, labels: np.ndarray | None) -> None:
         """Raise `UserError` unless a set has the recipe's pictures, in all and of each class."""
         images = self.content["images"]
-        with_labels = ""
-        if labels is not None and "per_class" in images:
+        each, said = images.get("per_class"), ""
+        if labels is not None and each:
             found, counts = np.unique(labels, return_counts=True)
-            if (counts != images["per_class"]).any() or len(found) != images["classes"]:
-                with_labels = f" ({len(found)} classes, {counts.min()} to {counts.max()} of each)"
-        if count == images["count"] and not with_labels:
-            return
-        each = f", {images['per_class']} of each class" if "per_class" in images else ""
-        raise UserError(
-            f"{where} has {count} pictures{with_labels}: recipe {self.name} takes"
-            f" {images['count']}{each}; evaluate others without --recipe"
-        )
+            if (counts != each).any() or len(found) != images["classes"]:
+                said = f" ({len(found)} classes, {counts.min()} to {counts.max()} of each)"
+        if count != images["count"] or said:
+            of_each = f", {each} of each class" if each else ""
+            raise UserError(
+                f"{where} has {count} pictures{said}: recipe {self.name} takes {images['count']}"
+                f"{of_each}; evaluate others without --recipe"
+            )
 
     def report_remarks(self, report: Mapping | None) -> list[str]:
         """Return what a run's report.json says about differences to the recipe."""

@@ -169,11 +169,11 @@ def _live_bytes(cell: dict) -> dict:
     kv, share = cell["kv"], cell["budget"]
     slot, pool = kv["slot_bytes"] / MEBI, kv["allocated_bytes"] / MEBI
     budget = share * kv["dense_slots"] * slot
-    used, live = (np.ravel(cell[key]) * slot for key in ("used_slots", "live_tokens"))
-    found = {"step": list(range(len(used) + 1))}
-    found |= {USED: plain([*used, used[-1]]), LIVE: plain([*live, live[-1]])}
-    limits = [(budget, f"budget {share:g}: {budget:.3g} MiB", -8)]
+    used, live = (plain(np.ravel(cell[key]) * slot) for key in ("used_slots", "live_tokens"))
+    found = {"step": list(range(len(used) + 1)), USED: [*used, used[-1]], LIVE: [*live, live[-1]]}
+    found |= {"limit": [budget], "text": [f"budget {share:g}: {budget:.3g} MiB"], "dy": [-8]}
     if abs(pool - budget) > 0.002 * budget:
-        limits.append((pool, f"allocated pool: {pool:.3g} MiB", 10))
-    columns = map(list, zip(*limits, strict=True))
-    return found | dict(zip(("limit", "text", "dy"), columns, strict=True))
+        found["limit"].append(pool)
+        found["text"].append(f"allocated pool: {pool:.3g} MiB")
+        found["dy"].append(10)
+    return found

@@ -90,20 +90,18 @@ def _shown(group: dict) -> dict:
     rows = group["rows"]
     columns = [metric for key, metric in METRICS.items() if any(key in row for row in rows)]
     header = ["policy", "budget", "KV planned", "KV allocated", *(m.column for m in columns)]
-    texts = [
-        [*tables.cells_as_text(row, columns)[:-1], *(row[name] for name in BESIDE)] for row in rows
-    ]
-    apart = len({row["device"] for row in rows}) > 1  # then a line is a policy on a device
-    lines = [
-        row | {"label": f"{row['label']}, {row['device']}" if apart else row["label"]}
-        for row in rows
-        if row["policy"] != tables.FULL
-    ]
+    lines = [dict(row) for row in rows if row["policy"] != tables.FULL]
+    if len({row["device"] for row in rows}) > 1:  # then a line is a policy on a device
+        for line in lines:
+            line["label"] += f", {line['device']}"
     return {
         "name": group["name"],
         "why": group["why"],
         "header": [*header, "s/image", *BESIDE],
-        "rows": texts,
+        "rows": [
+            [*tables.cells_as_text(row, columns)[:-1], *(row[name] for name in BESIDE)]
+            for row in rows
+        ],
         "charts": charts.fidelity(lines, "an image"),
         "labels": charts.labels(lines),
     }

@@ -149,11 +149,9 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
     """Return what to know about the recipe, if there is one, and how this run differs from it."""
     if (recipe := RECIPE.recipe) is None:
         return []
-    classes = model.num_classes or None
-    mine = recipe.model_remarks(model)
-    if classes or not DRY_RUN.value:  # a dry run needs no prompts
-        mine += recipe.count_remarks(condition, classes)
-    return RECIPE.remarks(mine)
+    # a dry run needs no prompts
+    count = len(condition) if model.num_classes or not DRY_RUN.value else None
+    return RECIPE.remarks(recipe.remarks(model, count))
 
 
 def _judges(model: Model, batch_size: int) -> Judges:

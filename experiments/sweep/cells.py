@@ -38,48 +38,6 @@ Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
-class CellProgram:
-    """The program of a cell. It always takes given tokens, so that the same program draws freely
-    and with forced tokens."""
-
-    def __init__(self, sweep: Sweep, model: Model, cell: Cell):
-        self.sweep, self.generator = sweep, sweep.cell_generator(model, cell)
-        self._unused = model.transformer.no_tokens(len(sweep.condition))
-        first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
-        self.generator.compile(sweep.condition.take(first), self._unused[first])
-        timing = self.generator.timing
-        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
-
-    def batches(self) -> Iterator[Batch]:
-        """Draw all images freely; yield (image numbers, results) batch by batch."""
-        condition, seed = self.sweep.condition, self.sweep.seed
-        return self.generator.batches(condition, seed=seed, given=self._unused, given_scales=0)
-
-    def time(self) -> None:
-        """Run the program again until it was timed often enough."""
-        index = np.arange(self.sweep.batch_size) % len(self.sweep.condition)
-        while len(self.generator.timing.runs) <= TIMED_RUNS:
-            self._run(index, self._unused, given_scales=0)
-
-    def forced_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
-        forced."""
-        return np.asarray(processes.gathered(self._run(index, tokens)["logits"]))
-
-    def _run(
-        self, index: np.ndarray, given: np.ndarray, given_scales: int | None = None
-    ) -> dict[str, jax.Array]:
-        results, _ = self.generator.run_images(
-            self.sweep.condition,
-            index,
-            seed=self.sweep.seed,
-            given=given,
-            given_scales=given_scales,
-            keep_cache=False,
-        )
-        return results
-
-
 class Runner:
     """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all. stop:
     whether the system asks to end; None: nobody listens."""
@@ -95,7 +53,7 @@ class Runner:
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = shard.of(distinct) if shard else distinct
         self.finished = 0  # of these cells
-        self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
+        self._kept: dict[int, np.ndarray] = {}  # logits of the full cache, by a batch's first image
 
     @functools.cached_property
     def model(self) -> Model:
@@ -103,9 +61,55 @@ class Runner:
         return self.sweep.load_model()
 
     @functools.cached_property
-    def full(self) -> CellProgram:
+    def full(self) -> Generator:
         """The program of the full cache."""
-        return CellProgram(self.sweep, self.model, self.sweep.full)
+        return self.compiled(self.sweep.full)
+
+    @functools.cached_property
+    def _unused(self) -> np.ndarray:
+        """Tokens [N, L, ...] for programs that draw freely: every program takes given tokens, so
+        that the same one draws freely and with forced tokens."""
+        return self.model.transformer.no_tokens(len(self.sweep.condition))
+
+    def compiled(self, cell: Cell) -> Generator:
+        """Return the program of a cell."""
+        found = self.sweep.cell_generator(self.model, cell)
+        first = np.zeros(self.sweep.batch_size, np.int32)  # programs depend on shapes only
+        found.compile(self.sweep.condition.take(first), self._unused[first])
+        timing = found.timing
+        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
+        return found
+
+    def _drawn(self, program: Generator) -> Iterator[Batch]:
+        """Draw all images freely; yield (image numbers, results) batch by batch. `Stopped` after
+        the batch that is drawn when the system asks to end, unless it is the last."""
+        condition, seed = self.sweep.condition, self.sweep.seed
+        drawn = program.batches(condition, seed=seed, given=self._unused, given_scales=0)
+        for index, results in drawn:
+            yield index, results
+            if self.stop.after_step() and index[-1] + 1 < len(condition):
+                raise self._stopped()
+
+    def _run_again(
+        self, program: Generator, index: np.ndarray, given: np.ndarray, scales: int | None = None
+    ) -> dict[str, jax.Array]:
+        """Return the results of images `index` with tokens [N, L, ...] of the first scales given;
+        None: of all."""
+        condition, seed = self.sweep.condition, self.sweep.seed
+        options = {"given": given, "given_scales": scales, "keep_cache": False}
+        results, _ = program.run_images(condition, index, seed=seed, **options)
+        return results
+
+    def _timed(self, program: Generator) -> None:
+        """Run a program until it was timed often enough."""
+        index = np.arange(self.sweep.batch_size) % len(self.sweep.condition)
+        while len(program.timing.runs) <= TIMED_RUNS:
+            self._run_again(program, index, self._unused, 0)
+
+    def _logits(self, program: Generator, index: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
+        forced."""
+        return np.asarray(processes.gathered(self._run_again(program, index, tokens)["logits"]))
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
@@ -173,24 +177,15 @@ class Runner:
             self._run_cell(cell, reference)
             self.finished = number
             progress.update(number)
-        self._logits.clear()
+        self._kept.clear()
 
     def _stopped(self) -> Stopped:
         return Stopped(self.finished, len(self.cells), "cells")
 
-    def _until_asked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches; `Stopped` after the one that is drawn when the system asks to end, unless
-        it is the last."""
-        for index, results in batches:
-            yield index, results
-            if self.stop.after_step() and index[-1] + 1 < len(self.sweep.condition):
-                raise self._stopped()
-
     def _reference(self) -> dict[str, np.ndarray]:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         count, size = len(self.sweep.condition), self.sweep.model.pixels
-        tokens = self.model.transformer.no_tokens(count)
-        found = {"tokens": tokens, "pictures": np.zeros((count, *size, 3), np.float32)}
+        found = {"tokens": self._unused, "pictures": np.zeros((count, *size, 3), np.float32)}
         if processes.is_first():
             stored = self.results(self.sweep.full)
             found = {name: stored[name] for name in found}
@@ -200,11 +195,11 @@ class Runner:
     def _run_full(self) -> None:
         sweep = self.sweep
         _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
-        parts = [(r["tokens"], r["images"]) for _, r in self._until_asked(self.full.batches())]
+        parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        self.full.time()
+        self._timed(self.full)
         samples = images.to_uint8(pictures[: sweep.samples])
-        row = describe_cell(sweep, sweep.full, self.full.generator)
+        row = describe_cell(sweep.full, self.full)
         agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
         if agrees is not None:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
@@ -214,10 +209,10 @@ class Runner:
     def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
         tokens forced. They are computed again where `REFERENCE_LOGITS` did not suffice."""
-        first, kept = int(index[0]), self._logits
+        first, kept = int(index[0]), self._kept
         if first in kept:
             return kept[first]
-        found = self.full.forced_logits(tokens, index)
+        found = self._logits(self.full, index, tokens)
         if sum(a.nbytes for a in kept.values()) + found.nbytes <= REFERENCE_LOGITS:
             kept[first] = found
         return found
@@ -226,10 +221,10 @@ class Runner:
         """Run a cell. reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full
         cache."""
         tokens, sweep = reference["tokens"], self.sweep
-        program = CellProgram(sweep, self.model, cell)
+        program = self.compiled(cell)
         found: list[dict] = []
         kept: list[np.ndarray] = []
-        for index, results in self._until_asked(program.batches()):
+        for index, results in self._drawn(program):
             close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (
                 images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
@@ -238,12 +233,12 @@ class Runner:
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay in memory beside the forced ones
             forced_full = {"forced_logits": self._full_logits(tokens, index)}
-            forced_mine = {"forced_logits": program.forced_logits(tokens, index)}
+            forced_mine = {"forced_logits": self._logits(program, index, tokens)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
         arrays = metrics.joined(found)
-        program.time()
+        self._timed(program)
         close = metrics.summarize(arrays)
-        row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
+        row = describe_cell(cell, program) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
         self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
@@ -256,7 +251,7 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:
+def describe_cell(cell: Cell, generator: Generator) -> dict:
     """Return everything about a cell except its fidelity. Byte counts are for one batch.
     `live_tokens` and `used_slots` int [K, layers] count one cache row after each store."""
     plan, kv = cell.plan, cache_report(generator)

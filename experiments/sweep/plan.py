@@ -107,30 +107,29 @@ def parse_entries(text: str) -> list[Entry]:
     Raises:
       UserError: an empty or malformed entry, an unknown policy, or the same entry twice.
     """
-    parts = [part.strip() for part in _NEXT_ENTRY.split(text)]
-    if parts.count(ALL) > 1:
-        raise UserError(f"--policies={text!r:.200} names {ALL} twice: keep one of them")
+    named = [_parse_entry(part.strip(), text) for part in _NEXT_ENTRY.split(text)]
+    labels = [entry.label for entry in named]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise UserError(f"--policies={text!r:.200} names {twice[0]} twice: keep one of them")
     found: dict[str, Entry] = {}
-    for entry in (entry for part in parts for entry in _parse_entry(part, text)):
-        before = found.get(entry.label)
-        if before is not None and before.named and entry.named:
-            raise UserError(f"--policies={text!r:.200} names {entry.label} twice: keep one of them")
-        if before is None or entry.named:
+    for entry in named:
+        if entry.name != ALL:
             found[entry.label] = entry
+            continue
+        for name in (name for name in POLICIES if name not in NOT_IN_ALL):
+            found.setdefault(name, Entry(name, named=False))
     return list(found.values())
 
 
-def _parse_entry(part: str, text: str) -> list[Entry]:
+def _parse_entry(part: str, text: str) -> Entry:
     name, colon, arguments = (piece.strip() for piece in part.partition(":"))
-    if part == ALL:
-        return [Entry(p, named=False) for p in POLICIES if p not in NOT_IN_ALL]
     if not re.fullmatch(r"\w+", name) or (colon and not arguments):
         raise UserError(
             f"cannot read {part!r} of --policies={text!r:.200}: write all, or policies separated "
             f"by commas, each with arguments if you like: streaming:sinks=3+block_size=8"
         )
     choose("policy", name, [ALL, *POLICIES])
-    if name == ALL:
+    if name == ALL and arguments:
         raise UserError("--policies=all:... takes no arguments: name the policy they belong to")
     pairs: dict[str, str] = {}
     for argument in _NEXT_ARGUMENT.split(arguments) if arguments else []:
@@ -140,7 +139,7 @@ def _parse_entry(part: str, text: str) -> list[Entry]:
         if key in pairs:
             raise UserError(f"{part!r} gives {key} twice: keep one of them")
         pairs[key] = value
-    return [Entry(name, pairs)]
+    return Entry(name, pairs)
 
 
 def parse_budgets(text: str) -> list[float]:

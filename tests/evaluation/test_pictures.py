@@ -76,15 +76,6 @@ def test_no_picture_is_left_out_in_silence(tmp_path):
         PictureFolder(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no picture"])
-def test_other_content_is_refused_in_words(tmp_path, content):
-    """The message is of the file; Pillow's own names an object in memory."""
-    folder_of(tmp_path, some_pictures(2))
-    (tmp_path / "00001.png").write_bytes(content)
-    with pytest.raises(UserError, match=r"00001\.png is no picture.*: it begins like none of"):
-        PictureFolder(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["arr_1", "numbers"])
 def test_lists_of_other_pictures_are_refused(tmp_path, name):
     """They were taken for absent: pictures were then paired by their places."""

@@ -46,8 +46,3 @@ def test_values_that_the_network_sees(path):
     found = np.asarray(resizing.prepare(jnp.asarray(image), path))
     exact = image / 127.5 - 1 if path == "pfid" else (image - 128.0) / 128
     np.testing.assert_allclose(found, exact, atol=1e-6)
-
-
-def test_large_pictures_are_resized_a_few_at_a_time():
-    assert resizing.batch_size(64, 64) > 100 > resizing.batch_size(1024, 1024) >= 1
-    assert resizing.batch_size(20000, 20000) == 1

@@ -63,11 +63,6 @@ def test_wrong_budgets(refused, flags, message):
     refused("plan", message, *MODEL, *flags)
 
 
-def test_bytes_that_hold_not_even_the_condition(refused):
-    flags = ("--model=llamagen-xl-384", "--policy=streaming", "--kv_bytes=10KiB")
-    refused("plan", "10 KiB are", *flags)
-
-
 def test_what_fits_a_chip(call):
     """The largest: a little more does not fit."""
     flags = (*MODEL[:2], "--batch_size=1200", "--budget=fit", "--target=a100")

@@ -85,9 +85,3 @@ def test_so_is_one_of_another_name(kept):
     assert runner.results(cell) is not None
     shutil.copy(path, runner.path(SimpleNamespace(key="b")))
     assert runner.results(SimpleNamespace(**vars(cell) | {"key": "b"})) is None
-
-
-def test_a_folder_in_the_place_of_a_cell(tmp_path):
-    runner, cell = made_up_runner(tmp_path)
-    runner.path(cell).mkdir()
-    assert runner.results(cell) is None

@@ -87,20 +87,6 @@ def test_formats_are_recognised(kind, tmp_path):
     assert read_prompts(write_sample(kind, tmp_path)).kind is kind
 
 
-def test_metadata(tmp_path):
-    path = write_sample(Kind.GENEVAL, tmp_path)
-    assert [p.metadata for p in read_prompts(path).prompts] == list(GENEVAL)
-    path = write_sample(Kind.COCO, tmp_path)
-    assert read_prompts(path).prompts[0].metadata == {"image_id": 42, "caption_id": 637956}
-
-
-def test_one_style_and_others_than_the_four(tmp_path):
-    """DrawBench comes as such a file too, but is not one of the styles."""
-    write_sample(Kind.HPSV2, tmp_path)
-    found = read_prompts(tmp_path / "drawbench.json")
-    assert [(p.text, p.name) for p in found.prompts] == [("d", "drawbench/00000")]
-
-
 def test_byte_order_mark_and_other_separators(tmp_path):
     """Only line feeds end lines: numbers agree with those of editors."""
     (tmp_path / "f.txt").write_bytes("\ufeffa cat\u2028and a dog\x0b!\nb".encode())
@@ -176,12 +162,6 @@ def test_files_that_are_refused(case, tmp_path):
     write, kind, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         read_prompts(write(tmp_path), kind)
-
-
-@pytest.mark.parametrize("path", [None, "", "a\0b", "\ud800", "x" * 300])
-def test_what_is_no_path(path):
-    with pytest.raises(UserError, match="^prompts="):
-        read_prompts(path)
 
 
 def test_files_that_are_too_large(tmp_path, monkeypatch):

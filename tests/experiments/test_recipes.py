@@ -11,6 +11,7 @@ from experiments.run import __main__ as run
 from tests import models_under_test as models
 from varjax.errors import UserError
 from varjax.evaluation import protocols
+from varjax.model import describe
 from varjax.models import registry
 from varjax.policies import get_policy
 
@@ -157,4 +158,4 @@ def test_samples_of_a_recipe():
     assert recipe.report_remarks(made) == ["the samples were drawn with --cfg=4"]
     made["recipe"]["added"] = {"tau": "0.5"}
     assert recipe.report_remarks(made)[1:] == ["the samples were drawn with --tau=0.5"]
-    assert "takes 5000 pictures" in recipes.load("heatkv-coco").count_remarks([0], None)[0]
+    assert "takes 5000 pictures" in recipes.load("heatkv-coco").remarks(describe(), 1)[1]

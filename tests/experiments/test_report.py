@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
 from experiments.sweep import intervals, tables
 from tests.experiments import made_up_sweep
@@ -18,7 +17,6 @@ from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax.calibration import files as measured
 from varjax.policies import HeatKV
-from varjax.schedule import Schedule
 
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
     pytest.importorskip(package)
@@ -171,12 +169,6 @@ def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
     assert re.search(r'<div class="tile" data-policy="heatkv"\s*>\s*<p class="absent">', document)
 
 
-def test_large_pictures_are_left_out():
-    samples = {name: np.zeros((8, 512, 512, 3), np.uint8) for name in range(16)}
-    samples["full"] = samples.pop(0)
-    assert report_module.number_of_images(samples) == 4
-
-
 # --- figures ---
 
 
@@ -193,10 +185,6 @@ def test_attention_density_is_the_papers():
     ):
         wanted = attention[..., start:end].sum((-2, -1)) / tokens[i]
         np.testing.assert_allclose(found[..., i], wanted)
-
-
-def test_scales_of_one_size_have_different_names():
-    assert charts.scale_names(Schedule.parse("1x1;2x2;2x2")) == ["1×1", "2×2", "2×2 (2)"]
 
 
 def data_of(chart):
@@ -224,16 +212,6 @@ def test_charts_hold_the_numbers(sweep, calibration):
         wanted = [[names[s + 1] for s in row] for row in last_use[..., source]]
         assert [[word.removeprefix("before ") for word in row] for row in words] == wanted
     assert charts.plain([np.nan, np.inf, 1 / 3]) == [None, None, 0.33333]
-
-
-def test_series_look_alike_in_all_charts_and_the_legend(sweep):
-    """Without the same domain, colours and shapes would be dealt out in different orders."""
-    report, _, _ = sweep_files.read(sweep)
-    for chart in charts.fidelity(tables.rows(report)[1:]):
-        for layer in chart.to_dict()["layer"]:
-            scales = [layer["encoding"].get(k) for k in ("color", "shape", "strokeDash")]
-            domains = [scale["scale"]["domain"] for scale in scales if scale]
-            assert domains == [charts.labels(tables.rows(report)[1:])] * 2
 
 
 @pytest.mark.parametrize("package", ["altair", "PIL.Image"])

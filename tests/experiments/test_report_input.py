@@ -1,7 +1,6 @@
 """`experiments.report` refuses damaged sweeps and places that cannot be written."""
 
 import json
-import os
 import shutil
 
 import numpy as np
@@ -37,18 +36,13 @@ REMOVED, WRONG = object(), "wrong"
         (["geometry"], REMOVED, "sweep.json: $: 'geometry' is a required"),
         (["geometry", "num_layers"], 2.5, "geometry.num_layers: 2.5 is not"),
         (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
-        (["cells"], {}, "cells: {} is not of type 'array'"),
-        (["cells", 0, "kv", "slot_bytes"], REMOVED, "cells[0].kv: 'slot_bytes' is a required"),
         (["cells", 0, "kv", "allocated_bytes"], 0, "cells[0].kv.allocated_bytes: 0 is less than"),
         (["cells", 0, "budget"], 7, "cells[0].budget: 7 is"),
         (["cells", 0, "fidelity", "psnr"], WRONG, "cells[0].fidelity.psnr: 'wrong' is"),
-        (["cells", 3, "reason"], REMOVED, "cells[3]: 'reason' is a required"),
         (["versions"], {"jax": 1}, "versions.jax: 1 is not"),
         # a lone surrogate, which JSON may hold and no page
         (["definitions"], {"\ud800": "x"}, "surrogates not allowed"),
-        (["cells", 0, "status"], "lost", "cells[0]"),
         (["cells", 0, "fidelity", "ssim"], "nan", "OK"),
-        (["cells", 0, "samples_fidelity", "ssim"], ["nan", 1], "OK"),
         (["sample_names"], ["one"], "samples.npz: 2 images, but 1 names in sweep.json"),
         (["cells", 0, "samples"], "c9", "samples.npz: the array c9 is missing"),
         (["cells", 0, "samples_fidelity", "kl"], [0.1], "2 images of swa, other counts"),
@@ -74,7 +68,6 @@ def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message
     "change, message",
     [
         ({"full": None}, "the array full is missing"),
-        ({"full": np.zeros((2, 16, 16, 3))}, "full is float64"),
         ({"full": np.zeros((2, 16), np.uint8)}, "full is uint8 (2, 16)"),
         ({"c2": np.zeros((1, 16, 16, 3), np.uint8)}, "c2 has shape"),
         ({"full": np.zeros((2, 1, 17000, 3), np.uint8)}, "full has shape (2, 1, 17000, 3): sides"),
@@ -86,13 +79,6 @@ def test_damaged_samples_are_refused(call, sweep, tmp_path, change, message):
     arrays = {name: array for name, array in arrays.items() if array is not None}
     np.savez(sweep / "samples.npz", **arrays)
     check_refused(call, sweep, tmp_path, f"samples.npz: {message}")
-
-
-def test_a_pipe_is_not_waited_for(call, sweep, tmp_path):
-    (sweep / "sweep.json").unlink()
-    os.mkfifo(sweep / "sweep.json")
-    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
-    assert status == 2 and "no ordinary file: sweep.json" in err
 
 
 def test_reports_are_not_read_without_end(call, sweep, tmp_path):
@@ -108,14 +94,6 @@ def check_refused(call, sweep, tmp_path, message):
     assert status == 2 and not text and not out.exists(), err
     assert err.startswith(f"error: --sweep={sweep}: its files are damaged: ") and message in err
     assert err.count("\n") == 1
-
-
-def test_infinite_divergence_is_drawn_as_a_gap(call, sweep, tmp_path):
-    content = json.loads((sweep / "sweep.json").read_text())
-    content["cells"][0]["fidelity"]["kl"] = "inf"
-    (sweep / "sweep.json").write_text(json.dumps(content))
-    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
-    assert status == 0, err
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,8 @@ def _assert_a_run_measures_the_same(call, cell, *flags):
     "flags, message",
     [
         (["--policies=swap"], "did you mean 'swa'"),
-        (["--policies=swa,,headkv"], "cannot read"),
         (["--policies=swa,swa"], "twice"),
         (["--policies=all,all"], "names all twice"),
-        (["--policies=all,swa, all"], "names all twice"),
         (["--policies=swa:budget=0.1"], "--budgets"),
         (["--policies=swa:sinks=1"], "no argument 'sinks'"),
         (["--policies=all:sinks=1"], "no arguments"),
@@ -134,9 +132,6 @@ def _assert_a_run_measures_the_same(call, cell, *flags):
         (["--budgets=0.1,much"], "fractions"),
         (["--budgets=0.1,1.5"], "outside (0, 1]"),
         (["--budgets=0.1,0.1"], "twice"),
-        (["--seed=-1"], "choose 0 to"),
-        (["--samples=0"], "samples"),
-        (["--labels=99"], "outside"),
         (["--checkpoint=var-d30"], "published model without weights"),
     ],
 )
@@ -148,13 +143,6 @@ def test_wrong_input_ends_before_compiling(call, tmp_path, monkeypatch, flags, m
     status, _, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == [calibration.name]
-
-
-def test_a_place_that_cannot_be_written(call, checkpoint, monkeypatch):
-    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
-    flags = (checkpoint, "--policies=swa", "--labels=1", "--out=/proc/x")
-    status, _, err = call("sweep", *flags)
-    assert status == 2 and "cannot write /proc/x: nothing can be created in /proc" in err
 
 
 def test_entries():

@@ -108,14 +108,3 @@ def test_a_single_image_has_none_and_the_table_says_so():
     )
     assert tables.definitions(cells)["[low, high]"] == intervals.UNKNOWN
     assert "[low, high]" not in tables.definitions([])
-
-
-def test_cells_of_earlier_versions_have_none(tmp_path):
-    cells, _ = made_up(4)
-    before = [dict(cell["fidelity"]) for cell in cells]
-    intervals.add(cells, {})
-    assert [cell["fidelity"] for cell in cells] == before
-    assert tables.differences_as_text(report_of(cells)) == []
-    tables.plot(
-        tmp_path / "plot.png", tables.rows(report_of(cells)), tables.shown(report_of(cells))
-    )

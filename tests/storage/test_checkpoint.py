@@ -12,7 +12,7 @@ import pytest
 
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
-from varjax.evaluation import networks
+from varjax.evaluation import extractors
 from varjax.model import describe
 from varjax.models import registry
 from varjax.models.registry import CATALOGUE, FAMILIES
@@ -390,5 +390,5 @@ def test_a_network_of_evaluation_is_no_model(name, tmp_path):
 
 
 def test_own_folders_are_those_of_all_catalogues():
-    known = registry.CATALOGUE | networks.CATALOGUE
+    known = registry.CATALOGUE | extractors.CATALOGUE
     assert set(known.parts) == set(checkpoint.OWN_FOLDERS)

@@ -34,32 +34,21 @@ class Layer(NamedTuple):
     padding: int = 1
 
 
-class Group(NamedTuple):
-    """Layers up to the next tap. pool: side of the max pooling (stride 2) before them; 0: none."""
-
-    pool: int
-    layers: tuple[Layer, ...]
+def _vgg(*numbers: int) -> tuple[Layer, ...]:
+    return tuple(map(Layer, numbers))
 
 
-def _vgg(*numbers: int) -> Group:
-    return Group(2 if numbers[0] else 0, tuple(map(Layer, numbers)))
-
-
+# Layers up to each tap, by net; and the side of the max pooling (stride 2) before them, 0: none.
 NETS = {
-    "alex": (
-        Group(0, (Layer(0, 11, 4, 2),)),
-        Group(3, (Layer(3, 5, 1, 2),)),
-        Group(3, (Layer(6),)),
-        Group(0, (Layer(8),)),
-        Group(0, (Layer(10),)),
-    ),
+    "alex": ((Layer(0, 11, 4, 2),), (Layer(3, 5, 1, 2),), (Layer(6),), (Layer(8),), (Layer(10),)),
     "vgg": (_vgg(0, 2), _vgg(5, 7), _vgg(10, 12, 14), _vgg(17, 19, 21), _vgg(24, 26, 28)),
 }
+POOLS = {"alex": (0, 3, 3, 0, 0), "vgg": (0, 2, 2, 2, 2)}
 SMALLEST = {"alex": 31, "vgg": 16}  # pixels of the shorter side that leave something to pool
 
 
 def layers_of(net: str) -> tuple[Layer, ...]:
-    return tuple(layer for group in NETS[net] for layer in group.layers)
+    return tuple(layer for group in NETS[net] for layer in group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +96,7 @@ class LPIPS(nnx.Module):
             width = c_out
         widths = dict(zip(layers_of(config.net), config.widths, strict=True))
         for number, group in enumerate(NETS[config.net]):
-            setattr(self, f"head_{number}", nnx.Param(jnp.zeros((widths[group.layers[-1]],))))
+            setattr(self, f"head_{number}", nnx.Param(jnp.zeros((widths[group[-1]],))))
 
     def activations(self, images: Float[Array, "B H W 3"]) -> list[Float[Array, "B h w C"]]:
         """What the five taps see of pictures in 0..1.
@@ -118,10 +107,9 @@ class LPIPS(nnx.Module):
         check_size(self.config, *images.shape[1:3])
         x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
         with jax.default_matmul_precision("highest"):
-            for group in NETS[self.config.net]:
-                if group.pool:
-                    x = max_pool(x, group.pool)
-                for layer in group.layers:
+            for pool, group in zip(POOLS[self.config.net], NETS[self.config.net], strict=True):
+                x = max_pool(x, pool) if pool else x
+                for layer in group:
                     x = getattr(self, f"features_{layer.number}")(x)
                 taps.append(x)
         return taps

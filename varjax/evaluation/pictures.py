@@ -269,8 +269,9 @@ def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
         raise UserError(f"pictures that are compared need one size: {', '.join(sizes)}")
     theirs = {key: i for i, key in enumerate(second.keys)}
     if missing := [str(key) for key in first.keys if key not in theirs]:
+        extra = [str(key) for key in theirs if key not in set(first.keys)]
         raise UserError(
             f"pictures are paired by number or name, and these of {first.where} are not in"
-            f" {second.where}: {some(missing, 5)}"
+            f" {second.where}: {some(missing, 5)}; there instead: {some(extra, 5)}"
         )
     return list(range(first.count)), [theirs[key] for key in first.keys]

@@ -97,12 +97,12 @@ def read(path: Path) -> Statistics | None:
 
 def _gaussian(path: Path, name: str, mean, other: str, covariance) -> Gaussian:
     for key, array in ((name, mean), (other, covariance)):
-        if array.dtype.kind != "f":
-            raise UserError(f"{path}: `{key}` is {array.dtype}, floating numbers are needed")
-        if not np.isfinite(array).all():
-            raise UserError(f"{path}: `{key}` holds values that are NaN or infinite: make it again")
-    size = len(mean) if mean.ndim == 1 else 0
-    if not size or covariance.shape != (size, size):
+        if array.dtype.kind != "f" or not np.isfinite(array).all():
+            raise UserError(
+                f"{path}: `{key}` holds values that are NaN or infinite, or {array.dtype}: floating"
+                " numbers are needed, make it again"
+            )
+    if mean.ndim != 1 or not mean.size or covariance.shape != (len(mean), len(mean)):
         raise UserError(
             f"{path}: `{name}` is {list(mean.shape)} and `{other}` {list(covariance.shape)}: a mean"
             " [D] and a covariance [D, D] are needed"

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
-from varjax.evaluation import networks
+from varjax.evaluation import extractors
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
@@ -115,7 +115,7 @@ def train(
     stage = ClassifierStage(settings, config, pictures, mesh=mesh)
     averages = processes.gathered(loop.run(stage, out, quiet)["ema"])
     parts = {ClassifierStage.name: stage.model(averages)}
-    part = networks.CATALOGUE.parts[ClassifierStage.name]
+    part = extractors.CATALOGUE.parts[ClassifierStage.name]
     with processes.together():
         if processes.is_first():
             checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)
