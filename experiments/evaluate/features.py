@@ -2,7 +2,7 @@
 finished parts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -73,46 +73,58 @@ def extract(
     program: Callable[[tuple[int, int]], Program],
     stop: Stop,
 ) -> None:
-    """Compute the features that are missing, and keep every part when it is finished. `Stopped` if
-    `stop` was asked after a part that is not the last.
-
-    program: gives the extractor for pictures of a size (height, width)."""
-    made, done = store.series[name], store.finished(name)
-    missing = store.missing(name)
-    if not missing:
+    """Compute the features of a set that are missing, as `fill` does. program: gives the extractor
+    for pictures of a size (height, width)."""
+    if not store.missing(name):
         return
-    progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
-    if done:
-        progress.note(f"{name}: {done} of {made.count} pictures are done already")
     runs = program(pictures.size)
-    progress.note(f"{name}: batches of {runs.batch_size}")
+
+    def features(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
+        for found in runs.over((pictures.read(*span),) for span in spans):
+            kept = {key: found[key] for key in wanted}
+            if not all(np.isfinite(array).all() for array in kept.values()):
+                raise UserError(
+                    f"features of {pictures.where} are not finite: the network's weights are"
+                    " damaged, or not those of this network"
+                )
+            yield kept
+
+    fill(store, name, runs.batch_size, features, stop)
+
+
+def fill(
+    store: BatchStore,
+    name: str,
+    step: int,
+    compute: Callable[[list[tuple[int, int]]], Iterator[dict[str, np.ndarray]]],
+    stop: Stop,
+) -> None:
+    """Compute the pictures of a series that are missing, and keep every part when it is finished.
+    `Stopped` if `stop` was asked after a part that is not the last.
+
+    step: pictures at a time. compute: (spans from a picture to before another) -> arrays of each.
+    """
+    made, done, missing = store.series[name], store.finished(name), store.missing(name)
+    progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
+    progress.note(f"{name}: {done} of {made.count} pictures are done, batches of {step}")
     spans = [
-        (index, int(first), min(int(first) + runs.batch_size, int(index[-1]) + 1))
+        (index, int(first), min(int(first) + step, int(index[-1]) + 1))
         for index in missing
-        for first in index[:: runs.batch_size]
+        for first in index[::step]
     ]
     parts: list[dict] = []
-    found = runs.over((pictures.read(first, last),) for _, first, last in spans)
+    found = compute([(first, last) for _, first, last in spans])
     for (index, first, last), arrays in zip(spans, found, strict=True):
-        parts.append({key: arrays[key] for key in wanted})
-        if not all(np.isfinite(array).all() for array in parts[-1].values()):
-            raise UserError(
-                f"features of {pictures.where} are not finite: the network's weights are"
-                " damaged, or not those of this network"
-            )
+        parts.append(arrays)
         done += last - first
         if last > index[-1]:
             store.add(name, index, metrics.joined(parts))
             parts = []
             if stop.after_step() and index is not missing[-1]:
-                raise stopped(store)
+                stored = sum(store.finished(each) for each in store.series)
+                total = sum(made.count for made in store.series.values())
+                raise Stopped(stored, total, "pictures")
         progress.update(done)
-
-
-def stopped(store: BatchStore) -> Stopped:
-    """Return how many pictures of all series are stored, as an exception."""
-    done = sum(store.finished(name) for name in store.series)
-    return Stopped(done, sum(made.count for made in store.series.values()), "pictures")
 
 
 def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:

@@ -2,7 +2,7 @@
 the full cache."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
-from varjax.progress import Progress
 from varjax.storage import npz
 
 SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'
@@ -118,27 +117,19 @@ def compute(
     batch_size: int,
     stop: Stop,
 ) -> None:
-    """Compute the per-image numbers that are missing, and keep every part. `Stopped` if `stop` was
-    asked after a part that is not the last.
+    """Compute the per-image numbers that are missing, as `features.fill` does.
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
-    made, missing = store.series["pairs"], store.missing("pairs")
-    progress = Progress("pairs: picture", made.count, first=store.finished("pairs"), every=2.0)
-    program = None
-    if job.network is not None and missing:
-        program = program_of(job.samples.pictures.size)
-    for index in missing:
-        step = program.batch_size if program else batch_size
-        parts = []
-        for first in range(int(index[0]), int(index[-1]) + 1, step):
-            numbers = range(first, min(first + step, int(index[-1]) + 1))
-            ours, theirs = _read(job, 0, numbers), _read(job, 1, numbers)
-            parts.append(_numbers(job, ours, theirs, program))
-            progress.update(int(numbers[-1]) + 1)
-        store.add("pairs", index, metrics.joined(parts))
-        if stop.after_step() and index is not missing[-1]:
-            raise features.stopped(store)
+    if not store.missing("pairs"):
+        return
+    program = program_of(job.samples.pictures.size) if job.network else None
+
+    def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
+        for span in spans:
+            yield _numbers(job, _read(job, 0, range(*span)), _read(job, 1, range(*span)), program)
+
+    features.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
 
 
 def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:

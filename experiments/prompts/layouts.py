@@ -31,7 +31,6 @@ from varjax.storage.names import check_distinct, inside
 FOLDER = "images"
 MANIFEST = "manifest.json"
 METADATA = "metadata.jsonl"
-MOST_IMAGES = 10**7
 JPEG_QUALITY = 95
 FILES = {
     Kind.GENEVAL: "{name}/samples/{sample:04d}.png",
@@ -52,23 +51,19 @@ def check_layout(
     height, width: pixels of an image, where known.
 
     Raises:
-      UserError: too many images, or images that are not square; a prompt whose name cannot be the
-        name of a file, or is the name of another prompt.
+      UserError: more images than the scorer takes, or images that are not square; a prompt whose
+        name cannot be the name of a file, or is the name of another prompt.
       MissingExtra: without pillow.
     """
     most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
-    if images_per_prompt < 1 or (most and images_per_prompt > most):
-        allowed = f"1 to {most}" if most and most > 1 else "1" if most else "at least 1"
-        raise UserError(f"{images_per_prompt} images per prompt: {prompt_set.kind} takes {allowed}")
+    if most and images_per_prompt > most:
+        raise UserError(
+            f"{images_per_prompt} images per prompt: {prompt_set.kind} takes 1 to {most}"
+        )
     if prompt_set.kind is Kind.DPG and height != width:
         raise UserError(
             f"images of {height}x{width} pixels: the scorer of DPG-Bench cuts squares; choose a"
             " square aspect"
-        )
-    if len(prompt_set) * images_per_prompt > MOST_IMAGES:
-        raise UserError(
-            f"{images_per_prompt} images for each of {len(prompt_set)} prompts: at most"
-            f" {MOST_IMAGES} images in all"
         )
     files = []
     for prompt in prompt_set.prompts:

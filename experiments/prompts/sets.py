@@ -244,8 +244,6 @@ def _plain(text: str, where: str) -> str:
 def _text_lines(path: Path) -> list[str]:
     """Return the lines without their ends. A line feed at the end of the file begins no line."""
     text = _read(path)
-    if text.count("\n") > MOST_PROMPTS:
-        raise UserError(f"{path} has more than {MOST_PROMPTS} lines: divide it")
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     return lines if text else []
 

@@ -22,8 +22,6 @@ from varjax.storage.atomic import Written, new_folder, write_text
 FORMAT_VERSION = 1
 FULL = "full"
 CALIBRATION_COPY = "calibration.json"
-# Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
@@ -310,20 +308,19 @@ def plot(path: pathlib.Path, done: Sequence[dict], panels: Sequence[Metric]) -> 
     require("matplotlib", extra="eval", purpose="plotting").use("Agg")
     pyplot = require("matplotlib.pyplot", extra="eval", purpose="plotting")
     lines = -(-len(panels) // 2)
-    figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4 * lines), layout="constrained")
+    with pyplot.style.context("tableau-colorblind10"):
+        figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4 * lines), layout="constrained")
     for metric, axis in zip(panels, axes.flat, strict=False):
         for number, (label, points) in enumerate(curves(done, metric.key).items()):
             sizes, values, lows, highs = np.array(points).T
-            sizes, colour = sizes / 2**20, COLOURS[number % len(COLOURS)]
-            marker, dashes = "osD^vP*X"[number % 8], ("-", "--", ":")[number // 8 % 3]
             # fonts draw neither halves of surrogate pairs nor control characters
             drawn = label.encode("utf-8", "backslashreplace").decode()[:100]
             drawn = "".join(c if c.isprintable() else "?" for c in drawn)
-            axis.plot(sizes, values, label=drawn, color=colour, marker=marker, ls=dashes)
-            axis.vlines(sizes, lows, highs, color=colour, alpha=0.6)  # NaN draws nothing
-        axis.set_xlabel("KV cache of one batch, MiB")
+            (line,) = axis.plot(sizes / 2**20, values, label=drawn, marker="osD^vP*X"[number % 8])
+            # NaN draws nothing
+            axis.vlines(sizes / 2**20, lows, highs, color=line.get_color(), alpha=0.6)
+        axis.set(xlabel="KV cache of one batch, MiB", ylabel=metric.unit)
         axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
-        axis.set_ylabel(metric.unit)
         axis.set_ylim(bottom=0 if metric.from_zero else None)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:

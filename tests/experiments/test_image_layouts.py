@@ -104,10 +104,9 @@ def test_several_images_per_line(tmp_path):
 
 
 REFUSED = {
-    "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1$"),
+    "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1 to 1$"),
     "dpg": (Kind.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),
     "dpg shape": (Kind.DPG, _images(2, 8, 12), 1, "8x12 pixels: .*choose a square aspect"),
-    "none": (Kind.LINES, _images(1), 0, "0 images per prompt: lines takes at least 1"),
 }
 
 

@@ -99,7 +99,7 @@ class PictureArray:
 
 class _Encoded:
     """Pictures that are encoded one by one, and decoded when they are read. A set is checked as its
-    object is made.
+    object is made. Subclasses know a picture's name and bytes by its number: `_name`, `_bytes`.
 
     names: of the pictures, for the digest. fit: makes an array of the one size that a network takes
       of a picture of any size, if a set has several; None: it may not have.
@@ -138,12 +138,6 @@ class _Encoded:
         found = [f"{self.where}: {self._other} pictures are grey or of inks, and taken as RGB"]
         sizes = f"{self.where}: pictures of {len(set(self._sizes))} sizes, each resized on its own"
         return found[: bool(self._other)] + [sizes] * bool(self._fit)
-
-    def _name(self, number: int) -> str:
-        raise NotImplementedError
-
-    def _bytes(self, number: int) -> bytes:
-        raise NotImplementedError
 
     def read(self, first: int, end: int) -> np.ndarray:
         return np.stack(list(self._map(self._decoded, range(first, end))))
