@@ -100,8 +100,8 @@ def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizi
     _full_bytes(policy, plan_of, sizing)
     if sizing.available is None or sizing.predict is None:
         raise UserError(f"{sizing.device} does not say how much memory it has: give a fraction")
-    low, high, best, needed = 0.0, 1.0, None, None
-    fraction = high
+    room = memory.SAFETY * sizing.available
+    low, high, fraction, best, needed = 0.0, 1.0, 1.0, None, None
     for _ in range(STEPS + 1):
         sized = replace(policy, budget=fraction)
         try:
@@ -109,16 +109,15 @@ def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizi
         except UserError:  # too small for the policy
             low = fraction
         else:
-            if total <= memory.SAFETY * sizing.available:
-                best = sized
-                low = fraction
-            else:
+            if total > room:
                 high, needed = fraction, total
-        if best is not None and best.budget == 1.0:
+            else:
+                best, low = sized, fraction
+        if low == 1.0:
             break
         fraction = (low + high) / 2
     if best is None:
-        have = show_bytes(int(memory.SAFETY * sizing.available))
+        have = show_bytes(int(room))
         need = f" needs about {show_bytes(needed)}" if needed else ""
         raise UserError(
             f"no budget of {policy.name} fits: a batch of {sizing.batch_size}{need} with the "

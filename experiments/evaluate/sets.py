@@ -78,67 +78,46 @@ def compare(
         raise UserError("; ".join(f"{', '.join(names)}: {why}" for why, names in left.items()))
     kept = tuple(needed)
     for name, side in sides.items():
-        remarks += side.pictures.remarks if side.pictures else []
-        remarks += _side_remarks(name, side, network, notes, kept)
-    _check_dimensions(*sides.values())
+        remarks += _check_side(name, side, network, notes, kept)
     if "is" in kept:
         remarks += order_remarks(sides["samples"], split_size)
-    for side in sides.values() if network else ():
-        _check_pictures(side, network, kept)
     wanted = {
         name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
     }
     return Comparison(sides, network, kept, wanted, split_size, notes, tuple(remarks))
 
 
-def _side_remarks(
+def _check_side(
     name: str,
     side: PictureSet,
     network: Network | None,
     notes: Mapping[str, str],
     kept: Sequence[str],
 ) -> list[str]:
-    """Return what a reader must know about a set; `UserError` for statistics of another network."""
+    """Return what a reader must know about a set. `UserError` for statistics of another network,
+    pictures that the network does not take, or classes that it does not know."""
+    remarks = list(side.pictures.remarks) if side.pictures else []
+    if side.pictures and network:
+        with about(side.where):
+            network.check_size(*side.pictures.size)
+            if features.AGREEMENT in kept and side.labels is not None:
+                known, found = network.widths["logits"], (side.labels.min(), side.labels.max())
+                if found[0] < 0 or found[1] >= known:
+                    raise UserError(
+                        f"labels {found[0]} to {found[1]}: the classifier knows 0 to {known - 1}"
+                    )
     if side.statistics is not None:
         side.statistics.check(side.where, network.widths if network else {}, notes)
-        return side.statistics.remarks(side.where)
+        return remarks + side.statistics.remarks(side.where)
     pooled = [metric for metric in kept if features.DISTANCES.get(metric) == "pool"]
     if pooled and side.pictures.count <= network.widths["pool"]:
         distance = {"fid": "FID"}.get(pooled[0], "the distance")
-        return [
+        remarks.append(
             f"{name}: {side.pictures.count} pictures are not more than the"
             f" {network.widths['pool']} features: the covariance is singular and {distance} has a"
             f" large bias; never compare {distance} at different counts"
-        ]
-    return []
-
-
-def _check_pictures(side: PictureSet, network: Network, kept: Sequence[str]) -> None:
-    """`UserError` for pictures that the network does not take, or classes that it does not know."""
-    if side.pictures is None:
-        return
-    height, width = side.pictures.size
-    with about(side.where):
-        network.check_size(height, width)
-        if features.AGREEMENT in kept and side.labels is not None:
-            known, found = network.widths["logits"], (side.labels.min(), side.labels.max())
-            if found[0] < 0 or found[1] >= known:
-                raise UserError(
-                    f"labels {found[0]} to {found[1]}: the classifier knows 0 to {known - 1}"
-                )
-
-
-def _check_dimensions(samples: PictureSet, reference: PictureSet) -> None:
-    """`UserError` if two files of statistics are of different features."""
-    if samples.statistics is None or reference.statistics is None:
-        return
-    theirs = reference.statistics.gaussians
-    for name, gaussian in samples.statistics.gaussians.items():
-        if name in theirs and len(theirs[name].mean) != len(gaussian.mean):
-            raise UserError(
-                f"{samples.where} has means of {len(gaussian.mean)} features, {reference.where} of"
-                f" {len(theirs[name].mean)}: they were made with different extractors"
-            )
+        )
+    return remarks
 
 
 def order_remarks(samples: PictureSet, split_size: int) -> list[str]:

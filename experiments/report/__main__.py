@@ -15,8 +15,6 @@ stability of the ranking (HeatKV, Figure 6). What is missing says which command 
 import pathlib
 import sys
 
-import numpy as np
-
 from experiments.output import FileFlags
 from experiments.sweep import tables
 from varjax.calibration.files import load as load_calibration
@@ -53,16 +51,6 @@ LEADERBOARD = FLAGS.list(
 )
 
 
-def number_of_images(samples: dict[str, np.ndarray]) -> int:
-    """Return how many samples are shown: --images, else what keeps the page at a few MB."""
-    full = samples[tables.FULL]
-    there = len(full)
-    if IMAGES.value is not None:
-        return min(IMAGES.value, there)
-    pixels = len(samples) * full.shape[1] * full.shape[2]
-    return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
-
-
 def main(argv: list[str]) -> None:
     if bool(SWEEP.value) == bool(LEADERBOARD.value):
         raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
@@ -86,7 +74,10 @@ def main(argv: list[str]) -> None:
     path = CALIBRATION.value or (copy if copy.is_file() else None)
     calibration = load_calibration(path, geometry) if path else None
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
-    text = page.build(report, samples, geometry, calibration, number_of_images(samples))
+    full = samples[tables.FULL]
+    pixels = len(samples) * full.shape[1] * full.shape[2]
+    count = IMAGES.value or max(1, PICTURE_LIMIT // pixels)
+    text = page.build(report, samples, geometry, calibration, min(count, len(full)))
     _write(target, text)
 
 

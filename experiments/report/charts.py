@@ -5,7 +5,6 @@ Charts take the page's colours (`page.js`), so that they follow its light and da
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import product
 
 import altair as alt
 import numpy as np
@@ -109,36 +108,23 @@ def _fidelity(
 # --- bytes over time ---
 
 USED, LIVE = "blocks in use × their size", "live tokens"
-NOTHING = {
-    "step": [0],
-    USED: [0],
-    LIVE: [0],
-    "limit": [0],
-    "dy": [-8],
-    "text": ["not run at this budget: see the table"],
-}
 
 
 def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
-    """{"policies", "budgets": what there is to choose, "chart": bytes in use after every layer of
-    every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran. None
-    of models that draw token by token, whose slots are all in use from the start."""
+    """{"cells": what there is to choose, "chart": bytes in use after every layer of every scale, of
+    the cell that its parameter `cell` names}, if any cell ran. None of models that draw token by
+    token, whose slots are all in use from the start."""
     done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
     schedule = sequence.parse(report["geometry"]["schedule"])
     if not done or schedule.num_stages is None:
         return None
-    policies = list(dict.fromkeys(cell["label"] for cell in done))
-    budgets = [f"{share:g}" for share in sorted({cell["budget"] for cell in done})]
-    cells = {(cell["label"], f"{cell['budget']:g}"): _live_bytes(cell) for cell in done}
-    data = [
-        {"policy": policy, "budget": budget} | cells.get((policy, budget), NOTHING)
-        for policy, budget in product(policies, budgets)
-    ]
+    data = [{"cell": f"{c['label']} at {c['budget']:g}"} | _live_bytes(c) for c in done]
+    cells = [row["cell"] for row in data]
     layers = report["geometry"]["num_layers"]
     names = scale_names(schedule)
     places = [(s + 0.5) * layers for s in range(len(names))]
     axis = named_axis("scales by their token maps, in each its layers", names, places)
-    chosen = chart_of(data).transform_filter("datum.policy === policy && datum.budget === budget")
+    chosen = chart_of(data).transform_filter("datum.cell === cell")
     lines = (
         chosen.transform_flatten(["step", USED, LIVE])
         .transform_fold([USED, LIVE], as_=["what", "MiB"])
@@ -159,8 +145,8 @@ def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
         limits.mark_rule(color="currentColor").encode(dashes),
         texts.encode(text="text:N", x=alt.value(0)),
         description="KV bytes in use over time, of one policy at one budget",
-    ).add_params(alt.param("policy", value=policies[0]), alt.param("budget", value=budgets[0]))
-    return {"policies": policies, "budgets": budgets, "chart": chart}
+    ).add_params(alt.param("cell", value=cells[0]))
+    return {"cells": cells, "chart": chart}
 
 
 def _live_bytes(cell: dict) -> dict:

@@ -96,8 +96,13 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
     What rounding leaves of equal distributions is 0.
 
     Raises:
-      UserError: the distance is negative by more than rounding.
+      UserError: the distance is negative by more than rounding, or the features are different ones.
     """
+    if first.mean.shape != second.mean.shape:
+        raise UserError(
+            f"means of {len(first.mean)} and of {len(second.mean)} features: they were made with"
+            " different extractors"
+        )
     shift = first.mean - second.mean
     product = first.factor.T @ second.factor
     root = np.linalg.svd(product, compute_uv=False).sum() if product.size else 0.0
