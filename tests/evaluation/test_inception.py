@@ -7,7 +7,7 @@ import pytest
 
 from tests.evaluation import recipe
 from varjax.errors import UserError
-from varjax.evaluation import pooling, resizing
+from varjax.evaluation import resizing
 from varjax.evaluation.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
 
 IMAGES = (0, 1, 2, 7, 8)
@@ -59,17 +59,6 @@ def test_every_block(outputs):
         channel, pixel = known("block_strides")[number]
         x = activations[name].transpose(0, 3, 1, 2)[:, ::channel, ::pixel, ::pixel]
         np.testing.assert_allclose(x, known(f"pfid_block{number}"), atol=5e-4)
-
-
-def test_pooling_is_that_of_windows():
-    x = np.random.default_rng(0).normal(size=(2, 7, 8, 3)).astype(np.float32)
-    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=np.nan)
-    around = np.stack([padded[:, i : i + 7, j : j + 8] for i in range(3) for j in range(3)])
-    x = jnp.asarray(x)
-    np.testing.assert_allclose(pooling.mean_pool_same(x), np.nanmean(around, 0), atol=1e-6)
-    np.testing.assert_array_equal(pooling.max_pool_same(x), np.nanmax(around, 0))
-    inner = np.nanmax(around, 0)[:, 1:-1:2, 1:-1:2]
-    np.testing.assert_array_equal(pooling.max_pool(x, 3), inner)
 
 
 def test_configurations():

@@ -43,11 +43,6 @@ def test_other_files_are_refused(tmp_path, case):
     assert "r.npz" in str(caught.value)
 
 
-def test_files_without_statistics(tmp_path):
-    np.savez(tmp_path / "r.npz", arr_0=np.zeros(3))
-    assert references.read(tmp_path / "r.npz") is None
-
-
 def test_other_extractors_are_told_apart(tmp_path):
     gaussian = Gaussian(np.zeros(4), np.diag([1.0, 1, 1, 0]))
     notes = {"extractor": "a" * 64, "protocol": "adm"}

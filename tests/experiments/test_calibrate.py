@@ -82,7 +82,6 @@ def test_refused_for_other_weights_of_the_same_shape(call, calibrated, folder, t
     [
         (("--labels=1,2", "--num_samples=10"), "--labels and --num_samples exclude each other"),
         (("--seed=2147483647", "--stability=2"), "--seed=2147483647: choose 0 to 2147483646"),
-        (("--seed=-1",), "--seed=-1: choose 0 to 2147483647"),
     ],
 )
 def test_flags_that_cannot_work(call, tmp_path, flags, message):
@@ -90,21 +89,12 @@ def test_flags_that_cannot_work(call, tmp_path, flags, message):
     assert status == 2 and message in err and not out and not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten(call, calibrated, folder):
-    status, _, err = call("calibrate", f"--checkpoint={folder}", f"--save={calibrated}")
-    assert status == 2 and "exists already" in err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--checkpoint=var-d30",), "without weights"),
         (("--labels=99",), "outside the model's"),
-        (("--save=/nowhere/at/all.json",), "no folder"),
-        (("--save=/tmp", "--overwrite"), "--save=/tmp is a folder"),
         (("--save=/proc/x.json",), "cannot write /proc/x.json"),
-        (("--num_samples=99999999999999999999",), "[1, 1000000]"),
-        (("--stability=0",), "stability"),
     ],
 )
 def test_bad_input(call, tmp_path, monkeypatch, flags, message):

@@ -97,12 +97,6 @@ def test_dpg(each, tmp_path):
     assert [e["sample"] for e in manifest["images"]] == [*range(each)] * 2
 
 
-def test_several_images_per_line(tmp_path):
-    write_images(tmp_path, _set(Kind.LINES), _images(4), 2, seed=0)
-    names = ["00000_0.png", "00000_1.png", "00001_0.png", "00001_1.png"]
-    assert _tree(tmp_path / "images") == names
-
-
 REFUSED = {
     "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1 to 1$"),
     "dpg": (Kind.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),

@@ -4,7 +4,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
 from math import nan
 
 import pytest
@@ -15,7 +14,6 @@ from tests.experiments.html_page import Page
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
     pytest.importorskip(package)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NAMES = ("a", "b", "c")
 
 
@@ -62,16 +60,6 @@ def test_groups(call, sweeps, tmp_path):
     assert Page(page).unbalanced == [] and "http-equiv" in page
     again = page_of(call, tmp_path / "again.html", f"{tmp_path}/*")
     assert again == page
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_draws_it(call, sweeps, tmp_path):
-    page_of(call, tmp_path / "page.html", *sweeps)
-    flags = "--headless --no-sandbox --disable-gpu --dump-dom --virtual-time-budget=5000".split()
-    address = (tmp_path / "page.html").as_uri()
-    run = subprocess.run([CHROMIUM, *flags, address], capture_output=True, text=True, timeout=120)
-    drawn = re.findall(r'<svg[^>]*class="marks"', run.stdout)
-    assert 'data-ready="1"' in run.stdout and len(drawn) == 8
 
 
 def put(value, *path):

@@ -3,7 +3,6 @@
 import csv
 import json
 import pathlib
-import sys
 
 import numpy as np
 import pytest
@@ -184,20 +183,6 @@ def test_given_sizes_are_not_swept():
     for cell in (given, composed):
         assert cell.budget == cell.plan.budget not in (0.3, 0.5, 0.25)
         assert cell.plan.capacity.max() == 20
-
-
-def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
-    run |= {"kv_dtype": "float32", "calibration": None}
-    kv = {"planned_bytes": 1, "allocated_bytes": 1, "dense_bytes": 1, "fraction": 1.0}
-    full = {"label": "full", "policy": "full", "budget": 1.0, "status": "done", "kv": kv}
-    report = {"settings": run, "device": "cpu", "definitions": {}, "cells": []}
-    report |= {"reference": full | {"time": {"steady_s_per_image": 1.0}}}
-    report |= {"versions": {"varjax": "0", "jax": "0"}}
-    tables.fill(tmp_path, report, {"labels": np.zeros(1)})
-    assert "pip install" in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == FILES[1:]
 
 
 def test_every_cell_has_a_key_of_its_own():

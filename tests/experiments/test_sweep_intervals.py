@@ -41,14 +41,6 @@ def test_nothing_is_claimed_of_one_image_or_of_infinite_numbers():
     assert np.isnan(found[0]).all() and found[1].tolist() == [0.1, 0.1]
 
 
-def test_chunks_of_resamples_cover_all(monkeypatch):
-    values = np.random.default_rng(0).normal(size=(1, 50))
-    whole = intervals.bootstrap(values)
-    monkeypatch.setattr(intervals, "AT_ONCE", 50 * 64)
-    np.testing.assert_allclose(intervals.bootstrap(values), whole, atol=0.02)
-    assert intervals._resampled_means(values).shape == (intervals.RESAMPLES, 1)
-
-
 def test_cells_of_a_budget_are_compared_with_the_best_image_by_image():
     cells, numbers = made_up(40)
     numbers["c0"]["psnr"] = numbers["c1"]["psnr"] - 0.25  # apart by the same on every image
