@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Self
@@ -190,3 +190,9 @@ def environment(*more: ModuleType) -> dict[str, str | dict[str, str]]:
     packages = {package.__name__: package for package in (varjax, jax, np, *more)}
     versions = {name: package.__version__ for name, package in packages.items()}
     return {"device": f"{device.platform}: {device.device_kind}", "versions": versions}
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """Return a line for each (name, text), with all texts in one column."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)

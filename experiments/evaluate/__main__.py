@@ -24,6 +24,7 @@ flags continues where it stopped; SIGTERM ends it after the pictures in work, wi
 """
 
 import functools
+import math
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -39,11 +40,10 @@ from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.flags.distributed import DistributedFlag
-from experiments.generation import environment
+from experiments.generation import aligned, environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from experiments.stopping import Stopped, say_stopped
-from experiments.summary import aligned
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -145,12 +145,13 @@ class Evaluation:
     def series(self) -> dict[str, Series]:
         """Return the files of everything that is computed, by name."""
         found: dict[str, Series] = {}
-        size = features.chunk(self.batch_size)
+        # pictures whose features are in one file: whole batches
+        size = self.batch_size * math.ceil(features.LEAST_CHUNK / self.batch_size)
         if job := self.comparison:
             for name, wanted in job.wanted.items():
                 if wanted:
-                    pictures = job.sides[name].pictures
-                    found[name] = features.series(pictures, job.network, wanted, size)
+                    widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
+                    found[name] = Series(job.sides[name].pictures.count, size, widths)
         if self.pairs:
             found["pairs"] = self.pairs.series(size)
         return found

@@ -1,18 +1,16 @@
 """Features of sets of pictures: which ones each metric needs, and their extraction, which keeps
 finished parts."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from experiments.batch_files import Series
 from experiments.evaluate.inputs import PictureSet
 from experiments.output import BatchStore
 from experiments.stopping import Stopped
 from varjax import metrics
 from varjax.errors import UserError
-from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.extractors import Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
@@ -52,17 +50,6 @@ def needed(metric: str, is_sample: bool, side: PictureSet) -> str | None:
             f" {side.pictures.count}"
         )
     return NEEDED[metric]
-
-
-def chunk(batch_size: int) -> int:
-    """Return how many pictures' features go into one file: whole batches."""
-    return batch_size * math.ceil(LEAST_CHUNK / batch_size)
-
-
-def series(pictures: Pictures, network: Network, wanted: tuple[str, ...], size: int) -> Series:
-    """Return the files of a set's features. size: pictures of each file."""
-    floats = np.dtype(np.float32)
-    return Series(pictures.count, size, {n: (floats, (network.widths[n],)) for n in wanted})
 
 
 def extract(

@@ -119,21 +119,19 @@ def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChar
         scheme=CIVIDIS, type="sqrt", domain=[0, 1]
     )
     found = []
-    for (head, layer), attention in zip(
-        calibration.pattern_heads, np.asarray(calibration.patterns), strict=True
-    ):
+    heads = zip(calibration.pattern_heads, np.asarray(calibration.patterns), strict=True)
+    for (head, layer), attention in heads:
         density = attention / np.diff(edges)  # per token
         density = density / (density.max() or 1)
         data = [
             {"query": i, "column": list(range(len(row))), "density": plain(row)}
             for i, row in enumerate(density)
         ]
-        last = len(found) + 1 == len(calibration.patterns)  # it shows the legend for all maps
         down = alt.Y("query:O", title="queries, in raster order", axis=alt.Axis(values=[]))
         cells = chart_of(data, ["column", "density"]).mark_rect()
         found.append(
             alt.layer(
-                cells.encode(across, down, colour if last else colour.legend(None)),
+                cells.encode(across, down, colour),
                 lines.encode(across.bandPosition(0)),
                 title=f"layer {layer}, head {head}",
                 description=f"attention map of layer {layer}, head {head}",
@@ -160,16 +158,14 @@ def pruning(
             sources = range(policy.sinks, geometry.schedule.num_scales - 1)
             if cls is BinaryHeatKV:
                 sources = sources[:1]  # whole heads: the same for all sources
-            found = [_removals(last_use[..., j], j, sources, geometry) for j in sources]
+            found = [_removals(last_use[..., source], source, geometry) for source in sources]
             nothing = "Every stored scale is a sink: nothing is ever removed."
             yield name, f"{budget:g}", found or nothing
 
 
-def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geometry) -> alt.Chart:
-    """Draw a square per head: when it gives up scale `source`.
-
-    last_use: int [L, N], the last scale that sees it. sources: of all charts; the last chart has
-    the legend."""
+def _removals(last_use: np.ndarray, source: int, geometry: Geometry) -> alt.Chart:
+    """Draw a square per head: when it gives up scale `source`. last_use: int [L, N], the last scale
+    that sees it."""
     layers, heads = last_use.shape
     names = scale_names(geometry.schedule)
     words = np.array(["", *(f"before {name}" for name in names[1:]), "never"])
@@ -177,24 +173,16 @@ def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geome
         {"layer": i, "head": list(range(heads)), "given up": row.tolist()}
         for i, row in enumerate(words[last_use + 1])
     ]
-    what = "given up" if len(sources) > 1 else "reduced to its sinks"
-    times = words[sources[0] + 1 :].tolist()
-    colour = alt.Color("given up:N", title=what).scale(scheme=CIVIDIS, domain=times)
-    legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
     square = max(9, min(34, 220 // heads, 300 // layers))
-    chart = chart_of(
-        data,
-        ["head", "given up"],
-        width=square * heads,
-        height=square * layers,
-    ).properties(
-        title=f"source {names[source]}" if len(sources) > 1 else "whole heads",
+    size = {"width": square * heads, "height": square * layers}
+    chart = chart_of(data, ["head", "given up"], **size).properties(
+        title=f"source {names[source]}",
         description=f"when each head gives up source scale {names[source]}",
     )
     return chart.mark_rect(stroke="var(--back)").encode(
         alt.X("head:O"),
         alt.Y("layer:O"),
-        colour.legend(legend),
+        alt.Color("given up:N").scale(scheme=CIVIDIS, domain=words[source + 1 :].tolist()),
         tooltip=["layer:O", "head:O", "given up:N"],
     )
 

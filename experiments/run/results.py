@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from experiments.batch_files import Series
-from experiments.generation import Run, cache_report, environment, time_report
+from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.run import files
 from experiments.run.files import Batches, Shown
-from experiments.summary import aligned
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory

@@ -177,7 +177,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
     cache, which its cells are compared with."""
     runner = Runner(sweep, store, store.shard)
     said = f"{store.shard}: {len(runner.cells)} cells"
-    if parts.is_written(store) and runner.is_finished():
+    every = (sweep.full, *runner.cells)
+    if parts.is_written(store) and all(runner.results(cell) is not None for cell in every):
         print(f"{said} are there already, in {store.work.path}")
         return
     runner.sweep = sweep.encoded()

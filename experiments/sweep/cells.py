@@ -146,10 +146,6 @@ class Runner:
                 )
         return found
 
-    def is_finished(self) -> bool:
-        """Return whether nothing is left to run."""
-        return all(self.results(cell) is not None for cell in (self.sweep.full, *self.cells))
-
     def run(self) -> None:
         """Run every cell that is not stored yet, the full cache first.
 

@@ -118,6 +118,10 @@ class LPIPS(nnx.Module):
         self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
     ) -> Float[Array, "B taps"]:
         """The distance of every pair at every tap; LPIPS is their sum."""
+
+        def unit(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:  # zeros stay zeros
+            return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + UNIT_EPSILON)
+
         found = []
         taps = zip(self.activations(a), self.activations(b), strict=True)
         for number, (x, y) in enumerate(taps):
@@ -130,11 +134,6 @@ class LPIPS(nnx.Module):
         self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
     ) -> Float[Array, " B"]:
         return self.layers(a, b).sum(1)
-
-
-def unit(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    """Every position scaled to length one over the channels; zeros stay zeros."""
-    return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + UNIT_EPSILON)
 
 
 def check_size(config: LPIPSConfig, height: int, width: int) -> None:
