@@ -45,7 +45,7 @@ FLAGS.require("checkpoint")
 
 
 def max_length(checkpoint: str) -> int:
-    """Return the tokens per text: --prompt_tokens, else what the checkpoint's model takes, else what
+    """Tokens per text: --prompt_tokens, else what the checkpoint's model takes, else what
     released models take. `UserError` if the model has no use for features."""
     longest = MAX_LENGTH
     if (pathlib.Path(checkpoint) / manifest.NAME).is_file():  # else an encoder alone
