@@ -7,7 +7,6 @@ import pytest
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.var.transformer import VARConfig
-from varjax.nn import published
 from varjax.sampling import Sampling
 
 
@@ -27,7 +26,7 @@ def test_defaults_are_those_of_the_published_constructor():
     config = VARConfig.from_published({"L": 680, "note": "x", "vae": "v", "drop_rate": 0.1})
     assert (config.num_classes, config.depth, config.embed_dim) == (1000, 16, 1024)
     assert not config.attn_l2_norm and not config.shared_aln
-    assert published.patch_nums(config.schedule) == [1, 2, 3, 4, 5, 6, 8, 10, 13, 16]
+    assert config.to_published()["patch_nums"] == [1, 2, 3, 4, 5, 6, 8, 10, 13, 16]
 
 
 @pytest.mark.parametrize(

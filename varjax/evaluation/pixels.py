@@ -52,15 +52,12 @@ def ssim(a: Picture, b: Picture) -> SSIM:
     window = np.exp(-np.square(offsets / SIGMA) / 2)
     gauss = _map(x, y, window / window.sum(), 1.0)
     uniform = _map(x, y, np.full(UNIFORM, 1 / UNIFORM), UNIFORM**2 / (UNIFORM**2 - 1))
+    border = UNIFORM // 2
     return SSIM(
         torchmetrics=float(gauss.mean()),
-        skimage_gauss=float(_inner(gauss, RADIUS).mean()),
-        skimage_7x7=float(_inner(uniform, UNIFORM // 2).mean()),
+        skimage_gauss=float(gauss[RADIUS:-RADIUS, RADIUS:-RADIUS].mean()),
+        skimage_7x7=float(uniform[border:-border, border:-border].mean()),
     )
-
-
-def _inner(found: np.ndarray, border: int) -> np.ndarray:
-    return found[border:-border, border:-border]
 
 
 def _map(

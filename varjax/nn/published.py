@@ -94,7 +94,8 @@ class Configuration:
         """The published constructor's names and JSON values: the inverse of `from_published`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if "schedule" in values:
-            values["patch_nums"] = patch_nums(values.pop("schedule"))
+            maps = values.pop("schedule").maps  # sides where the map is square
+            values["patch_nums"] = [h if h == w else [h, w] for h, w in maps]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def check_sizes(self, *names: str, least: int = 1, most: int = LARGEST_SIZE) -> None:
@@ -179,8 +180,3 @@ class TransformerConfig(Configuration):
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
-
-
-def patch_nums(schedule: Schedule) -> list:
-    """Sides where the map is square, else [height, width]: the inverse of `read_schedule`."""
-    return [h if h == w else [h, w] for h, w in schedule.maps]
