@@ -27,7 +27,7 @@ WRONG = {
     "number": (SOUND | {"mu": np.zeros((4, 1))}, r"`mu` is \[4, 1\]"),
     "nan": (SOUND | {"mu": np.array([0, np.nan, 0, 0])}, "`mu` holds values that are NaN"),
     "infinite": (SOUND | {"sigma": np.full((4, 4), np.inf)}, "`sigma` holds values that are NaN"),
-    "integers": (SOUND | {"mu": np.zeros(4, int)}, "`mu` is int64"),
+    "integers": (SOUND | {"mu": np.zeros(4, int)}, "`mu` holds .*int64"),
     "no covariance": (SOUND | {"sigma": -np.eye(4)}, "`sigma` is no covariance"),
     "crooked": (SOUND | {"sigma": np.eye(4) + np.triu(np.ones((4, 4)))}, "must be symmetric"),
     "spatial": (SOUND | {"mu_s": np.zeros(4)}, "has `mu_s` alone"),
