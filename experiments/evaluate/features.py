@@ -118,8 +118,8 @@ def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:
     """Return the mean and covariance of a stored feature. Rows are added `BLOCK` at a time and the
     rest at the end: so sums do not depend on how many rows a file has, which differs with the
     number of processes."""
-    _, shape = store.series[name].arrays[feature]
-    found, rows = Moments(*shape), np.empty((0, *shape), np.float32)
+    dtype, shape = store.series[name].arrays[feature]
+    found, rows = Moments(*shape), np.empty((0, *shape), dtype)
     for _, arrays in store.batches(name):
         rows = np.concatenate([rows, arrays[feature]])
         while len(rows) >= BLOCK:
