@@ -20,7 +20,7 @@ Exit status 1: a target failed, the others are printed. A program that does not 
 a failure.
 """
 
-import itertools
+import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -71,6 +71,7 @@ TRAIN = FLAGS.boolean(
 )
 ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lower_bound=1)
 REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")  # whose versions are said
 # other flags decide how pictures are drawn
 OF_TRAINING = set(
     "train accumulate remat model plugin checkpoint target mesh batch_size dtype json "
@@ -90,13 +91,6 @@ def targets() -> list[Chip]:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
     return list(found.values())
-
-
-def check_compilers(wanted: Sequence[Chip]) -> None:
-    """Raise `UserError` if a compiler is missing. To be asked last: nobody should install one for a
-    program that a chip cannot run."""
-    if why := chips.why_unavailable(*(chip.name for chip in wanted)):
-        raise UserError(f"cannot compile for {why}")
 
 
 def attention_for(chip: Chip, asked: str | None) -> str:
@@ -156,8 +150,8 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
 
 def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
     """The training step that is asked for. All flags are checked, nothing is compiled."""
-    for name in itertools.chain(*FLAGS.all_values()):
-        if FLAGS.flag(name).present and name not in OF_TRAINING:
+    for name in FLAGS.values:
+        if FLAGS.values[name].present and name not in OF_TRAINING:
             raise UserError(
                 f"--{name} decides how pictures are drawn, and --train compiles a training step: "
                 "leave out one of them"
@@ -191,11 +185,10 @@ def title(workload: Workload) -> str:
     )
 
 
-def draw(workloads: Mapping[str, Workload], batch: int | None, chip: Chip) -> dict:
-    """The result of the programs that draw, for a batch or for the largest that fits (None).
-    workloads: by chip."""
+def draw(workloads: Mapping[str, Workload], chip: Chip) -> dict:
+    """The result of the programs that draw. workloads: by chip."""
     job = worker.Job(workloads[chip.name], chip)
-    return job.search() if batch is None else job.describe(batch)
+    return job.search() if LARGEST_BATCH.value else job.describe(PROGRAM.asked_batch_size)
 
 
 def main(argv) -> int:
@@ -210,8 +203,10 @@ def main(argv) -> int:
     else:
         workloads, remarks = resolve(wanted)
         said = [title(workloads[wanted[0].name]), *remarks]
-        work = partial(draw, workloads, None if LARGEST_BATCH.value else PROGRAM.asked_batch_size)
-    check_compilers(wanted)
+        work = partial(draw, workloads)
+    # asked last: nobody should install a compiler for a program that a chip cannot run
+    if why := chips.why_unavailable(*(chip.name for chip in wanted)):
+        raise UserError(f"cannot compile for {why}")
     if len(wanted) > 1:
         results = [worker.apart(chip.name, sys.argv[1:]) for chip in wanted]
     else:
@@ -219,8 +214,13 @@ def main(argv) -> int:
     print(*said, sep="\n", end="\n\n")
     print(listing.text(results))
     if target:
-        flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
-        content = {"title": said[0], "flags": flags, "versions": versions, "results": results}
+        found = {d.name: d.version for d in importlib.metadata.distributions()}
+        content = {
+            "title": said[0],
+            "flags": FLAGS.values.flag_values_dict(),
+            "versions": {name: found[name] for name in COMPILERS if name in found},
+            "results": results,
+        }
         with new_file(target) as file:
             file.write(json_text(content).encode())
     return int(any(r["status"] == "failed" for r in results))

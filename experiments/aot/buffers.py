@@ -55,14 +55,10 @@ def read_dump(folder: Path, module: Module) -> list[Buffer]:
     """The temporaries that the compiler dumped into `folder`; empty if the dump cannot be read."""
     texts = []
     for pattern in ("*buffer-assignment.txt", "*live-range.txt"):
-        path = largest_file(folder, pattern)
+        # the program's, among those of small helper modules
+        path = max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
         texts.append(path.read_text() if path else "")
     return temporaries(*texts, module) if all(texts) else []
-
-
-def largest_file(folder: Path, pattern: str) -> Path | None:
-    """The dump of the program among those of small helper modules; None if there is none."""
-    return max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
 
 
 def temporaries(assignment: str, ranges: str, module: Module) -> list[Buffer]:
@@ -94,12 +90,8 @@ def fullest_moment(buffers: Sequence[Buffer]) -> list[Buffer]:
         for b in buffers:
             if b.first <= moment <= b.last and b.size > getattr(places.get(b.place), "size", -1):
                 places[b.place] = b
-        best = max(best, list(places.values()), key=total_bytes)
+        best = max(best, list(places.values()), key=lambda some: sum(b.size for b in some))
     return sorted(best, key=lambda b: -b.size)
-
-
-def total_bytes(buffers: Sequence[Buffer]) -> int:
-    return sum(b.size for b in buffers)
 
 
 def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:

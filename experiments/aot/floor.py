@@ -28,7 +28,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.step import DecidingStep, cache_step
-from varjax.engine.cost import Cost, device_bytes
+from varjax.engine.cost import device_bytes
 from varjax.engine.segments import Segment
 from varjax.nn import schemes, stacked
 from varjax.nn.schemes import SCHEMES
@@ -40,12 +40,15 @@ def describe(case: Compilation) -> dict:
     """The floor of both programs, as content of a JSON file."""
     workload, codes, batch = case.workload, case.codes, case.batch_size
     plan, devices = workload.plan, workload.program.mesh.num_devices
-    kernels = kernel_flops(codes.cost)
+    products = (n * k.flops for k, n in codes.cost.kernels.items() if k.name in OF_WEIGHTS)
+    kernels = sum(products)
     if codes.cost.kernels:
         kernels += attention_flops(plan, case.drawing.segments) * batch / devices
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
     moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
-    moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
+    if plan.pool_tokens:
+        pool = plan.num_bytes(batch, workload.program.kv_dtype)
+        moved += tokens_moved(plan) * pool / plan.pool_tokens / devices
     scheme, eight = SCHEMES.get(workload.model.weights_dtype), codes.cost.flops_8_bits
     # FLOPs of products in 8 bits, as if they ran at bfloat16's peak
     peak = (scheme and schemes.peak(scheme, case.chip)) or case.chip.bf16_flops
@@ -68,11 +71,6 @@ def seconds(chip: Chip, flops: float, moved: float, images: int) -> dict:
         "floor_bound": "FLOPs" if computing > moving else "bytes",
         "floor_images_per_s": images / least,
     }
-
-
-def kernel_flops(cost: Cost) -> float:
-    """FLOPs of products with weights in kernels of ours, as these estimate them."""
-    return sum(calls * k.flops for k, calls in cost.kernels.items() if k.name in OF_WEIGHTS)
 
 
 def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:

@@ -16,28 +16,15 @@ _BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
 
 def array_bytes(shape: str) -> list[float]:
-    """Bytes of each array of a shape, which may be a tuple.
-
-    Raises:
-      ValueError: a type is not known.
-    """
-    return [
-        math.prod(int(d) for d in dims.split(",") if d) * type_bytes(kind)
-        for kind, dims in _ARRAY.findall(shape)
-    ]
-
-
-def type_bytes(kind: str) -> float:
-    """Bytes of an element: "f32" takes 4, "f8e4m3fn" 1.
-
-    Raises:
-      ValueError: the type is not known.
-    """
-    if kind in _TYPES:
-        return _TYPES[kind]
-    if not (bits := re.match(r"(?:bf|f|s|u)(\d+)", kind)):
-        raise ValueError(f"unknown type {kind!r}")
-    return int(bits[1]) / 8
+    """Bytes of each array of a shape, which may be a tuple; `ValueError` if a type is unknown."""
+    found = []
+    for kind, dims in _ARRAY.findall(shape):
+        bits = re.match(r"(?:bf|f|s|u)(\d+)", kind)  # "f32", "f8e4m3fn"
+        if kind not in _TYPES and not bits:
+            raise ValueError(f"unknown type {kind!r}")
+        size = _TYPES[kind] if kind in _TYPES else int(bits[1]) / 8
+        found.append(math.prod(int(d) for d in dims.split(",") if d) * size)
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,30 +41,25 @@ class Instruction:
         return f"%{self.name} = {self.shape} {self.opcode}({self.rest}"
 
     @cached_property
-    def _end(self) -> int:
-        """The place in `rest` where the operands end."""
+    def literal(self) -> str:
+        """The text in the brackets, which is a constant's value."""
         depth = 1
         for i, character in enumerate(self.rest):
             depth += (character in "({[") - (character in ")}]")
             if not depth:
-                return i
-        return len(self.rest)
+                return self.rest[:i]
+        return self.rest
 
     @property
     def operands(self) -> list[str]:
         """Names, in order."""
-        inside = self.literal
-        named = re.findall(r"%([\w.\-]+)", inside)
-        return named or [part.strip().split(" ")[-1] for part in inside.split(",") if part.strip()]
-
-    @property
-    def literal(self) -> str:
-        """The text in the brackets, which is a constant's value."""
-        return self.rest[: self._end]
+        parts = (part.strip() for part in self.literal.split(","))
+        named = re.findall(r"%([\w.\-]+)", self.literal)
+        return named or [part.split(" ")[-1] for part in parts if part]
 
     @property
     def attributes(self) -> str:
-        return self.rest[self._end :]
+        return self.rest[len(self.literal) :]
 
     def attribute(self, pattern: str) -> str:
         """The first group of a regular expression in the attributes; empty if it is not there."""
@@ -173,14 +155,7 @@ class Module:
         None where neither is there."""
         if known := loop.attribute(r'known_trip_count":\s*\{\s*"n":\s*"(\d+)"'):
             return int(known)
-        return max((n for c in loop.called("condition") for n in self._constants(c)), default=None)
-
-    def all_trips(self) -> list[int | None]:
-        """`trips` of all loops of the program, in order, each before those inside it."""
-        return [self.trips(i) for i, _ in self.runs(everything=True) if i.opcode == "while"]
-
-    def _constants(self, name: str) -> Iterator[int]:
-        """Whole numbers in a condition "counter < constant", which may be within a fusion."""
-        for i, _ in self.runs(name, everything=True):
-            if i.opcode == "constant" and re.fullmatch(r"\d+", i.literal.strip()):
-                yield int(i.literal)
+        bounds = (i for c in loop.called("condition") for i, _ in self.runs(c, everything=True))
+        # whole numbers in a condition "counter < constant", which may be within a fusion
+        texts = [i.literal.strip() for i in bounds if i.opcode == "constant"]
+        return max((int(text) for text in texts if re.fullmatch(r"\d+", text)), default=None)

@@ -19,11 +19,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, collectives, kernels, launches
+from experiments.aot import buffers, collectives, kernels
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
 from experiments.aot.kernels import Kernel
-from experiments.aot.launches import Launches
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -36,7 +35,6 @@ from varjax.engine import memory, pixels
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import BuildOptions, drawing
-from varjax.engine.memory import show_bytes
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
@@ -72,8 +70,6 @@ class Program:
     unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     kernels: that it starts.
-    launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
-      not say.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
@@ -88,7 +84,6 @@ class Program:
     resident: int
     cost: Cost
     kernels: list[Kernel]
-    launches: Launches | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
@@ -126,7 +121,6 @@ def compile_program(
         elapsed = time.perf_counter() - start
         module = Module.parse(compiled.as_text())
         found = buffers.read_dump(Path(folder), module)
-        started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
@@ -138,7 +132,6 @@ def compile_program(
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=program_cost(traced.jaxpr),
         kernels=kernels.read(module),
-        launches=started,
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(module, found, carried),
@@ -195,7 +188,6 @@ class Workload:
 class Compilation:
     """Both programs for a batch. Call `compile_codes` first, then `compile_pixels`.
 
-    say: called with progress lines.
     networks, state: shapes, placed on the devices.
 
     Both methods raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not check),
@@ -206,13 +198,14 @@ class Compilation:
     codes: Program
     pixels: Program
 
-    def __init__(self, workload: Workload, chip: Chip, batch_size: int, say: Callable[[str], None]):
-        self.workload, self.chip, self.batch_size, self.say = workload, chip, batch_size, say
+    def __init__(self, workload: Workload, chip: Chip, batch_size: int):
+        self.workload, self.chip, self.batch_size = workload, chip, batch_size
         model, plan, options = workload.model, workload.plan, workload.program
         mesh, devices = options.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
-        networks = _networks(model, options.dtype)
+        types = {"transformer": options.dtype, "codec": "float32"}
+        networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
         self.drawing = drawing(
             networks,
             plan,
@@ -232,10 +225,8 @@ class Compilation:
         self.drawing.arrange(networks, layers, chip.platform)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
-        types = map(jnp.dtype, (options.kv_dtype, options.dtype))
-        state = jax.eval_shape(
-            partial(workload.plan.empty_state, batch_size, *types, groups=options.mesh.model)
-        )
+        dtypes = map(jnp.dtype, (options.kv_dtype, options.dtype))
+        state = jax.eval_shape(partial(plan.empty_state, batch_size, *dtypes, groups=mesh.model))
         numbers = np.zeros(batch_size, np.int32)
         inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
@@ -278,8 +269,6 @@ class Compilation:
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         self.codes = self._compiled(trace, options, carried)
-        taken = show_bytes(self.codes.resident)
-        self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
     def compile_pixels(self) -> None:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
@@ -288,10 +277,6 @@ class Compilation:
         arguments = (self.networks, self.code_map, self.workload.program.decoding)
         trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
         self.pixels = self._compiled(trace, pixels.compiler_options(self.chip.platform))
-        taken = show_bytes(self.pixels.resident)
-        self.say(
-            f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
-        )
 
     def _compiled(
         self,
@@ -337,12 +322,6 @@ def carried_arrays(
             flat = name in ("position", "total_mass", "mass")
             found.append(Carried(name, shape, str(leaf.dtype), flat=flat))
     return found
-
-
-def _networks(model: Model, dtype: str) -> Networks:
-    """The model as shapes: transformer in the type of the computation, codec in float32."""
-    types = {"transformer": dtype, "codec": "float32"}
-    return {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
 
 
 def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:

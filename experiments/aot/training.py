@@ -95,7 +95,7 @@ def compile_step(asked: TrainingStep, chip: Chip) -> tuple[Program, dict]:
     `compile_program`."""
     stage = asked.stage(chip)
     mesh = stage.mesh
-    state = _placed(stage.shapes, mesh.state(stage.shapes))
+    state = jax.tree.map(_on, mesh.state(stage.shapes), stage.shapes)
     whole = partial(_on, mesh.whole())
     tokens = jax.ShapeDtypeStruct((asked.batch_size, asked.model.config.total_tokens), jnp.int32)
     labels = jax.ShapeDtypeStruct((asked.batch_size,), jnp.int32)
@@ -113,12 +113,6 @@ def compile_step(asked: TrainingStep, chip: Chip) -> tuple[Program, dict]:
 
 def _on(where: jax.sharding.Sharding, tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
-
-
-def _placed(tree, where):
-    return jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, where
-    )
 
 
 def describe(asked: TrainingStep, chip: Chip) -> dict:

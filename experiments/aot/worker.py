@@ -4,8 +4,6 @@ Some errors of a compiler end the process. So each of several targets is compile
 its own, the same command for one target (`apart`).
 """
 
-import contextlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -28,8 +26,6 @@ from pallas_kernels.chips import Chip
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
-
 
 def apart(target: str, flags: Sequence[str]) -> dict:
     """The result of a target, compiled by a process of its own. flags: those of this command. They
@@ -45,15 +41,6 @@ def apart(target: str, flags: Sequence[str]) -> dict:
             return json.loads(path.read_text())["results"][0]
     error = f"the compiler's process ended with {status}, and its last words are above"
     return {"target": target, "status": "failed", "error": error}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what compiled."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def here(chip: Chip, work: Callable[[Chip], dict]) -> dict:
@@ -106,23 +93,21 @@ class Job:
         if batch in self.begun:
             return self.begun[batch]
         self.say(f"compiling batch {batch}, attention {self.workload.attention}")
-        case = Compilation(self.workload, self.chip, batch, self.say)
+        case = Compilation(self.workload, self.chip, batch)
         try:
             case.compile_codes()
         except NotImplementedError as error:
-            if not (instead := self._next_implementation()):
+            every = implementations.choices(self.chip.platform, self.chip.capability)
+            rest = every[every.index(self.workload.attention) + 1 :]
+            if self.workload.program.attention or not rest:
                 raise
+            instead = rest[0]
             self.say(f"{first_line(str(error))}: taking {instead}")
             self.workload = replace(self.workload, attention=instead)
             return self.begin(batch)
+        self.say(f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
         self.begun[batch] = case
         return case
-
-    def _next_implementation(self) -> str | None:
-        if self.workload.program.attention:
-            return None
-        every = implementations.choices(self.chip.platform, self.chip.capability)
-        return next(iter(every[every.index(self.workload.attention) + 1 :]), None)
 
     def describe(self, batch: int) -> dict:
         """The result for a batch, with both programs."""

@@ -52,7 +52,6 @@ COMPILED = {
             "kernels_by_operation": {"attend/sort": 30.0},
             "kernels_of_ours": {"finish": {"calls": 6.0, "flops": 1e12, "bytes": 2048.0}},
             "copied_weight_bytes": 1 << 20,
-            "launches": {"buffers": 3.0, "inside": 40.0, "outside": 5.0},
             "collectives": [],
             "largest_temporaries": [
                 {
@@ -151,8 +150,6 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert ["fits", "yes", "NO"] in lines
     assert "in place yes NO: copies: 1 of kv_pool, 2 of position".split() in lines
     assert ["kernels", "25.0%", "25.0%"] in lines
-    assert "command buffers, codes 3 3".split() in lines
-    assert "kernels outside them 5 5".split() in lines
     assert "kernels started, codes 48 48".split() in lines
     assert "weights copied, codes 1 MiB 1 MiB".split() in lines
     assert ["floor,", "seconds", *(2 * ["0.125", "(FLOPs)"])] in lines

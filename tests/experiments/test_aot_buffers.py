@@ -63,7 +63,7 @@ def test_the_fullest_moment():
     live = buffers.fullest_moment(found)
     sizes = [(b.name, b.size) for b in live]
     assert sizes == [("scores.1", 600), ("pair.1", 200), ("loop.1", 100)]
-    assert buffers.total_bytes(live) == 900
+    assert sum(b.size for b in live) == 900
     # neither arguments nor another memory
     assert not {"state_kv_pool.1", "scatter.3", "fetched.1"} & {b.name for b in found}
 

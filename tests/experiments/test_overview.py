@@ -50,10 +50,9 @@ def test_help_and_version_of_each(command, capsys):
     assert text.startswith("Try:\n    python ")  # here followed by what runs the tests
     assert set(module.FLAGS.essential) <= set(module.FLAGS.values)
     arguments = shlex.split(module.FLAGS.example.splitlines()[-1])
-    saved = [(values, flagsaver.save_flag_values(values)) for values in module.FLAGS.all_values()]
+    saved = flagsaver.save_flag_values(module.FLAGS.values)
     module.FLAGS.parse([command, *arguments])  # they exist, with such values
-    for values, before in saved:
-        flagsaver.restore_flag_values(before, values)
+    flagsaver.restore_flag_values(saved, module.FLAGS.values)
     assert max(map(len, text.splitlines())) <= WIDTH
     for name in module.FLAGS.values:
         words = bare(module.FLAGS.values[name])
