@@ -36,7 +36,7 @@ from dataclasses import replace
 
 import jax
 
-from experiments.bench import checks, draw, report, timings, tuning
+from experiments.bench import draw, measured, report
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import ArgSpec
@@ -45,7 +45,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
 from varjax.progress import Progress
-from varjax.storage.atomic import new_file
+from varjax.storage.atomic import write_text
 
 FLAGS = CommandFlags("--model=var-d30 --op=attend --budget=0.1", "check tune draw model op budget")
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
@@ -104,7 +104,7 @@ def shapes() -> list[ArgSpec]:
     named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
     small = is_small()
     sizes = small, BLOCK_SIZE.value, ROWS.value
-    found = [checks.resized(arg_specs.SPECS[name], *sizes) for name in dict.fromkeys(named)]
+    found = [measured.resized(arg_specs.SPECS[name], *sizes) for name in dict.fromkeys(named)]
     if HEADS.value:
         found = [replace(spec, heads=min(HEADS.value, spec.heads)) for spec in found]
     return [
@@ -115,13 +115,9 @@ def shapes() -> list[ArgSpec]:
     ]
 
 
-def operations() -> list[str]:
-    return [choose("operation", name, bench.OPERATIONS) for name in OP.value]
-
-
 def calls() -> list[tuple[ArgSpec, str]]:
     """Every shape with each chosen operation that its model has."""
-    named = operations()
+    named = [choose("operation", name, bench.OPERATIONS) for name in OP.value]
     found = [(s, o) for s in shapes() for o in named if bench.OPERATIONS[o].serves(s)]
     if not found:
         raise UserError(f"no model of the shapes chosen asks for --op={','.join(named)}")
@@ -151,61 +147,39 @@ def kernel() -> str:
 # --- timing ---
 
 
-def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
-    """(operation, shape, budget, way) of all rows."""
-    return [
+def show_timings(name: str) -> int:
+    """Time every way and print the table; return 1 if the kernel failed or is wrong."""
+    if name.endswith(implementations.SUFFIX):
+        raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
+    ways = [
         (operation, spec, budget, way)
         for spec, operation in calls()
         for budget in (budgets() if bench.OPERATIONS[operation].of_cache else [1.0])
         for way in bench.ways(operation, spec, name)
     ]
-
-
-def show_timings(name: str) -> int:
-    """Time every way and print the table; return 1 if the kernel failed or is wrong."""
-    if name.endswith(implementations.SUFFIX):
-        raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
-    rows, ways = [], timed_ways(name)
+    rows = []
     progress = Progress("ways", len(ways), every=5)
     for way in ways:
-        rows.append(row := timings.timed(*way, REPEATS.value))
+        rows.append(row := measured.timed(*way, REPEATS.value))
         progress.update(len(rows), f"{row.spec.name} {row.operation} {row.way}")
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
     print(report.text(rows, bench.chip(device)))
-    print("\n".join(report.summary(rows, name)))
-    save({"device": device, "rows": [row.as_json() for row in rows]})
-    failures = [line for row in rows if row.way == name and (line := timings.failure(row))]
+    write({"device": device, "rows": [row.as_json() for row in rows]})
+    failures = [line for row in rows if row.way == name and (line := measured.failure(row))]
     for line in failures:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def save(contents: dict) -> None:
-    write(json.dumps({"jax": jax.__version__, "command": sys.argv} | contents, indent=1))
-
-
-def write(text: str) -> None:
-    """Put a text into the file of --json, if it is given."""
+def write(contents: dict) -> None:
+    """Put results into the file of --json, if it is given."""
     if JSON.path:
-        with new_file(JSON.path) as file:
-            file.write(f"{text}\n".encode())
+        told = {"jax": jax.__version__, "command": sys.argv} | contents
+        write_text(JSON.path, json.dumps(told, indent=1) + "\n")
 
 
 # --- checking and tuning ---
-
-
-def compared(name: str) -> list[tuple[str, ArgSpec]]:
-    """The (operation, call) pairs that --check compares."""
-    found = [
-        (operation, case)
-        for spec, operation in calls()
-        if bench.OPERATIONS[operation].has(name)
-        for case in checks.cases(operation, spec, ROWS.value, HEADS.value)
-    ]
-    if not found:
-        raise UserError(f"there is no kernel {name} of --op={','.join(operations())}")
-    return found
 
 
 def show_check(name: str) -> int:
@@ -215,18 +189,32 @@ def show_check(name: str) -> int:
             f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
+    few = {"rows": ROWS.value or measured.ROWS}
+    cases = [
+        (operation, replace(spec, heads=min(HEADS.value or measured.HEADS, spec.heads), **few))
+        for spec, operation in calls()
+        if bench.OPERATIONS[operation].has(name)
+    ]
+    if not cases:
+        raise UserError(f"there is no kernel {name} of --op={','.join(OP.value)}")
+    # tables in every way that results may depend on
+    cases = [
+        (operation, replace(spec, filling=filling))
+        for operation, spec in cases
+        for filling in bench.OPERATIONS[operation].fillings
+    ]
     verdicts, rows = [], []
-    for operation, spec in compared(name):
-        verdict, found, said = checks.compare(operation, spec, name)
+    for operation, spec in cases:
+        verdict, found, said = measured.compare(operation, spec, name)
         verdicts.append(verdict)
         types = f"{spec.dtype}, pool {spec.pool_dtype}"
         print(f"{verdict:5}", operation, spec.name, types, spec.filling, said, sep="  ", flush=True)
         rows.append({"shape": spec.name, "table": spec.filling, "operation": operation} | found)
-    right, refused = verdicts.count(checks.OK), verdicts.count(checks.REFUSED)
+    right, refused = verdicts.count(measured.OK), verdicts.count(measured.REFUSED)
     told = f"{right} of {len(rows)} right" + f", {refused} refused" * bool(refused)
     print(f"{name} on {jax.devices()[0].device_kind}: {told}")
-    save({"implementation": name, "errors": rows})
-    return 0 if right and checks.WRONG not in verdicts else 1
+    write({"implementation": name, "errors": rows})
+    return 0 if right and measured.WRONG not in verdicts else 1
 
 
 def show_tuning(name: str) -> int:
@@ -236,15 +224,15 @@ def show_tuning(name: str) -> int:
             f"--tune times the tiles of a kernel on its own device; this is {name} on "
             f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
         )
-    chosen = [op for op in operations() if op in tune.OPERATIONS]
+    chosen = [op for op in OP.value if op in tune.OPERATIONS]
     if not chosen:
         raise UserError(
-            f"--tune: {', '.join(operations())} has no tiles: choose --op from "
+            f"--tune: {', '.join(OP.value)} has no tiles: choose --op from "
             f"{', '.join(tune.OPERATIONS)}"
         )
     kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
-        best = tuning.fastest(operation, shapes(), name, REPEATS.value)
+        best = measured.tuned(operation, shapes(), name, REPEATS.value)
         calls, wanted = calls + len(best), wanted + len(shapes())
         if not best:  # a file without entries would say that there is something to use
             print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
@@ -265,7 +253,8 @@ def show_drawing() -> int:
     print("{device}, jax {jax}".format(**rows[0]))
     for row in draw.rows(tasks, small=is_small(), repeats=REPEATS.value, until=until):
         rows.append(row)
-        write("\n".join(map(json.dumps, rows)))
+        if JSON.path:
+            write_text(JSON.path, "".join(f"{json.dumps(line)}\n" for line in rows))
         print(draw.text(row), flush=True)
     failures = [line for row in rows[1:] if (line := draw.failure(row))]
     for line in failures:

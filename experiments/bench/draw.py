@@ -17,13 +17,11 @@ from experiments.bench import kernel_times, random_models
 from experiments.bench.report import show_time
 from pallas_kernels import bench
 from varjax import sampling
-from varjax.cache.plan import CachePlan
 from varjax.engine import memory
 from varjax.engine.device_errors import OutOfMemory
 from varjax.engine.memory import show_bytes
 from varjax.errors import choose
 from varjax.generator import Generator
-from varjax.model import Model
 from varjax.nn.compiled import peak_bytes
 
 ALL = "all"
@@ -99,8 +97,12 @@ def drawn(task: Task, small: bool, repeats: int) -> dict:
     model = random_models.abstract(task.model, small)
     share = None if task.policy == "full" else SMALL_SHARE if small else SHARE
     plan = varjax.plan(model, policy=task.policy, budget=share)
-    if why := _too_large(model, plan, task.images, dtype):
-        return {"note": why}
+    need = memory.predict(
+        model, plan, task.images, dtype, dtype, text_tokens=random_models.TEXT
+    ).total
+    there = memory.available_bytes()
+    if there is not None and need > memory.SAFETY * there:
+        return {"note": f"does not fit: needs {show_bytes(need)}, {show_bytes(there)} are there"}
     model = random_models.with_weights(model, dtype)
     generator = Generator(model, plan=plan, batch_size=task.images)
     try:
@@ -117,33 +119,19 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
     timing, code_map = generator.timing, results["code_map"]
     row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
     row["finite"] = bool(np.isfinite(results["images"]).all())
-    given = _arguments(generator, condition, numbers)
+    shared = generator.drawing.shared_inputs(networks["transformer"])
+    inputs = generator.drawing.for_images(shared, numbers)
+    keys = sampling.image_keys(0, jnp.asarray(numbers))
+    condition, inputs = jax.device_put((condition, inputs))
 
     def for_codes() -> tuple:  # each run takes its cache away
-        return networks, jax.block_until_ready(generator.empty_state()), *given
+        state = jax.block_until_ready(generator.empty_state())
+        return networks, state, condition, keys, inputs, None
 
     row["codes"] = _measured(generator.compiled, for_codes, repeats)
     row["pixels"] = _measured(generator.compiled_decoder, lambda: (networks, code_map), repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     return row | {"process_peak_bytes": stats.get("peak_bytes_in_use")}
-
-
-def _too_large(model: Model, plan: CachePlan, images: int, dtype: str) -> str | None:
-    """Why a batch will not fit the device, or None."""
-    need = memory.predict(model, plan, images, dtype, dtype, text_tokens=random_models.TEXT).total
-    there = memory.available_bytes()
-    if there is None or need <= memory.SAFETY * there:
-        return None
-    return f"does not fit: needs {show_bytes(need)}, {show_bytes(there)} are there"
-
-
-def _arguments(generator: Generator, condition: object, numbers: np.ndarray) -> tuple:
-    """Condition, keys and inputs of the program of codes, and no given tokens."""
-    shared = generator.drawing.shared_inputs(generator.model.networks["transformer"])
-    inputs = generator.drawing.for_images(shared, numbers)
-    keys = sampling.image_keys(0, jnp.asarray(numbers))
-    condition, inputs = jax.device_put((condition, inputs))
-    return condition, keys, inputs, None
 
 
 def _measured(
@@ -179,15 +167,12 @@ def text(row: dict) -> str:
     compiled = f"compiled in {row['compile_seconds']:.1f} s (cache {row['compilation_cache']})"
     lines = [f"{row['task']}{' (cut down)' * row['small']}: {compiled}"]
     for name in ("codes", "pixels"):
-        lines += ["", _program_text(name, row[name]), kernel_times.table(row[name], SHOWN)]
+        found, times = row[name], ("seconds", "span_seconds", "kernel_seconds")
+        wall, span, busy = (show_time(found[key]) for key in times)
+        lines += [
+            "",
+            f"{name}: {wall}; profiled, {found['calls']} kernels in {span} take {busy}; "
+            f"{show_bytes(found['peak_bytes'])}",
+            kernel_times.table(found, SHOWN),
+        ]
     return "\n".join([*lines, ""])
-
-
-def _program_text(name: str, found: dict) -> str:
-    wall, span, busy = (
-        show_time(found[key]) for key in ("seconds", "span_seconds", "kernel_seconds")
-    )
-    return (
-        f"{name}: {wall}; profiled, {found['calls']} kernels in {span} take {busy}; "
-        f"{show_bytes(found['peak_bytes'])}"
-    )

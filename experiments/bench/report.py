@@ -1,6 +1,5 @@
-"""The report of `experiments.bench`: a row for each way to do an operation, and a summary."""
+"""The report of `experiments.bench`: a row for each way to do an operation."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,29 +82,3 @@ def rate(value: float, unit: float, peak: float | None) -> str:
 
 def show_time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def summary(rows: list[Row], kernel: str) -> list[str]:
-    """How much faster the kernel is than each other way: geometric means over the calls that both
-    ran."""
-    lines = []
-    for operation in dict.fromkeys(row.operation for row in rows):
-        for budget in dict.fromkeys(row.budget for row in rows):
-            mine = [r for r in rows if (r.operation, r.budget) == (operation, budget)]
-            for way in dict.fromkeys(r.way for r in mine if r.way != kernel):
-                if ratios := _ratios(mine, kernel, way):
-                    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                    lines.append(
-                        f"{operation} at budget {budget:g}: {kernel} takes {1 / mean:.2f} of the "
-                        f"time of {way} ({len(ratios)} shapes, {min(ratios):.2f} to "
-                        f"{max(ratios):.2f} times as fast)"
-                    )
-    return lines or ["nothing to compare"]
-
-
-def _ratios(rows: list[Row], kernel: str, way: str) -> list[float]:
-    def times(name: str) -> dict:
-        return {tuple(r.call.values()): r.seconds for r in rows if r.way == name and r.seconds}
-
-    mine, other = times(kernel), times(way)
-    return [other[key] / mine[key] for key in mine if key in other]

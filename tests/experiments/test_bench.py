@@ -28,7 +28,6 @@ def test_timings(call, tmp_path):
     assert status == 0, err
     lines = out.splitlines()
     assert lines[1].split()[:2] == ["shape", "operation"]
-    assert lines[-1].startswith("attend at budget 1: reference takes")
     rows = json.loads(path.read_text())["rows"]
     ways = [(row["operation"], row["way"]) for row in rows]  # of models by scales, no text
     assert ways == [
@@ -235,8 +234,6 @@ def test_table_shows_shares_of_the_peak():
     lines = report.text(rows, get_chip("h200")).splitlines()
     assert "2.4e+03 ( 50%)" in lines[1] and "98.9 ( 10%)" in lines[1]
     assert "%" not in report.text(rows, None)
-    [line] = report.summary(rows, "triton")
-    assert line.startswith("attend at budget 1: triton takes 0.50 of the time of reference")
 
 
 def test_tuning_takes_the_fastest_right_tiles(monkeypatch):

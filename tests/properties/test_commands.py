@@ -155,7 +155,7 @@ def light(monkeypatch):
         (condition, "encode"),
         (worker, "here"),
         (loop, "run"),
-        (bench.timings, "timed"),
+        (bench.measured, "timed"),
         (bench.bench, "errors"),
         (bench.draw, "rows"),
         (page, "build"),
