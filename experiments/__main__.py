@@ -6,7 +6,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,17 +27,50 @@ def commands() -> dict[str, str]:
     return found
 
 
-def overview() -> str:
-    """Return a line for each command."""
-    found = commands()
-    width = max(map(len, found))
-    lines = (f"  python -m {name.ljust(width)}  {text}" for name, text in found.items())
-    return "\n".join([" ".join((__doc__ or "").split()), "", *lines])
-
-
 def short_names() -> dict[str, str]:
     """Return {sub-command of `varjax`: module}. ported_weights is `port`."""
     return {SHORT.get(name, name.rpartition(".")[2]): name for name in commands()}
+
+
+def console() -> int:
+    """Run a sub-command of the console script `varjax`."""
+    name, known = (sys.argv[1:2] or ["--help"])[0], short_names()
+    if name not in known:
+        return _answer(name, "varjax", {short: short for short in known})
+    module = importlib.import_module(known[name])
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{known[name]}.__main__")
+    from varjax.cli import command_line  # importing it imports JAX
+
+    sys.argv = [f"varjax {name}", *sys.argv[2:]]
+    command_line.run(module.main)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the overview or the version. A command after a space is an error with a hint."""
+    name = argv[1] if len(argv) > 1 else "--help"
+    return _answer(name, "python -m", {n.rpartition(".")[2]: n for n in commands()})
+
+
+def _answer(name: str, caller: str, known: Mapping[str, str]) -> int:
+    """Answer what names no command. known: {short name: name after `caller`}."""
+    if name in ("-h", "--help"):
+        width, said = max(map(len, known.values())), commands()
+        modules = short_names() if caller == "varjax" else {n: n for n in said}
+        lines = (f"  {caller} {n.ljust(width)}  {said[module]}" for n, module in modules.items())
+        _show("\n".join([" ".join((__doc__ or "").split()), "", *lines]))
+        return 0
+    if name == "--version":
+        from varjax.cli import version  # importing it imports JAX
+
+        _show(version.text())
+        return 0
+    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+    advice = f"did you mean `{caller} {known[close[0]]}`? " if close else ""
+    listed = "varjax --help" if caller == "varjax" else "python -m experiments"
+    line = f"error: unexpected argument {name!r}: {advice}`{listed}` lists the commands"
+    print(line, file=sys.stderr)
+    return 2
 
 
 def _show(text: str) -> None:
@@ -46,54 +79,6 @@ def _show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the rest, which is flushed at the end
-
-
-def console() -> int:
-    """Run a sub-command of the console script `varjax`."""
-    name, known = (sys.argv[1:2] or ["--help"])[0], short_names()
-    if name in known:
-        module = importlib.import_module(known[name])
-        if hasattr(module, "__path__"):
-            module = importlib.import_module(f"{known[name]}.__main__")
-        from varjax.cli import command_line  # importing it imports JAX
-
-        sys.argv = [f"varjax {name}", *sys.argv[2:]]
-        command_line.run(module.main)
-    if name in ("-h", "--help"):
-        width = max(map(len, known))
-        said = commands()
-        lines = (f"  varjax {short.ljust(width)}  {said[m]}" for short, m in known.items())
-        _show(
-            "\n".join(
-                ["Commands of varjax; `varjax NAME --help` is the manual of each.", "", *lines]
-            )
-        )
-        return 0
-    if name == "--version":
-        return main(["varjax", name])
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"did you mean `varjax {close[0]}`? " if close else ""
-    print(f"error: unknown command {name!r}: {advice}`varjax --help` lists them", file=sys.stderr)
-    return 2
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the overview or the version. A command after a space is an error with a hint."""
-    name = argv[1] if len(argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        _show(overview())
-        return 0
-    if name == "--version":
-        from varjax.cli import version  # importing it imports JAX
-
-        _show(version.text())
-        return 0
-    known = {command.rpartition(".")[2]: command for command in commands()}
-    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
-    advice = f"did you mean `python -m {known[close[0]]}`? " if close else ""
-    line = f"error: unexpected argument {name!r}: {advice}`python -m experiments` lists them"
-    print(line, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -52,13 +52,10 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def settings_of(path: pathlib.Path) -> str | None:
-    """Return the digest of the settings that a file was made with; no other array is read.
-
-    None: an older version wrote the file, without its name. Raises the errors of `read`."""
-    found = _load(path, {SETTINGS, NAME, "index", "row"})
-    if NAME not in found and found.keys() & {"index", "row"}:  # a batch, a cell
-        return None
+def settings_of(path: pathlib.Path) -> str:
+    """Return the digest of the settings that a file was made with; no other array is read. Raises
+    the errors of `read`."""
+    found = _load(path, {SETTINGS})
     if SETTINGS not in found:
         raise Damaged("it does not say what it is")
     return str(found[SETTINGS])

@@ -34,7 +34,6 @@ from varjax import arguments
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
-from varjax.conditions import Condition
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Edited, Editor, both_texts
 from varjax.errors import UserError
@@ -111,17 +110,16 @@ class Edit(Generation):
             "policy": self.policy.name,
             "policy_args": policy_arguments(self.policy),
             "budget": self.policy.budget,
-            "edit": self._described(),
+            "edit": {
+                "image_sha256": _sha256(self.pictures[0]),
+                "edits": len(self.pictures),
+                **(vars(self.by_text) if self.by_text else self._described_mask()),
+            },
         }
 
-    def _described(self) -> dict:
-        found = {"image_sha256": _sha256(self.pictures[0]), "edits": len(self.pictures)}
-        if how := self.by_text:
-            names = ("keep_scales", "mix_scales", "probability")
-            return found | {name: getattr(how, name) for name in names}
-        drawn = self.drawn[0]
-        mask = {"mask_sha256": _sha256(drawn), "drawn_pixels": float(drawn.mean())}
-        return found | mask | {"paste": PASTE.value, "feather": FEATHER.value}
+    def _described_mask(self) -> dict:
+        drawn, how = self.drawn[0], {"paste": PASTE.value, "feather": FEATHER.value}
+        return {"mask_sha256": _sha256(drawn), "drawn_pixels": float(drawn.mean()), **how}
 
 
 def _sha256(array: np.ndarray) -> str:
@@ -142,7 +140,14 @@ def resolve() -> Edit:
     policy.check_images(len(condition))
     sampling, program = SAMPLING.sampling(model), PROGRAM.resolve(model)
     plan, calibration = POLICY.plan(policy, model, sampling)
-    kept = None
+    size, kept = PROGRAM.batch_size(program, model, plan, condition), None
+    if by_text and size % 2:
+        if PROGRAM.asked_batch_size:
+            raise UserError(
+                f"--batch_size={size}: an edit by text draws every picture under two texts, choose "
+                f"an even number"
+            )
+        size += 1 if size == 1 else -1
     if drawn is not None:
         drawn = masks.check_masks(model, drawn, len(target))
         with about(MASK):
@@ -152,7 +157,7 @@ def resolve() -> Edit:
         condition=condition,
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=_batch_size(program, model, plan, condition, by_text),
+        batch_size=size,
         program=program,
         policy=policy,
         plan=plan,
@@ -161,18 +166,6 @@ def resolve() -> Edit:
         by_text=by_text,
         remarks=(*plan_remarks(plan, calibration), *fitted, *_mask_remarks(drawn, kept)),
     )
-
-
-def _batch_size(program, model, plan, condition, by_text) -> int:
-    size = PROGRAM.batch_size(program, model, plan, condition)
-    if not by_text or size % 2 == 0:
-        return size
-    if PROGRAM.asked_batch_size:
-        raise UserError(
-            f"--batch_size={size}: an edit by text draws every picture under two texts, choose an "
-            f"even number"
-        )
-    return size + 1 if size == 1 else size - 1
 
 
 def _mask_remarks(drawn: np.ndarray | None, kept: np.ndarray | None) -> list[str]:
@@ -308,16 +301,11 @@ def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -
     return report
 
 
-def _encoded(edit: Edit) -> Edit:
-    found: Condition = edit.encoded().condition
-    return replace(edit, condition=found)
-
-
 def main(argv: list[str]) -> None:
     edit = resolve()
     print(*edit.remarks, sep="\n", end="\n" if edit.remarks else "", file=sys.stderr)
     store = OUT.open(f"{edit.model.name}-{edit.policy.name}-edit", edit.describe())
-    edit = _encoded(edit)
+    edit = edit.encoded()
     model = edit.load_model()
     with store.working():
         generator = edit.generator(model, edit.plan, edit.program.kv_dtype, keep_logits=False)

@@ -56,7 +56,7 @@ def written(folder: pathlib.Path) -> set[str] | None:
         with contextlib.suppress(UserError):
             content = read_json(folder / name)
             if isinstance(content, dict) and keys <= content.keys():
-                listed = content.get("files", list(WRITTEN[name]))  # older versions had no list
+                listed = content.get("files")
                 files = {f for f in WRITTEN[name] if isinstance(listed, list) and f in listed}
                 return {name} | files | (image_files(folder) if MANIFEST in files else set())
     return None
@@ -90,7 +90,6 @@ class BatchStore:
         return written if self.overwrite else None
 
     def _place(self) -> pathlib.Path:
-        """Where batches are kept."""
         return partial_folder(self.out)
 
     def _check_out(self) -> None:
@@ -126,26 +125,19 @@ class BatchStore:
         finished. `UserError` if another process works in it or it cannot be written."""
         with contextlib.ExitStack() as stack:
             with processes.together():
-                stack.enter_context(self._held())
+                stack.callback(self._leave_results)
+                stack.enter_context(self.work.held())
+                self.check()  # again: another process may have been here since
+                stack.callback(lambda: self.work.finished() or self.close())
                 self.work.start()
                 self.scan()
                 self.resumed = any(self.finished(name) for name in self.series)
             yield
 
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        try:
-            with self.work.held():
-                self.check()  # again: another process may have been here since
-                try:
-                    yield
-                finally:
-                    if not self.work.finished():
-                        self.close()
-        finally:
-            if self.out.parent == RESULTS:  # it goes if it was made for this run alone
-                with contextlib.suppress(OSError):
-                    RESULTS.rmdir()
+    def _leave_results(self) -> None:
+        if self.out.parent == RESULTS:  # it goes if it was made for this run alone
+            with contextlib.suppress(OSError):
+                RESULTS.rmdir()
 
     def scan(self) -> None:
         """See which files are there and sound."""
@@ -271,15 +263,10 @@ class FileFlags:
         """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
-    @property
-    def overwrite(self) -> bool:
-        """Whether an older file may be replaced."""
-        return self._overwrite.value
-
     def check(self) -> pathlib.Path | None:
         """Return `path`; `UserError` unless it may be written now."""
         if self.path is not None:
-            overwrite = self.overwrite
+            overwrite = self._overwrite.value
             if self.path.is_file() and not overwrite:
                 raise UserError(
                     f"{self.path} exists already: choose another file or add --overwrite"
@@ -313,16 +300,11 @@ class FolderFlags:
         stem: how a new folder under results/ begins. description, series: see `BatchStore`.
         `UserError`, in all processes, unless the first one may write there."""
         with processes.together():
-            if processes.is_first():
-                return self._open(stem, description, series)
-        return FollowingStore(series or {})
-
-    def _open(
-        self, stem: str, description: dict, series: Mapping[str, Series] | None
-    ) -> BatchStore:
-        out, overwrite = self.path, self.overwrite
-        if out is None:
-            return BatchStore.fresh(stem, description, series)
-        if os.path.lexists(out) and not overwrite:
-            raise UserError(f"{out} exists already: choose another folder or add --overwrite")
-        return BatchStore(out, description, overwrite=overwrite, series=series)
+            out, overwrite = self.path, self.overwrite
+            if not processes.is_first():
+                return FollowingStore(series or {})
+            if out is None:
+                return BatchStore.fresh(stem, description, series)
+            if os.path.lexists(out) and not overwrite:
+                raise UserError(f"{out} exists already: choose another folder or add --overwrite")
+            return BatchStore(out, description, overwrite=overwrite, series=series)

@@ -70,23 +70,19 @@ def read(out: pathlib.Path) -> list[Part]:
             f"{out} lacks {len(missing)} of {count} parts: start the same command with "
             f"--shard={some(named, 5)}"
         )
-    first = _settings(found[0][1])
+    folder = found[0][1]
+    try:
+        first = read_json(folder / SETTINGS)
+    except UserError as error:
+        first = f"{error!s:.300}"
+    if not isinstance(first, dict):
+        raise UserError(
+            f"{folder}: {SETTINGS} is missing or damaged ({first!s:.300}): put it back, or "
+            f"{again(folder)}"
+        )
     parts = [_read(folder, Shard(index, count), first) for index, folder in found]
     _check_versions(parts)
     return parts
-
-
-def _settings(folder: pathlib.Path) -> dict:
-    """Return the settings of a part, as its own file says them."""
-    reason = "it holds no object"
-    try:
-        if isinstance(content := read_json(folder / SETTINGS), dict):
-            return content
-    except UserError as error:
-        reason = f"{error!s:.300}"
-    raise UserError(
-        f"{folder}: {SETTINGS} is missing or damaged ({reason}): put it back, or {again(folder)}"
-    )
 
 
 def again(folder: pathlib.Path) -> str:

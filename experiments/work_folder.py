@@ -30,17 +30,7 @@ _FINISHED = (
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
-# Why an unfinished run cannot be continued, and what to do.
 _DISCARD = "add --overwrite to discard it, or choose another --out"
-OTHER = f"with other settings{{differs}}: use its settings to continue it, {_DISCARD}"
-OLDER = (
-    "of an older version ({name} does not say what it is): finish it with that version, move that "
-    f"file away, {_DISCARD}"
-)
-LOST = (
-    f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put that file "
-    f"back to continue it, {_DISCARD}"
-)
 
 
 class WorkFolder:
@@ -65,35 +55,30 @@ class WorkFolder:
                 f"{self.path} is a link or no folder: unfinished runs are kept under that name, so "
                 "move it away or choose another --out"
             )
-        if foreign := self._foreign():
-            raise UserError(
-                f"{self.path} holds {foreign!a:.80}, which no run writes: unfinished runs are kept "
-                "under that name and nothing else, so move it away or choose another --out"
-            )
+        for path in self._all():
+            plain = path.is_file() and not path.is_symlink()
+            if not plain or not (OURS.fullmatch(path.name) or path.name in DESKTOP):
+                raise UserError(
+                    f"{self.path} holds {path.name!a:.80}, which no run writes: unfinished runs "
+                    "are kept under that name and nothing else, so move it away or choose another "
+                    "--out"
+                )
         conflict = None if overwrite else self._conflict()
         if conflict:
             raise UserError(f"{self.path} holds an unfinished run {conflict}")
 
-    def _foreign(self) -> str | None:
-        """Return the name of the first thing that no run writes."""
-        for path in self._all():
-            plain = path.is_file() and not path.is_symlink()
-            if not plain or not (OURS.fullmatch(path.name) or path.name in DESKTOP):
-                return path.name
-        return None
-
     def _conflict(self) -> str | None:
         """Return why the run here cannot be continued; None if it can, or if there is none."""
-        by_file = {path.name: self._settings_of(path) for path in self.finished()}
-        said, text = set(by_file.values()) - {None, Damaged}, self._settings_text()
-        if older := [name for name, settings in by_file.items() if settings is None]:
-            return OLDER.format(name=older[0])
-        other = OTHER.format(differs=self._difference(text))
-        if said - {self.digest}:
-            return other
-        if said or text in ("", self.settings):
+        said, text = self._said(), self._settings_text()
+        if said <= {self.digest} and (said or text in ("", self.settings)):
             return None
-        return other if _is_object(text) else LOST
+        if said - {self.digest} or _is_object(text):
+            differs = self._difference(text)
+            return f"with other settings{differs}: use its settings to continue it, {_DISCARD}"
+        return (
+            f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put "
+            f"that file back to continue it, {_DISCARD}"
+        )
 
     def _difference(self, text: str) -> str:
         """Return what differs from the settings in a text, in brackets; empty if nothing does."""
@@ -106,18 +91,18 @@ class WorkFolder:
     def differs(self) -> str | None:
         """Return what is different here from the settings, in brackets if it is known; None if
         nothing is. Damaged files count as missing."""
-        said, text = {self._settings_of(path) for path in self.finished()}, self._settings_text()
-        if said <= {self.digest, Damaged} and text == self.settings:
+        text = self._settings_text()
+        if self._said() <= {self.digest} and text == self.settings:
             return None
         return self._difference(text)
 
-    @staticmethod
-    def _settings_of(path: pathlib.Path) -> str | None | type[Damaged]:
-        """Return what a file says (`batch_files.settings_of`), or `Damaged`."""
-        try:
-            return batch_files.settings_of(path)
-        except Damaged:
-            return Damaged
+    def _said(self) -> set[str]:
+        """Return the settings that finished files were made with; damaged ones say none."""
+        found = set()
+        for path in self.finished():
+            with contextlib.suppress(Damaged):
+                found.add(batch_files.settings_of(path))
+        return found
 
     def _settings_text(self) -> str:
         """Return the text of settings.json; empty without one, "?" if it is too large for ours."""

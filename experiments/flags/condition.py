@@ -96,8 +96,7 @@ class ConditionFlags:
     # --- classes ---
 
     def _resolve_labels(self, model: Model, weights: bool) -> Labels:
-        chosen = self._chosen(model.num_classes)
-        return Labels.of(chosen, model.num_classes, model.class_names)
+        return Labels.of(self._chosen(model.num_classes), model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
         count = self._samples if self._count is None else self._count
@@ -116,14 +115,12 @@ class ConditionFlags:
         if self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
             return np.floor(turn * num_classes).astype(np.int32)
-        return np.arange(self._number(num_classes)) % num_classes
-
-    def _number(self, num_classes: int) -> int:
-        if self._count.value is None:
-            return num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
-        count, each = read_count(self._count, "class")
-        count = count * num_classes if each else count
-        return arguments.integer(f"--{self._count.name}", count, 1, MOST_IMAGES)
+        number = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
+        if self._count.value is not None:
+            number, each = read_count(self._count, "class")
+            number = number * num_classes if each else number
+            arguments.integer(f"--{self._count.name}", number, 1, MOST_IMAGES)
+        return np.arange(number) % num_classes
 
     # --- prompts ---
 

@@ -36,17 +36,17 @@ UNKNOWN_SCHEDULE = (
 
 def plugin_flag(flags: CommandFlags) -> None:
     """Define --plugin."""
+
+    def use(names: str) -> None:
+        for name in names.split(","):
+            own_modules.load([own_policies, own_models, metrics.OWN], name)
+
     flags.used(
         "plugin",
         "Python files, or import names, separated by commas, that register policies, models or "
         "metrics of your own.",
-        _load_plugins,
+        use,
     )
-
-
-def _load_plugins(names: str) -> None:
-    for name in names.split(","):
-        own_modules.load([own_policies, own_models, metrics.OWN], name)
 
 
 def calibration_flag(flags: CommandFlags) -> FlagHolder[str]:
@@ -119,11 +119,6 @@ class PolicyFlags:
         return any(holder.present for holder in holders)
 
     @property
-    def is_sized(self) -> bool:
-        """Whether the budget is asked for in bytes, or as what fits."""
-        return bool(self._wanted) or self.is_fitted
-
-    @property
     def is_fitted(self) -> bool:
         """Whether the budget is what fits."""
         return self._budget.value == budgets.FIT
@@ -147,7 +142,7 @@ class PolicyFlags:
         Raises:
           UserError: no budget means that, or the policy takes none.
         """
-        if not self.is_sized:
+        if not self._wanted and not self.is_fitted:
             return policy, []
         sizes, asked = sizing(), self._kv_bytes if self._wanted else self._budget
 
@@ -228,10 +223,9 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 
 def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
     """Return lines to print with a plan."""
-    lines = list(plan.rule.plan_lines(plan.geometry, calibration))
-    if calibration is not None and calibration.digest is None:  # a `stand_in`
+    lines, measured = list(plan.rule.plan_lines(plan.geometry, calibration)), calibration
+    if measured is not None and measured.digest is None:  # a `stand_in`
         lines.append(UNMEASURED)
-    if calibration is not None and calibration.orders is not None:
-        if calibration.beta is None and calibration.schedule is None:
-            lines.append(UNKNOWN_SCHEDULE)
+    if measured is not None and measured.orders is not None:
+        lines += [UNKNOWN_SCHEDULE] * (measured.beta is None and measured.schedule is None)
     return lines

@@ -99,18 +99,12 @@ class ProgramOptions:
     ) -> memory.Prediction:
         """Predict the bytes of one device of this machine, for images of a condition."""
         name = self.attention or implementations.preferred()
-        takes_plan = self.attention is not None or not blocks_too_small(plan, name)
-        kernels = name in implementations.PLATFORMS and takes_plan
+        kernels = name in implementations.PLATFORMS
+        if self.attention is None and name == "tpu":
+            from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
+
+            kernels = plan.block_size >= min(BLOCK_SIZES)
         return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
-
-
-def blocks_too_small(plan: CachePlan, attention: str) -> bool:
-    """Return whether this plan's blocks are too small for an implementation."""
-    if attention != "tpu":
-        return False
-    from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
-
-    return plan.block_size < min(BLOCK_SIZES)
 
 
 class ProgramFlags:
@@ -156,7 +150,7 @@ class ProgramFlags:
         self._define_settings(flags)
 
     def _define_settings(self, flags: CommandFlags) -> None:
-        """Define --program: what few people set."""
+        """Define what few people set, which --program gives."""
         kernels = implementations.PLATFORMS if self._elsewhere else implementations.NAMES[1:]
         stepwise = "; -interpret: step by step anywhere, slowly" * (not self._elsewhere)
         self._attention = flags.enum(
@@ -207,7 +201,23 @@ class ProgramFlags:
         """Return the options; all is checked that does not depend on the plan. chip: that programs
         are compiled for; None: this machine."""
         check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
-        dtype = self._computed_in() or self._dtype.value or default_dtype()
+        given = self._dtype.value if self._dtype.present else None
+        with about(self._weights):
+            wanted = computed_in(given, self._weights.value)  # None: any
+        dtype = wanted or self._dtype.value or default_dtype()
+        attention = None if self._attention.value == AUTO else self._attention.value
+        why = None if self._elsewhere or not attention else implementations.why_not_here(attention)
+        if why:
+            stepwise = implementations.step_by_step(attention)
+            more = f", reference or {stepwise} (the kernel step by step, slow, for checking)"
+            raise UserError(
+                f"--attention={why}: choose auto{more if stepwise else ' or reference'}"
+            )
+        asked, name = self._decode_dtype.value, "--decode_dtype"
+        if chip is None:
+            decoded = arithmetic.resolve_here(asked, name)
+        else:
+            decoded = arithmetic.resolve(asked, chip.platform, chip.capability, chip.name, name)
         return ProgramOptions(
             dtype=dtype,
             weights_dtype=self._weights.value or dtype,
@@ -215,23 +225,10 @@ class ProgramFlags:
             matmul_precision=self._precision.value,
             segments=self._segments.value,
             layers=self._layers.value,
-            attention=None if self._attention.value == AUTO else self._here(self._attention.value),
+            attention=attention,
             mesh=self._mesh_here(model),
-            decoding=Decoding(self._decoded_in(chip), self._decode_batch.value),
+            decoding=Decoding(decoded, self._decode_batch.value),
         )
-
-    def _decoded_in(self, chip: Chip | None) -> str:
-        """What --decode_dtype means on a chip."""
-        asked, name = self._decode_dtype.value, "--decode_dtype"
-        if chip is None:
-            return arithmetic.resolve_here(asked, name)
-        return arithmetic.resolve(asked, chip.platform, chip.capability, chip.name, name)
-
-    def _computed_in(self) -> str | None:
-        """The type that --weights_dtype asks products to run in; None: it asks for none."""
-        given = self._dtype.value if self._dtype.present else None
-        with about(self._weights):
-            return computed_in(given, self._weights.value)
 
     def stored(self, model: Model) -> Model:
         """Return the model, whose weights are not loaded yet, with weights as they will be
@@ -248,17 +245,6 @@ class ProgramFlags:
         scheme = SCHEMES.get(self._weights.value)
         if scheme and (why := schemes.why_not(scheme, chip)):
             raise UserError(f"--weights_dtype={why}")
-
-    def _here(self, attention: str) -> str:
-        reason = None if self._elsewhere else implementations.why_not_here(attention)
-        if reason:
-            ways = "auto or reference"
-            if stepwise := implementations.step_by_step(attention):
-                ways = (
-                    f"auto, reference or {stepwise} (the kernel step by step, slow, for checking)"
-                )
-            raise UserError(f"--attention={reason}: choose {ways}")
-        return attention
 
     def _mesh_here(self, model: Model) -> MeshSpec:
         many = not self._elsewhere and processes.count() > 1

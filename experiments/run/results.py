@@ -179,7 +179,8 @@ def fidelity(arrays: Arrays, judges: Mapping) -> dict:
     which networks they are."""
     of_full = {name: float(a.mean()) for name, a in arrays.items() if name == OF_FULL}
     rest = {name: a for name, a in arrays.items() if name != OF_FULL}
-    return {**closeness(rest), **of_full, **judges}
+    psnr = {"psnr_per_image": metrics.capped(rest)["psnr"]}
+    return {**metrics.summarize(rest), **psnr, **of_full, **judges}
 
 
 def decoded_at_once(run: Run) -> int:
@@ -189,12 +190,6 @@ def decoded_at_once(run: Run) -> int:
     code_map = run.model.code_map[:2]
     most = run.program.decoding.images_at_once(run.model.codec, code_map, count)
     return -(-count // -(-count // most))
-
-
-def closeness(arrays: dict) -> dict:
-    """The report's `fidelity` from per-image numbers (`metrics.compare_images`)."""
-    decibels = metrics.capped(arrays)["psnr"]
-    return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 
 
 # --- text -----------------------------------------------------------------------------------------

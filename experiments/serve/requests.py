@@ -6,13 +6,11 @@ an effect that does not come.
 """
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import Request, Response
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -23,6 +21,7 @@ from varjax.errors import nearest, show
 from varjax.subjects import MOST_CHARACTERS
 
 FILES = ("image", "mask")
+_read = lambda given: json.loads(given) if isinstance(given, str) else given  # noqa: E731
 Value = bool | int | float | str
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
@@ -32,15 +31,18 @@ def gone() -> Refused:
     return Refused(408, "the client went away")
 
 
-def _of_text(given: object) -> object:
-    """Arguments of a policy, which forms have as text."""
-    return json.loads(given) if isinstance(given, str) else given
-
-
 class ImageRequest(BaseModel):
     """A request for pictures. What only the model knows is checked later."""
 
     model_config = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: object) -> object:
+        """What is null counts as not given."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
     prompt: Text | None = Field(None, description="Words, or a class.")
     label: int | None = Field(None, alias="class", description="Number of a class.")
@@ -49,7 +51,7 @@ class ImageRequest(BaseModel):
     size: str | None = Field(None, description="Width x height, that of the model, or auto.")
     policy: str | None = Field(None, description="How the KV cache is compressed (/v1/models).")
     budget: float | None = Field(None, gt=0, le=1, description="Part of the full cache's bytes.")
-    policy_args: Annotated[dict[str, Value], BeforeValidator(_of_text)] = Field(
+    policy_args: Annotated[dict[str, Value], BeforeValidator(_read)] = Field(
         {}, description="Further arguments of the policy; in a form as JSON."
     )
     cfg: float | None = Field(None, description="Guidance strength.")
@@ -109,39 +111,6 @@ class Errors(BaseModel):
     """The form of every answer that is no picture: message, type, and the field it is about."""
 
     error: dict[str, str | None]
-
-
-class _StrictRequest(Request):
-    """A request whose JSON has every field once; what is null counts as not given."""
-
-    async def json(self) -> dict:
-        try:
-            found = json.loads(await self.body(), object_pairs_hook=_once)
-        except ClientDisconnect:
-            raise gone() from None
-        except (ValueError, RecursionError):  # also of bytes that are no text
-            raise Refused(400, "the body is no JSON: send an object of fields") from None
-        if not isinstance(found, dict):
-            raise Refused(400, f"the body is {show(found)}: send an object of fields, as {{...}}")
-        return {name: value for name, value in found.items() if value is not None}
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict:
-    if len(found := dict(pairs)) < len(pairs):
-        raise Refused(400, "a field is given twice: give each once")
-    return found
-
-
-class StrictRoute(APIRoute):
-    """A route whose JSON is read strictly."""
-
-    def get_route_handler(self) -> Callable:
-        handler = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
-
-        return strict
 
 
 class _InMemory(MultiPartParser):

@@ -126,31 +126,6 @@ def test_lost_settings_are_restored_from_the_batches(tmp_path, damage):
     same(runs.finish(runs.store(out))[1], runs.expected())
 
 
-def older(work):
-    """As files were before they said which settings they were made with."""
-    for path in work.glob("*.npz"):
-        with np.load(path) as archive:
-            own = ("settings", "name", "seal")
-            arrays = {name: archive[name] for name in archive.files if name not in own}
-        np.savez(path, **arrays)
-
-
-@pytest.mark.parametrize("damage", [None, "missing"])
-def test_older_batches_are_neither_trusted_nor_discarded_silently(tmp_path, damage):
-    """Nothing says whose they are and that they are whole."""
-    out = tmp_path / "out"
-    work = runs.interrupted(out, 4)
-    older(work)
-    if damage:
-        LOST[damage](work / "settings.json")
-    before = runs.tree(tmp_path)
-    message = "out.partial holds .* of an older version .full-00000000.npz .*add --overwrite"
-    with pytest.raises(UserError, match=message), runs.store(out).working():
-        pass
-    assert runs.tree(tmp_path) == before
-    assert len(runs.finish(runs.store(out, overwrite=True))[0]) == 6
-
-
 def test_settings_larger_than_any_are_not_read_whole(tmp_path):
     (tmp_path / "out.partial").mkdir()
     text = json.dumps(runs.SETTINGS) + " " * 2**24

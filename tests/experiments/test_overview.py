@@ -65,7 +65,7 @@ def test_help_and_version_of_each(command, capsys):
     [
         ("run", "did you mean `python -m experiments.run`?"),
         ("experiments.sweeep", "did you mean `python -m experiments.sweep`?"),
-        ("zzz", "unexpected argument 'zzz': `python -m experiments` lists them"),
+        ("zzz", "unexpected argument 'zzz': `python -m experiments` lists the"),
         ("ported-weights", "did you mean `python -m ported_weights`?"),
         ("--polcy=full", "unexpected argument '--polcy=full'"),
     ],

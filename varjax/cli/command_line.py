@@ -19,10 +19,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
+import jax
 from absl.testing import flagsaver
 
 from varjax import jax_settings
-from varjax.cli import devices, streams, version
+from varjax.cli import streams, version
 from varjax.cli.flags import CommandFlags
 from varjax.cli.help import help_text
 from varjax.cli.reading import HELP, VERSION, is_asked_for
@@ -47,8 +48,10 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     try:
         status = _guarded(main, argv, own)
     except Exception as error:
-        if why := devices.why_none(error):
-            status = _complain(why, 2)
+        if _has_no_device(error):
+            told = jax.config.jax_platforms
+            said = "one of these platforms is not installed or has no device: unset it"
+            status = _complain(f"JAX_PLATFORMS={told}: {said}, or install varjax[gpu]", 2)
         elif processes.count() == 1:
             raise
         else:
@@ -85,17 +88,23 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except OSError as error:
-        return _complain(_describe_os_error(error), 2)
+        reason = error.strerror or str(error) or type(error).__name__
+        paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+        return _complain(f"{reason}: {' -> '.join(paths)}" if paths else reason, 2)
+
+
+def _has_no_device(error: Exception) -> bool:
+    """Whether an error says that there is no device of the platforms that JAX was told to use."""
+    if not jax.config.jax_platforms or "initialize backend" in str(error):
+        return bool(jax.config.jax_platforms)
+    try:
+        jax.devices()
+        return False
+    except Exception:  # each plugin fails in its own way
+        return True
 
 
 def _complain(message: str, status: int) -> int:
     """Print a message on standard error and return the status."""
     print(f"error: {streams.shown(message)}", file=sys.stderr, flush=True)
     return status
-
-
-def _describe_os_error(error: OSError) -> str:
-    """Describe a failed read or write in one line, with the reason and the file where known."""
-    reason = error.strerror or str(error) or type(error).__name__
-    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
-    return f"{reason}: {' -> '.join(paths)}" if paths else reason
