@@ -128,8 +128,7 @@ def _notes(r: Mapping) -> list[str]:
     """Lines below the table: temporaries, kernels and exchanges of each program, copies."""
     lines = []
     for name, program in r["programs"].items():
-        of = f"{r['target']}, {name}"
-        lines += _temporaries(of, program) + _kernels(of, program) + _collectives(of, program)
+        lines += _of_program(f"{r['target']}, {name}", program)
     for name, copies in r["copies"].items():
         lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
     if r["loops_of_unknown_length"]:
@@ -137,35 +136,25 @@ def _notes(r: Mapping) -> list[str]:
     return lines
 
 
-def _temporaries(of: str, program: Mapping) -> list[str]:
-    if not program["largest_temporaries"]:
-        return []
-    live = show_bytes(program["live_temporary_bytes"])
-    lines = ["", f"{of}: {live} of temporaries at the fullest moment"]
+def _of_program(of: str, program: Mapping) -> list[str]:
+    """The largest temporaries; the operations that start most kernels, then kernels of ours with
+    their estimates; the operations that exchange most bytes."""
+    lines = []
+    if program["largest_temporaries"]:
+        live = show_bytes(program["live_temporary_bytes"])
+        lines += ["", f"{of}: {live} of temporaries at the fullest moment"]
     for t in program["largest_temporaries"]:
         shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
         lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")
-    return lines
-
-
-def _kernels(of: str, program: Mapping) -> list[str]:
-    """The operations that start most kernels, then kernels of ours with their estimates."""
-    if not program["kernels"]:
-        return []
-    lines = ["", f"{of}: {program['kernels']:.0f} kernels, most of them by"]
+    if program["kernels"]:
+        lines += ["", f"{of}: {program['kernels']:.0f} kernels, most of them by"]
     lines += [f"  {n:8.0f} x  {source}" for source, n in program["kernels_by_operation"].items()]
     lines += ["  kernels of ours, as they estimate full tables"] * bool(program["kernels_of_ours"])
     for name, sums in program["kernels_of_ours"].items():
         moved, done = show_bytes(int(sums["bytes"])), f"{sums['flops'] / TERA:9.3g} TFLOP"
         lines.append(f"  {sums['calls']:8.0f} x {moved:>10s} {done}  {name}")
-    return lines
-
-
-def _collectives(of: str, program: Mapping) -> list[str]:
-    """The operations that exchange most bytes."""
-    if not program["collectives"]:
-        return []
-    lines = ["", f"{of}: what a device exchanges in a run, most of it"]
+    if program["collectives"]:
+        lines += ["", f"{of}: what a device exchanges in a run, most of it"]
     for row in program["collectives"][:COLLECTIVES]:
         moved, sent = (show_bytes(int(row[key])) for key in ("bytes", "sent_bytes"))
         what = f"{row['kind']} of {row['group']}: {row['source']}"

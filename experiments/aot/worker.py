@@ -76,23 +76,16 @@ def refused(chip: Chip, batch: int, needed: int, why: str) -> dict:
 
 
 class Job:
-    """The compilations of the programs that draw, for one target. Each batch is compiled once."""
+    """The compilations of the programs that draw, for one target."""
 
     def __init__(self, workload: Workload, chip: Chip):
         self.workload, self.chip = workload, chip
-        self.begun: dict[int, Compilation] = {}
-        self.results: dict[int, dict] = {}
 
-    def say(self, line: str) -> None:
-        say(self.chip, line)
-
-    def begin(self, batch: int) -> Compilation:
+    def _begin(self, batch: int) -> Compilation:
         """The compilation for a batch, with the program that draws codes compiled. Where a kernel
         cannot take the shapes the next implementation is tried, as `Generator` does, unless the
         user named one."""
-        if batch in self.begun:
-            return self.begun[batch]
-        self.say(f"compiling batch {batch}, attention {self.workload.attention}")
+        say(self.chip, f"compiling batch {batch}, attention {self.workload.attention}")
         case = Compilation(self.workload, self.chip, batch)
         try:
             case.compile_codes()
@@ -102,41 +95,28 @@ class Job:
             if self.workload.program.attention or not rest:
                 raise
             instead = rest[0]
-            self.say(f"{first_line(str(error))}: taking {instead}")
+            say(self.chip, f"{first_line(str(error))}: taking {instead}")
             self.workload = replace(self.workload, attention=instead)
-            return self.begin(batch)
-        self.say(f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
-        self.begun[batch] = case
+            return self._begin(batch)
+        say(self.chip, f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
         return case
 
     def describe(self, batch: int) -> dict:
         """The result for a batch, with both programs."""
-        if batch not in self.results:
-            try:
-                case = self.begin(batch)
-                case.compile_pixels()
-                result = report.describe(case)
-            except DoesNotFit as error:
-                result = refused(self.chip, batch, error.needed, str(error))
-            self.results[batch] = result
-        return self.results[batch]
-
-    # --- searching ---
+        try:
+            case = self._begin(batch)
+            case.compile_pixels()
+            return report.describe(case)
+        except DoesNotFit as error:
+            return refused(self.chip, batch, error.needed, str(error))
 
     def search(self) -> dict:
-        """The result of the largest batch that fits, with all trials.
-
-        Drawing codes usually decides, so the decoder is compiled for the batch found so only; if
-        it does not fit there, it is compiled for every batch of a second search.
-        """
+        """The result of the largest batch that fits, with all trials."""
         step, available = self.workload.program.mesh.data, self.chip.memory
         # first the batch whose prediction fills the chip
         predict = partial(self.workload.predict, platform=self.chip.platform)
         first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
-        found, trials = largest_batch(self._try_codes, available, first, step)
-        if found and not self.describe(found)["fits"]:
-            found, more = largest_batch(self._try_both, available, found, step)
-            trials += more
+        found, trials = largest_batch(self._attempt, available, first, step)
         listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
         if not found:
             least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
@@ -144,19 +124,9 @@ class Job:
             return {**refused(self.chip, least.batch, least.num_bytes, why), "trials": listed}
         return {**self.describe(found), "largest_batch": found, "trials": listed}
 
-    def _try_codes(self, batch: int) -> Trial:
-        try:
-            needed = self.begin(batch).codes.resident
-        except DoesNotFit as error:
-            return self._judged(batch, error.needed, False)
-        return self._judged(batch, needed, needed <= self.chip.memory)
-
-    def _try_both(self, batch: int) -> Trial:
+    def _attempt(self, batch: int) -> Trial:
         result = self.describe(batch)
         needed = result.get("peak_bytes") or result["needed_bytes"]
-        return self._judged(batch, needed, result["fits"])
-
-    def _judged(self, batch: int, needed: int, fits: bool) -> Trial:
-        verdict = "fits" if fits else "does not fit"
-        self.say(f"batch {batch} takes {show_bytes(needed)}, {verdict}")
-        return Trial(batch, needed, fits)
+        verdict = "fits" if result["fits"] else "does not fit"
+        say(self.chip, f"batch {batch} takes {show_bytes(needed)}, {verdict}")
+        return Trial(batch, needed, result["fits"])

@@ -18,7 +18,6 @@ from experiments.batch_files import Series
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from experiments.work_folder import PIXELS, WorkFolder
-from varjax.conditions import Condition
 from varjax.errors import MissingExtra
 from varjax.io import images
 from varjax.io.json_text import json_text
@@ -44,21 +43,6 @@ class Shown:
     seed: int
     arrays: Sequence[str] | None
 
-    @classmethod
-    def of(
-        cls, condition: Condition, size: tuple[int, int], seed: int, arrays: Sequence[str] | None
-    ) -> "Shown":
-        """size: height and width of the images that are written."""
-        captions = condition.captions
-        return cls(
-            numbers=condition.numbers,
-            captions=captions and list(captions[: _in_grid(*size)]),
-            prompts=getattr(condition, "prompts", None),
-            each=getattr(condition, "each", 1),
-            seed=seed,
-            arrays=arrays,
-        )
-
     def to_json(self) -> dict:
         """Return JSON data that `from_json` takes."""
         found = {**vars(self), "numbers": self.numbers.tolist()}
@@ -77,7 +61,8 @@ class Shown:
         return cls(**found)
 
 
-def _in_grid(height: int, width: int) -> int:
+def in_grid(height: int, width: int) -> int:
+    """Images of this size in grid.png, at most."""
     return max(1, GRID_PIXELS // (height * width))
 
 
@@ -144,22 +129,15 @@ def _pixels(store: Batches) -> Iterator[np.ndarray]:
 def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
     """Write samples.npz, grid.png and, of prompts, images/ with its manifest. pixels: uint8
     [N, H, W, 3]."""
-    order = _order(len(pixels)) if shown.prompts is None else None
+    order, count = None, len(pixels)
+    if shown.prompts is None and count >= SHUFFLED_FROM:
+        # ADM's Inception score takes consecutive blocks, and is too low if a block has few classes
+        order = np.random.RandomState(SHUFFLE_SEED).permutation(count)
     images.save_samples_npz(out / "samples.npz", pixels, shown.numbers, order)
-    some = _in_grid(*pixels.shape[1:3])
+    some = in_grid(*pixels.shape[1:3])
     try:
         images.save_grid(out / "grid.png", pixels[:some], labels=shown.captions)
         if shown.prompts is not None:
             write_images(out, shown.prompts, pixels, shown.each, seed=shown.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
-
-
-def _order(count: int) -> np.ndarray | None:
-    """Return the order of a class-conditional model's pictures in samples.npz; None: as drawn.
-
-    Large sets are shuffled: ADM's Inception score takes consecutive blocks, and is too low if a
-    block has few classes."""
-    if count < SHUFFLED_FROM:
-        return None
-    return np.random.RandomState(SHUFFLE_SEED).permutation(count)

@@ -23,9 +23,6 @@ from varjax.metrics import METRICS
 from varjax.nn import parameters
 from varjax.nn.compiled import peak_bytes
 
-ASKED = ("model", "policy", "policy_args", "budget", "num_images", "seed", "compare")
-FOUND = ("fidelity", "kv", "time", "memory", "device", "versions", "remarks")
-HASHES = ("files", "plan", "policy_content", "calibration", "model_sources", "model_files")
 Arrays = dict[str, np.ndarray]
 OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 
@@ -84,8 +81,15 @@ def series_of(run: Run, made: range | None = None) -> dict[str, Series]:
 def shown(run: Run) -> Shown:
     """Return what the files say besides the batches."""
     names = (run.model.transformer.token_name, "code_map", "images", "logits")
-    arrays = names if run.save_arrays else None
-    return Shown.of(run.condition, _size(run), run.seed, arrays)
+    captions, (height, width) = run.condition.captions, _size(run)
+    return Shown(
+        numbers=run.condition.numbers,
+        captions=captions and list(captions[: files.in_grid(height, width)]),
+        prompts=getattr(run.condition, "prompts", None),
+        each=getattr(run.condition, "each", 1),
+        seed=run.seed,
+        arrays=names if run.save_arrays else None,
+    )
 
 
 def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
@@ -93,7 +97,6 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     report = report_of(run, generator, store)
     if run.compare:
         report["fidelity"] = fidelity(compared(run, store), run.judges.describe())
-    report = ordered(report)
     files.write(store, shown(run), report)
     return report
 
@@ -137,14 +140,6 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
         "layers_used": generator.layers,
     }
-
-
-def ordered(report: dict) -> dict:
-    """Return a report that opens with what was asked and found, and ends with hashes of files."""
-    first = [name for name in (*ASKED, *FOUND) if name in report]
-    last = [name for name in HASHES if name in report]
-    rest = [name for name in report if name not in {*first, *last}]
-    return {name: report[name] for name in (*first, *rest, *last)}
 
 
 def compared(run: Run, store: Batches) -> Arrays:

@@ -86,7 +86,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     app.get("/v1/models", summary="The model, what requests may ask of it, what it costs")(models)
     app.get("/v1/gallery", summary="Pictures of the server's own")(lambda: page.listed(service))
     app.get("/docs", **HIDDEN)(lambda: HTMLResponse(page.described(app.openapi())))
-    app.get("/", **HIDDEN)(page.Page().answer)
+    app.get("/", **HIDDEN)(page.answer)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:

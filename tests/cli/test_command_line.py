@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from varjax import __version__
-from varjax.cli import version
 from varjax.cli.command_line import run
 from varjax.cli.flags import GONE, CommandFlags
 
@@ -241,22 +240,6 @@ def test_version(tiny_here):
     assert tiny_here("--", "--version")[0] == 2
 
 
-def test_the_version_does_not_start_an_accelerator(monkeypatch):
-    """Which takes seconds and most of its memory."""
-    monkeypatch.setattr(version.jax, "devices", lambda *a: pytest.fail("a device was started"))
-    assert "device  cpu" in version.text()
-
-
-@pytest.mark.slow  # by default `test_any_text_is_printed`
-def test_text_that_the_terminal_cannot_show_does_not_end_a_command(environment):
-    """Such as a prompt in another script, after hours of work."""
-    latin = environment | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    program = "from varjax.cli import command_line; command_line.run(lambda argv: print('\\u732b'))"
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, env=latin, capture_output=True, text=True)
-    assert (process.returncode, process.stdout.strip()) == (0, r"\u732b"), process.stderr
-
-
 @pytest.mark.parametrize(
     "how, status, part",
     [
@@ -268,11 +251,6 @@ def test_text_that_the_terminal_cannot_show_does_not_end_a_command(environment):
 )
 def test_expected_failures_have_no_traceback(tiny_here, how, status, part):
     assert_one_message(tiny_here(f"--fail={how}"), status, part)
-
-
-@pytest.mark.slow  # by default in this process, and a wrong flag in a real one
-def test_expected_failure_in_a_real_process(tiny):
-    assert_one_message(tiny("--fail=user"), 2, "label 99 is outside 0..43")
 
 
 def test_bug_keeps_its_traceback(tiny):

@@ -68,13 +68,6 @@ def test_the_fullest_moment():
     assert not {"state_kv_pool.1", "scatter.3", "fetched.1"} & {b.name for b in found}
 
 
-def test_values_in_one_place_count_once():
-    """`weights.1` overwrites `scores.1` where it lies."""
-    ranges = RANGES.replace("late.1{}:60-70", "late.1{}:10-20")
-    live = buffers.fullest_moment(buffers.temporaries(ASSIGNMENT, ranges, PROGRAM))
-    assert [b.name for b in live] == ["late.1", "pair.1", "loop.1"]
-
-
 def test_sources():
     found = buffers.temporaries(ASSIGNMENT, RANGES, PROGRAM)
     sources = {b.name: b.source for b in found}
@@ -144,17 +137,6 @@ def test_second_buffers(shape, names):
     copies = buffers.second_copies(program(), found, [POOL, SCALE, POSITION])
     assert set(copies) == names
     assert all(line.startswith("late.1: ") for (line,) in copies.values())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "short"),
-    [("float32", "f32"), ("bfloat16", "bf16"), ("int32", "s32"), ("uint8", "u8"), ("bool", "pred")],
-)
-def test_types_of_compiled_text(dtype, short):
-    array = buffers.Carried("memory", (2, 3, 4), dtype)
-    found = buffers.second_copies(program(f"  %a = {short}[6,4]{{1,0}} copy(%b)"), [], [array])
-    assert len(found["memory"]) == 1
-    assert buffers.second_copies(program("  %a = f64[6,4]{1,0} copy(%b)"), [], [array]) == {}
 
 
 def test_unreadable(tmp_path):

@@ -54,12 +54,3 @@ def test_the_condition_tells_the_length_of_a_loop():
 def test_the_longest_branch_counts():
     assert started(BRANCHES) == {"c.1": 1, "c.2": 1}
     assert started(ROUNDS) == {"asked": 50, "c.1": 50, "c.2": 50}
-
-
-def test_an_asynchronous_pair_is_one_kernel():
-    text = GPU.replace(
-        "ROOT %copy = bf16[64,1024]{0,1} copy(%out)",
-        "%begun = ((bf16[64,1024]), bf16[64,2048], s32[]) async-start(%out), calls=%gemm\n"
-        "  ROOT %end = bf16[64,2048]{1,0} async-done(%begun)",
-    )
-    assert started(text)["d"] == 1 and not {"begun", "end", "copy"} & started(text).keys()

@@ -33,12 +33,6 @@ def test_growing_almost_in_proportion(first, memory, wobble):
     assert any(found < t.batch <= found * 1.01 + 1 and not t.fits for t in trials)
 
 
-def test_a_kink():
-    """Until a batch of 20 something else decides the peak."""
-    found, trials = search(lambda n: 1000 + max(4000, 200 * n), 11000)
-    assert found == 50 and len(trials) <= 10
-
-
 def test_nothing_fits():
     found, trials = search(lambda n: 1000 + n, 500)
     assert found == 0 and min(t.batch for t in trials) == 1
@@ -47,9 +41,3 @@ def test_nothing_fits():
 def test_devices_split_the_batch():
     found, trials = search(lambda n: 1000 + 10 * n, 1890, first=8, step=8)
     assert found == 88 and all(t.batch % 8 == 0 for t in trials)
-
-
-def test_refusals_that_overstate():
-    """What a refused program asked for may say little."""
-    found, _ = search(lambda n: 1000 + 100 * n, 5000, first=64, refused=lambda n: 10**6)
-    assert found == 40

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 
 from experiments.bench import report
@@ -53,13 +52,6 @@ def test_check(call):
     assert out.splitlines()[-1] == "triton-interpret on cpu: 9 of 9 right"
 
 
-def test_heads_of_a_single_slot_are_timed(call):
-    """The smallest shares, in blocks of one slot."""
-    flags = ("--shape=llamagen-xl-t1", "--rows=1", "--block_size=1", "--budget=1e-6", "--repeats=1")
-    status, out, err = call("bench", *flags, f"--op={','.join(TOKENS[:-1])}")
-    assert status == 0 and "Error" not in out, err + out
-
-
 def test_check_of_models_that_draw_token_by_token(call):
     """Shapes of other models have no operations on single tokens; they choose tokens, too."""
     flags = ("--check", "--shape=var-d30-t1,llamagen-xl-t1", f"--op={','.join(TOKENS)}")
@@ -91,38 +83,11 @@ def test_a_token_kernel_that_is_wrong_is_found(operation, kv_dtype, monkeypatch)
     assert min(bench.errors(operation, spec, "triton-interpret").values()) > 0.01
 
 
-def test_other_tokens_are_found(monkeypatch):
-    spec = arg_specs.SPECS["var-d30-t36"].reduced()
-    name, run = "triton-interpret", implementations.run
-    monkeypatch.setattr(
-        implementations, "run", lambda n, *given, **o: run(n, *given, **o) + (n == name)
-    )
-    assert bench.errors("sample", spec, name) == {"tokens": 1.0, "unguided": 1.0}
-
-
-def test_attention_over_texts_is_checked():
-    """Another name of the reference, since the kernel takes a simulator."""
-    spec = arg_specs.SPECS["infinity-2b-t64"].reduced()
-    assert bench.errors("attend_text", spec, "triton")["out"] < 0.01
-
-
 def test_check_finds_a_wrong_kernel(call, monkeypatch):
     monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": float("nan")})
     flags = ("--check", "--shape=var-d30-t1", "--op=attend")
     status, out, _ = call("bench", *flags, "--implementation=triton-interpret")
     assert status == 1 and "WRONG" in out and "0 of 5 right" in out
-
-
-def test_check_goes_on_after_a_kernel_that_fails(call, monkeypatch):
-    def failing(operation, *_):
-        if operation == "write":
-            raise RuntimeError("no such instruction")
-        return {"out": 0.0}
-
-    monkeypatch.setattr(bench, "errors", failing)
-    flags = ("--check", "--shape=var-d30-t1", "--op=write,attend")
-    status, out, _ = call("bench", *flags, "--implementation=triton-interpret")
-    assert status == 1 and "RuntimeError: no such instruction" in out and "5 of 7 right" in out
 
 
 @pytest.mark.parametrize(
@@ -135,17 +100,6 @@ def test_timings_of_a_wrong_kernel_fail(call, monkeypatch, error, message):
     status, out, err = call("bench", *SMALL, "--op=attend")
     assert status == 1 and f"error: reference: attend var-d30-t1 at budget 1: {message}" in err
     assert "dense xla" in out  # the table is printed all the same
-
-
-@pytest.mark.parametrize("broken", ["measure", "errors"])
-def test_timings_fail_where_the_kernel_does(call, monkeypatch, broken):
-    def refuse(*_):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(bench, "measure", lambda *_: 1e-3)
-    monkeypatch.setattr(bench, broken, refuse)
-    status, _, err = call("bench", *SMALL, "--op=write")
-    assert status == 1 and "RuntimeError: no such instruction" in err
 
 
 def test_timings_may_lack_another_way(call, monkeypatch):
@@ -214,13 +168,6 @@ def test_work_counts_what_is_moved():
     assert found.bytes == 16 * 30 * (4 * 36 + 2 * 64) * 64 * 2
     moments = bench.OPERATIONS["attention_moments"].work(spec)
     assert moments.bytes == 16 * 30 * ((2 * 36 + 64) * 64 * 2 + 4 * 36 + 4 * 100)
-
-
-def test_a_share_of_the_cache_is_owned():
-    spec = arg_specs.SPECS["var-d30-t256"]
-    assert bench.compressed(spec, 0.1).entries == 3
-    table = bench.compressed(spec.reduced(), 0.01).arguments(poison=False).table.sliced()
-    assert table.ids.shape[-1] == 1 and np.asarray(table.stop == spec.block_size).all()
 
 
 def test_table_shows_shares_of_the_peak():
@@ -316,29 +263,6 @@ def test_tuning_without_tiles_that_work_writes_nothing_and_fails(tuning, works):
     assert (status, files) == (1, [f"{name}.json" for name in works])
     assert "attention_moments var-d30-t1: no tiles work: refused" in err
     assert f"tiles of {len(works)} of 2 calls tuned" in out
-
-
-def test_tuning_of_an_operation_without_tiles_is_refused(tuning):
-    status, _, err, files = tuning((), "--op=write")
-    assert status == 2 and "write has no tiles: choose --op from attend" in err and not files
-
-
-def test_work_on_tokens_counts_what_is_moved():
-    """16 rows, 20 heads of 64, 32 slots of bfloat16."""
-    spec = replace(arg_specs.SPECS["llamagen-xl-t1"], entries=2)
-    found = {name: bench.OPERATIONS[name].work(spec) for name in TOKENS}
-    heads, slot = 16 * 20, 2 * 64 * 2
-    assert found["attend_token"].flops == 4 * heads * 32 * 64
-    assert found["attend_token"].bytes == heads * (slot + 32 * (slot + 4))
-    more = found["store_token"].bytes - found["attend_token"].bytes
-    assert more == heads * 2 * slot  # a key and a value, read and stored
-    assert found["token_scores"].bytes == heads * (4 * 64 + 31 * (slot / 2 + 4))
-    (places,) = bench.OPERATIONS["move_slots"].candidate(spec, "reference").arguments
-    moved = int((np.asarray(places) < 32).sum())
-    assert heads * 6 < moved < heads * 7  # 8 of 40 places are none
-    assert found["move_slots"].bytes == 2 * moved * slot + 4 * heads * 8
-    assert found["rank"].bytes == heads * 32 * 14
-    assert found["sample"].bytes == 4 * 16384 * (16 + 8)
 
 
 def around_the_loop(text: str) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import draw, kernel_times, random_models
+from experiments.bench import draw, kernel_times
 from varjax.engine.device_errors import OutOfMemory
 from varjax.generator import Generator
 
@@ -103,14 +103,6 @@ def test_what_does_not_fit_says_so(monkeypatch, predicted):
         monkeypatch.setattr(Generator, "run_batch", full)
     found = draw.drawn(draw.TASKS["var-d30-b1"], small=True, repeats=1)
     assert found.keys() == {"note"} and found["note"].startswith("does not fit: ")
-
-
-def test_tasks_by_name():
-    assert len(draw.TASKS) == 2 * 3 * len(random_models.PUBLISHED)
-    assert draw.chosen(["all"], small=False) == list(draw.TASKS.values())
-    few = draw.chosen(["var-d30-b8", "all"], small=True)
-    assert [task.images for task in few] == [1] * 6
-    assert draw.chosen(["var-d30-b8", "var-d30-b8"], small=True) == [draw.TASKS["var-d30-b8"]]
 
 
 # --- profiles ---

@@ -12,11 +12,8 @@ import pytest
 from experiments.batch_files import Series
 from experiments.evaluate import features
 from experiments.output import BatchStore
-from experiments.sweep.cells import Runner
-from tests.experiments.test_shards import without_times
 from tests.experiments.together import loaded, start, stored
 from varjax.evaluation.statistics import Moments
-from varjax.storage import lock
 
 RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
 EVALUATE = ("--features=demo",)
@@ -89,15 +86,6 @@ def test_what_one_process_is_asked_for_all_must_be(checkpoint, tmp_path, own, me
     for status, _, err in found:
         assert status == 2 and message in err and err.count("error:") == 1, found
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
-
-
-@pytest.mark.slow
-def test_two_jobs_on_one_folder(checkpoint, tmp_path):
-    """The first process holds the folder; all of them say that it cannot."""
-    with lock.held(tmp_path / "out.partial", "busy"):
-        found = start(tmp_path, "run", [{}, {}], checkpoint, *RUN)
-    for status, _, err in found:
-        assert status == 2 and "another run is writing" in err, found
 
 
 @pytest.mark.slow
@@ -177,26 +165,6 @@ def test_sigterm_ends_an_evaluation_after_a_part(call, sets, tmp_path, monkeypat
         assert call("evaluate", *flags, f"--out={tmp_path / out}")[0] == 0
     ours, theirs = (content(tmp_path / out / "metrics.json") for out in ("out", "whole"))
     assert ours == theirs
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_sweep_after_a_batch(call, checkpoint, tmp_path, monkeypatch):
-    """The full cache is stored, and no cell is begun."""
-    flags, ran = (checkpoint, *SWEEP, "--batch_size=1"), []
-    ended_after(monkeypatch, Runner, "keep")
-    status, text, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")
-    assert status == 0 and "0 of 4 cells are stored: resume by the same command" in err
-    assert not text and not (tmp_path / "out").exists()
-    keep = Runner.keep
-    monkeypatch.setattr(
-        Runner, "keep", lambda self, cell, *rest: (ran.append(cell.label), keep(self, cell, *rest))
-    )
-    assert call("sweep", *flags, f"--out={tmp_path / 'out'}")[0] == 0
-    assert sorted(ran) == ["streaming:sinks=1"] * 2 + ["swa"] * 2
-    assert call("sweep", *flags, f"--out={tmp_path / 'whole'}")[0] == 0
-    check_sweep(tmp_path)
-    ours, theirs = (content(tmp_path / out / "sweep.json") for out in ("out", "whole"))
-    assert without_times(ours) == without_times(theirs)
 
 
 @pytest.mark.parametrize("sizes", [(5000,), (1, 2047, 2048, 904)])

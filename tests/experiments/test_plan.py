@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-from experiments.flags import policy as policy_flags
 from experiments.run import __main__ as command
 from tests import models_under_test as models
 from varjax.model import describe
@@ -63,22 +62,6 @@ def test_token_by_token(call, tmp_path):
     assert plan["live_tokens"].max() == 64 * 12 and plan["stages"][-1] == 31 * 8
 
 
-def test_token_accounting(call):
-    arguments = "--policy_args=accounting=tokens,block_size=16"
-    status, out, _ = call("plan", GEOMETRY, "--policy=streaming", "--budget=0.5", arguments)
-    assert status == 0 and "9 blocks of 16" in out and "exceeds the budget by 2.17%" in out
-
-
-def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
-    path = tmp_path / "plan.npz"
-    assert call("plan", GEOMETRY, "--policy=headkv", "--budget=0.3", f"--save={path}")[0] == 0
-    with np.load(path) as archive:
-        assert (
-            "keep_scale" not in archive.files
-            and archive["capacity"].max() > archive["capacity"][3].min()
-        )
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -112,46 +95,6 @@ def test_bad_input(call, tmp_path, monkeypatch, flags, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("/proc/x.npz", "cannot write /proc/x.npz: nothing can be created in /proc"),
-        ("/nowhere/at/all.npz", "there is no folder /nowhere/at"),
-        ("/dev/null", "no ordinary file"),
-        ("folder", "--save=folder is a folder"),
-        ("file/x.npz", "file is not a folder"),
-        ("a\0b", "holds a NUL character"),
-    ],
-)
-def test_the_place_is_checked_first(call, tmp_path, monkeypatch, place, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a, **k: pytest.fail("planned"))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    status, out, err = call("plan", GEOMETRY, f"--save={place}", "--overwrite")
-    assert status == 2 and message in err and not out
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
-
-
-def test_a_failed_write_names_the_file_that_was_asked_for(call, tmp_path, monkeypatch):
-    """Here the folder vanishes while the plan is made."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    real = policy_flags.plan_cache
-    monkeypatch.setattr(
-        policy_flags, "plan_cache", lambda *a, **k: (folder.rmdir(), real(*a, **k))[1]
-    )
-    status, _, err = call("plan", GEOMETRY, f"--save={folder / 'x.npz'}")
-    assert status == 2 and err == f"error: No such file or directory: {folder / 'x.npz'}\n"
-
-
-def test_existing_file_is_kept(call, tmp_path):
-    path = tmp_path / "plan.npz"
-    path.write_text("precious")
-    status, _, err = call("plan", GEOMETRY, f"--save={path}")
-    assert status == 2 and path.read_text() == "precious"
-
-
 @pytest.mark.parametrize(("name", "budget"), [("2b_b10", 0.1), ("8b_b20", 0.2)])
 def test_published_heatkv_schedule(call, tmp_path, name, budget):
     """What the plan says attention may see is what the authors' planner left."""
@@ -171,27 +114,6 @@ def test_published_heatkv_schedule(call, tmp_path, name, budget):
         stored = wanted["cache_total_after_layer"][:-1]
         assert (plan["live_tokens"][:-1] <= stored).all()
         assert plan["live_tokens"].max() <= wanted["threshold_total_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("verb", "aspect"),
-    [
-        ("plan", "1.5"),
-        ("run", "1"),
-        pytest.param("plan", "1", marks=pytest.mark.slow),
-        pytest.param("run", "1.5", marks=pytest.mark.slow),
-    ],
-)
-def test_order_lists_carry_no_schedule(call, verb, aspect):
-    """Those published are for 1M, square; another shape of as many scales is taken with a remark,
-    and so is their own, which the file does not name."""
-    flags = ("--model=infinity-2b", f"--aspect={aspect}", "--policy=heatkv", "--budget=0.1")
-    flags += ("--dry_run",) * (verb == "run")
-    status, out, err = call(verb, *flags, f"--calibration={HEATKV / 'orders_2b.json'}")
-    assert status == 0, err
-    assert out.count("does not say for which schedule it was measured") == 1
-    status, out, err = call(verb, *flags)  # nothing measured: another remark
-    assert status == 0 and "does not say" not in out and "count as alike" in out, err
 
 
 def test_run_records_the_calibration(call, tmp_path, monkeypatch):
@@ -280,30 +202,3 @@ def test_published_memory_of_token_models(call, model, budget, rows):
     for line in lines if budget != "1" else ():
         *printed, ours = (float(found) for found in re.findall(r"\(([\d.]+) less\)", line))
         assert all(0.95 * theirs < ours < theirs for theirs in printed)
-
-
-def test_amskv_sizes_in_tokens(call, tmp_path):
-    """cmin, cmax and condensed tokens as given, layers by list; what is cut is cut by tokens."""
-    path = tmp_path / "plan.npz"
-    given = "cmin=8,cmax=20,condensed_tokens=3,layers=0;2"
-    flags = ("--policy=amskv", f"--policy_args={given}", f"--save={path}")
-    geometry = "--geometry=layers=3,heads=2,head_dim=4,schedule=1x1;2x2;2x3;3x4;4x5;6x6"
-    status, out, err = call("plan", geometry, *flags)
-    assert status == 0, err
-    assert "demanding: 0 2" in out
-    with np.load(path) as plan:
-        np.testing.assert_array_equal(plan["capacity"][:, 1, 0], [0, 1, 5, 8, 8, 8])
-        np.testing.assert_array_equal(plan["keep_count"][4, 1, 1], [1, 2, 5, 0, 0, 0])
-        np.testing.assert_array_equal(plan["keep_count"][4, 0, 1], [1, 2, 5, 12, 0, 0])
-        np.testing.assert_array_equal(plan["keep_count"][5, 2, 0], [1, 2, 0, 0, 17, 0])
-
-
-def test_an_int8_pool_is_a_fraction_of_an_int8_cache(call, tmp_path):
-    """2 x 32 bytes of numbers and 8 of scales per token."""
-    target = tmp_path / "plan.npz"
-    flags = ("--geometry=layers=2,heads=2,head_dim=32,schedule=1x1;2x2;4x4", "--policy=swa")
-    status, out, err = call("plan", *flags, "--budget=0.5", "--kv_dtype=int8", f"--save={target}")
-    assert status == 0 and "batch 1, int8" in out, err
-    with np.load(target) as plan:
-        assert plan["num_bytes"] == plan["pool_tokens"] * 2 * (2 * 32 + 8)
-        assert plan["dense_bytes"] == 5 * 4 * 2 * (2 * 32 + 8)

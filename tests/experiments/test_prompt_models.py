@@ -105,16 +105,6 @@ def test_prompts_become_a_benchmarks_folder(call, family, tmp_path):
     assert report["text"]["kind"] == "geneval" and report["text"]["ids"]["images"] == 4
 
 
-@pytest.mark.slow
-def test_sweep(call, family, checkpoint, files, tmp_path):
-    out = tmp_path / "sweep"
-    flags = (f"--prompt_ids={files / 'two.npz'}", "--policies=swa,h2o", "--budgets=0.9")
-    status, _, err = call("sweep", checkpoint, *flags, *FAST, f"--out={out}")
-    assert status == 0, err
-    cells = json.loads((out / "sweep.json").read_text(encoding="utf-8"))["cells"]
-    assert {cell["label"]: cell["status"] for cell in cells} == {"swa": "done", "h2o": "done"}
-
-
 BAD = [
     ((), "reads prompts as token ids; give --prompts=TEXT, --prompts=FILE or --prompt_ids=FILE"),
     (("--labels=3",), "--labels: random-"),
@@ -151,13 +141,6 @@ def test_bad_input(refused, checkpoint, files, flags, message):
     refused("run", message, checkpoint, *(f.replace("IN", str(files)) for f in flags))
 
 
-def test_features_are_of_no_use(call, checkpoint, tmp_path):
-    flags = (checkpoint, "--prompts=a", f"--save={tmp_path / 'features.npz'}")
-    status, _, err = call("encode_text", *flags)
-    assert status == 2 and "models draw from prompt_ids, not from features of texts" in err
-    assert not list(tmp_path.iterdir())
-
-
 def test_another_size_of_lumina(call, tmp_path):
     """The size decides the prompt's last ids; prompts of another size are refused."""
     folder = f"--checkpoint={small.checkpoint_folder('lumina')}"
@@ -189,18 +172,6 @@ def test_dry_run_of_published_sizes(call, flags, shown):
     status, out, err = call("run", *flags, "--dry_run", "--policy=streaming", "--budget=0.25")
     assert status == 0, err
     assert f"schedule          {shown}\n" in out
-
-
-def test_plan(call):
-    """Places count in the budget: a plan for more has more slots for the condition."""
-    flags = ("--model=lumina-mgpt-7b-512", "--policy=swa", "--budget=0.5")
-    status, out, err = call("plan", *flags, "--prompt_tokens=64")
-    assert status == 0, err
-    assert f"({64 + 32 * 33 - 1} per head in a full cache)" in out
-    status, _, err = call("plan", "--geometry=layers=2,heads=2,head_dim=8,tokens=9", "--grid=3x3")
-    assert status == 2 and "--grid: --geometry says the schedule already" in err
-    status, _, err = call("plan", "--model=var-d16", "--prompt_tokens=9")
-    assert status == 2 and "prompt_tokens=9: VAR takes no token ids, leave it out" in err
 
 
 # --- against the originals ------------------------------------------------------------------------

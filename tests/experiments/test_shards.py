@@ -193,17 +193,6 @@ def test_other_flags_and_other_divisions_are_refused_at_the_start(call, checkpoi
     assert tree(two).keys() == {n for n in before if not n.startswith("part-1")}
 
 
-def test_two_jobs_do_not_share_a_part(call, checkpoint, two):
-    from varjax.storage import lock
-
-    remove(two)
-    with lock.held(two / "part-1-of-2", "busy"):
-        status, _, err = call("run", checkpoint, *RUN, "--shard=1/2", f"--out={two}")
-        assert status == 2 and "another run is writing" in err
-        status, _, err = call("merge", str(two))
-        assert status == 2
-
-
 @pytest.mark.slow
 def test_sweep_in_parts_is_one_sweep(call, checkpoint, tmp_path):
     flags = (checkpoint, "--policies=swa,streaming:sinks=1", "--budgets=0.4,0.6", "--num_images=3")

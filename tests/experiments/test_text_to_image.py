@@ -99,23 +99,6 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     assert report["memory"]["decode_batch"] == 2  # without the flag: what really happened
 
 
-@pytest.mark.slow
-def test_measured_and_compared(call, checkpoint, files, tmp_path):
-    """Calibration and sweep; the full cache against itself is equal in every number."""
-    measured, out = tmp_path / "calibration.json", tmp_path / "sweep"
-    text = f"--text_features={files / 'text.npz'}"
-    status, _, err = call("calibrate", checkpoint, text, "--num_samples=1", f"--save={measured}")
-    assert status == 0, err
-    flags = (checkpoint, text, f"--calibration={measured}", "--policies=heatkv,swa", *FAST)
-    status, _, err = call("sweep", *flags, "--budgets=0.3,1", f"--out={out}")
-    assert status == 0, err
-    cells = json.loads((out / "sweep.json").read_text(encoding="utf-8"))["cells"]
-    whole = [c["fidelity"] for c in cells if c["budget"] == 1]
-    assert [close["token_agreement"] for close in whole] == [1, 1]
-    assert [close["kl"] for close in whole] == pytest.approx([0, 0], abs=1e-6)
-    assert all(c["fidelity"]["kl"] > 0 for c in cells if c["budget"] < 1)
-
-
 BAD = [
     ((), "give --prompts=TEXT, --prompts=FILE or --text_features=FILE.npz"),
     (("--labels=3",), "--labels: infinity_a draws from text; give --prompts=TEXT, --prompts=FILE"),
@@ -257,12 +240,3 @@ def test_texts_are_refused_before_the_encoder_is_loaded(call, files, tmp_path, m
     refused("pieces, the encoder one of 9")
     tokenizer.unlink()
     refused("there is no tokenizer file")
-
-
-def test_few_samples_are_spread_over_the_prompts(files, checkpoint):
-    flags = CommandFlags()
-    condition = ConditionFlags(flags, samples=2)
-    flags.values(["calibrate", f"--text_features={files / 'four.npz'}"])
-    found = condition.resolve(describe(checkpoint.partition("=")[2]))
-    assert len(found) == 2 and found.captions == ["a", "a cat"]
-    np.testing.assert_array_equal(found.take(np.arange(2))["kv"][:, 0, 0], [0, 2])

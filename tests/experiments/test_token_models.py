@@ -109,13 +109,6 @@ def test_bad_input(call, classes, tmp_path, verb, flags, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_features_of_another_width(call, texts, tmp_path):
-    features, out = tmp_path / "features.npz", tmp_path / "out"
-    np.savez(features, kv=np.ones((5, 31), np.float32), lens=np.array([5]))
-    status, _, err = call("run", texts, f"--text_features={features}", f"--out={out}")
-    assert status == 2 and "31" in err and "32" in err and not out.exists()
-
-
 def test_policy_of_tokens_on_scales(call, tmp_path):
     checkpoint = f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
     status, _, err = call("run", checkpoint, "--policy=rkv", f"--out={tmp_path / 'out'}")

@@ -24,7 +24,6 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 300  # programs are compiled, on a machine that does other things, too
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"}
 
 
 @pytest.fixture(scope="module")
@@ -164,32 +163,6 @@ def test_drawing(visit):
     screenshot(page, "page")
 
 
-def test_ways_to_look_at_a_pair(visit):
-    page = visit()
-    ask(page, "lemon", 3)
-    done(page)
-    page.click("#mode-slider")
-    page.wait_for_timeout(200)
-    assert page.is_visible("#wipe") and not page.is_visible("#picture-a")
-    page.fill("#wipe", "25")
-    assert (
-        page.evaluate("document.querySelector('#over').style.clipPath") == "inset(0px 75% 0px 0px)"
-    )
-    box = page.locator("#stack .frame").bounding_box()
-    page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 50)
-    assert abs(float(page.input_value("#wipe")) - 80) <= 1
-    page.click("#mode-difference")
-    page.wait_for_timeout(200)
-    values = page.evaluate(
-        "Array.from(document.querySelector('#difference').getContext('2d')"
-        ".getImageData(0, 0, 64, 64).data)"
-    )
-    page.click("#mode-side")
-    found = np.array(values).reshape(64, 64, 4)[..., :3]
-    pair = image_of(page, "#picture-a"), image_of(page, "#picture-b")
-    assert (found == np.minimum(255, 4 * np.abs(pair[0] - pair[1]))).all() and found.any()
-
-
 def test_a_second_policy_and_several_pictures(visit):
     page = visit()
     page.select_option("#policy-b", "streaming")
@@ -213,53 +186,6 @@ def test_a_second_policy_and_several_pictures(visit):
     page.locator("#history button").nth(1).click()
     page.wait_for_timeout(200)
     assert page.is_visible("#picture-b") and "streaming" in page.inner_text("#about-b")
-
-
-def test_seeds_and_shared_views(visit, server):
-    """The seed is shown; kept if asked for; an address draws the same picture."""
-    page = visit()
-    page.click("#draw")
-    done(page)
-    seed = page.input_value("#seed")
-    assert seed.isdecimal()
-    page.click("#draw")
-    until(page, f"document.querySelector('#seed').value !== '{seed}'")
-    done(page)
-    kept = page.input_value("#seed")
-    page.check("#keep")
-    page.select_option("#policy-a", "full")
-    page.click("#draw")
-    status(page, f"Seed {kept}. Done")
-    page.wait_for_timeout(300)
-    assert "the same picture" in page.inner_text("#about-a")
-    page.click("#mode-slider")
-    address = page.evaluate("location.hash")
-    other = visit(address)
-    done(other)
-    assert other.input_value("#seed") == kept and other.input_value("#policy-a") == "full"
-    assert other.get_attribute("#mode-slider", "aria-pressed") == "true"
-    other.click("#mode-side")
-    assert (image_of(other, "#picture-a") == image_of(page, "#picture-b")).all()
-    for nonsense in (
-        "#x",
-        "#%7B%22class%22:%22%3Cb%3E%22,%22seed%22:%22-1%22,%22n%22:1e9%7D",
-        "#%",
-    ):
-        assert visit(nonsense).is_visible("#draw")
-
-
-def test_cancelling(visit):
-    page = visit()
-    for way in ("click", "Escape"):
-        page.select_option("#policy-a", "h2o" if way == "click" else "snapkv")  # not compiled yet
-        page.click("#draw")
-        status(page, "compiling the program")
-        page.click("#cancel") if way == "click" else page.keyboard.press("Escape")
-        status(page, "Cancelled.")
-    page.select_option("#policy-a", "full")
-    ask(page, "lemon", 8)
-    done(page)
-    assert "the same picture" in page.inner_text("#about-a")
 
 
 def test_wrong_input(visit):
@@ -364,23 +290,6 @@ def test_editing(visit, tmp_path):
     page.wait_for_timeout(300)
 
 
-def test_editing_what_was_drawn(visit):
-    page = visit()
-    ask(page, "pineapple", 2)
-    done(page)
-    drawn = image_of(page, "#picture-a")
-    page.click("#edit-this")
-    page.wait_for_timeout(500)
-    assert page.input_value("#edit-subject") == "pineapple"
-    page.click("#preset-middle")
-    page.click("#invert")
-    page.fill("#edit-seed", "1")
-    page.click("#edit-draw")
-    done(page, "#edit-status")
-    after = image_of(page, "#edit-after")
-    assert (after[16:48, 16:48] == drawn[16:48, 16:48]).all() and (after != drawn).any()
-
-
 def test_uploads_that_cannot_be(visit, tmp_path):
     page = visit()
     page.click("#tab-edit")
@@ -398,40 +307,6 @@ def test_uploads_that_cannot_be(visit, tmp_path):
     ):
         page.set_input_files("#upload", tmp_path / name)
         until(page, f"document.querySelector('#upload-told').textContent.includes({words!r})")
-
-
-def test_two_visitors(visit):
-    pages = [visit(), visit()]
-    for number, page in enumerate(pages):
-        ask(page, str(10 + number), 20 + number)
-    for number, page in enumerate(pages):
-        status(page, f"Seed {20 + number}. Done")
-    found = [image_of(page, "#picture-a") for page in pages]
-    assert (found[0] != found[1]).any()
-
-
-def test_a_phone_in_the_dark(visit):
-    page = visit(**PHONE)
-    ask(page, "lemon", 5)
-    done(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390, "it scrolls sideways"
-    assert 0 <= page.locator("#status").bounding_box()["y"] < 200, "results are not in view"
-    left, right = (page.locator(f"#picture-{side}").bounding_box() for side in "ab")
-    assert left["width"] > 120 and right["width"] > 120
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 20, 23)"
-    screenshot(page, "page_phone")
-    page.click("#kept summary")
-    page.click("#tab-edit")
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    small = page.evaluate(
-        "[...document.querySelectorAll('button, select, input:not([type=range], .sr)')]"
-        ".filter((one) => one.type !== 'checkbox' && one.offsetHeight && one.offsetHeight < 36)"
-        ".map((one) => one.outerHTML)"
-    )
-    assert not small
-    page.click("#theme")
-    assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
 def test_names_for_screen_readers(visit):

@@ -2,7 +2,6 @@
 programs wait, few are kept, those that nobody waits for are not compiled."""
 
 import asyncio
-import contextlib
 import threading
 import types
 from dataclasses import replace
@@ -217,25 +216,5 @@ def test_few_programs_may_wait_and_few_are_kept(slow):
         assert len(compiled) == kept + 1
         await programs.program(choice(programs, 1))
         assert len(compiled) == kept + 2
-
-    asyncio.run(test())
-
-
-def test_the_end_compiles_nothing_more(slow):
-    programs, go, compiled = slow
-
-    async def test():
-        waiting = [asyncio.create_task(programs.program(choice(programs, n))) for n in range(3)]
-        await asyncio.sleep(0.1)
-        programs.close()
-        with pytest.raises(Refused) as error:
-            await programs.program(choice(programs, 4))
-        assert error.value.status_code == 503
-        for task in waiting[1:]:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        go.set()
-        await waiting[0]
-        assert compiled == [0.7]
 
     asyncio.run(test())

@@ -16,10 +16,8 @@ from tests import prompt_models_under_test as small
 from tests import text_encoder_under_test as encoder
 from tests.often import often
 from tests.serve.server import programs_of, service_of
-from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
-from varjax.subjects import subjects
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 testclient = pytest.importorskip("fastapi.testclient", reason="needs the extra serve")
@@ -96,12 +94,3 @@ def test_what_is_no_prompt(client, body, param, words):
     assert answer.status_code == 422
     error = answer.json()["error"]
     assert error["param"] == param and words in error["message"], error
-
-
-@pytest.mark.parametrize("family", ["infinity", *small.CONFIGS])
-def test_a_checkpoint_that_reads_no_prompts(family):
-    """The start is refused, not the first request."""
-    folder = small.checkpoint_folder(family) if family != "infinity" else None
-    folder = folder or models.checkpoint_folder("infinity_a")
-    with pytest.raises(UserError, match="text_encoder|tokenizer"):
-        subjects(varjax.load(folder, "float32"))
