@@ -61,9 +61,9 @@ def _answer(name: str, caller: str, known: Mapping[str, str]) -> int:
         _show("\n".join([" ".join((__doc__ or "").split()), "", *lines]))
         return 0
     if name == "--version":
-        from varjax.cli import version  # importing it imports JAX
+        from varjax.cli.help import version_text  # importing it imports JAX
 
-        _show(version.text())
+        _show(version_text())
         return 0
     close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     advice = f"did you mean `{caller} {known[close[0]]}`? " if close else ""

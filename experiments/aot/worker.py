@@ -13,18 +13,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
-from experiments import own_process
 from experiments.aot import report, training
-from experiments.aot.batch_search import Trial, largest_batch
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
 from experiments.aot.training import TrainingStep
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def own_process(module: str) -> tuple[list[str], dict[str, str]]:
+    """Return the beginning of a command, and the environment, of a process of this package in the
+    user's folder, which may hold an `experiments` of its own."""
+    places = [str(ROOT), *(place or os.getcwd() for place in sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    return [sys.executable, "-P", "-m", module], environment  # -P: not into the folder first
 
 
 def apart(target: str, flags: Sequence[str]) -> dict:
@@ -33,9 +42,9 @@ def apart(target: str, flags: Sequence[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         own = (f"--target={target}", f"--json={path}")
-        command = [*own_process.command("experiments.aot"), *flags, *own]
+        command, environment = own_process("experiments.aot")
         status = subprocess.run(
-            command, env=own_process.environment(), stdout=subprocess.DEVNULL
+            [*command, *flags, *own], env=environment, stdout=subprocess.DEVNULL
         ).returncode
         if path.exists():
             return json.loads(path.read_text())["results"][0]
@@ -73,6 +82,68 @@ def refused(chip: Chip, batch: int, needed: int, why: str) -> dict:
     """The result of a program that the compiler refuses for its size."""
     sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": chip.memory}
     return {"status": "refused", "fits": False, "error": why, **sizes}
+
+
+# --- the largest batch ---
+#
+# Memory grows almost in proportion to the batch, so a line through what is known says where to look
+# next; the compiler has the last word. A refused program counts with what it asked for.
+
+RESOLUTION = 0.01  # of the batch: about what is worth another compilation
+MOST_TRIALS = 16
+
+
+class Trial(NamedTuple):
+    """The result of compiling for a batch. fits: whether `num_bytes` fit in the chip's memory."""
+
+    batch: int
+    num_bytes: int
+    fits: bool
+
+
+def largest_batch(
+    attempt: Callable[[int], Trial], memory: int, first: int, step: int = 1
+) -> tuple[int, list[Trial]]:
+    """The largest batch that fits, and all trials in order; 0 if not even one step fits.
+
+    The answer was compiled and fits. The next batch that was looked at does not fit; it is 1 %
+    larger, at least one step.
+
+    Args:
+      attempt: compiles for a batch.
+      memory: bytes of the chip.
+      first: the batch to begin with.
+      step: batches are its multiples, as many devices split them.
+    """
+    trials, batch, low, high = [], max(step, first // step * step), 0, None
+    while len(trials) < MOST_TRIALS:
+        trials.append(attempt(batch))
+        if trials[-1].fits:
+            low = batch
+        else:
+            high = batch
+        gap = max(step, int(low * RESOLUTION) // step * step)
+        if high is not None and high - low <= gap:
+            break
+        # at the end of the line, or just above a batch that fits
+        batch = _end_of_line(trials, memory) or (2 * low if high is None else (low + high) / 2)
+        batch = max(int(batch) // step * step, low + gap if low else step)
+        # a line from small batches may be far off
+        batch = min(batch, 8 * max(low, step) if high is None else high - step)
+    return low, trials
+
+
+def _end_of_line(trials: Sequence[Trial], memory: int) -> float | None:
+    """The batch at which a line through the two trials nearest to the limit reaches it."""
+    near = sorted(trials, key=lambda t: abs(t.num_bytes - memory))[:2]
+    if len(near) < 2 or near[0].batch == near[1].batch:
+        return None
+    a, b = sorted(near)
+    slope = (b.num_bytes - a.num_bytes) / (b.batch - a.batch)
+    return a.batch + (memory - a.num_bytes) / slope if slope > 0 else None
+
+
+# --- the programs that draw ---
 
 
 class Job:

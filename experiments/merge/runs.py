@@ -11,7 +11,7 @@ from experiments.output import BatchStore
 from experiments.parts import Part
 from experiments.run import files, results
 from experiments.run.files import Shown
-from experiments.run.part import FIDELITY
+from experiments.run.results import FIDELITY
 from experiments.shards import PartStore
 from varjax import metrics
 from varjax.errors import UserError

@@ -31,7 +31,6 @@ from experiments.generation import Run
 from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
-from experiments.run import part
 from experiments.run import results as run_results
 from experiments.shards import PartStore, ShardFlag
 from experiments.stopping import Stopped, say_stopped
@@ -282,14 +281,14 @@ def make_part(run: Run, store: PartStore) -> None:
     """Draw the images of one part, and keep them for `experiments.merge`."""
     made = store.series["main"].made
     said = f"{store.shard}: {len(made)} of {len(run.condition)} images"
-    if part.is_finished(store):
+    if run_results.part_is_finished(store):
         print(f"{said} are there already, in {store.work.path}")
         return
     say(said)
     run = run.encoded() if made else run
     model = run.load_model() if made else None
     with store.working():
-        part.write(run, store, draw(run, model, store) if made else None)
+        run_results.write_part(run, store, draw(run, model, store) if made else None)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 

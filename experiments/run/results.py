@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from experiments import parts
 from experiments.batch_files import Series
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.run import files
 from experiments.run.files import Batches, Shown
+from experiments.shards import PartStore
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory
@@ -24,6 +26,7 @@ from varjax.nn import parameters
 from varjax.nn.compiled import peak_bytes
 
 Arrays = dict[str, np.ndarray]
+FIDELITY = "fidelity/"  # names of per-image numbers in a part begin so
 OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 
 
@@ -185,6 +188,38 @@ def decoded_at_once(run: Run) -> int:
     code_map = run.model.code_map[:2]
     most = run.program.decoding.images_at_once(run.model.codec, code_map, count)
     return -(-count // -(-count // most))
+
+
+# --- parts of a run (`experiments.parts`), for `experiments.merge` ---
+
+
+def part_is_finished(store: PartStore) -> bool:
+    """Return whether all of a part is there, with what it says."""
+    store.scan()
+    return not any(store.missing(name) for name in store.series) and parts.is_written(store)
+
+
+def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
+    """Say that a part is finished. generator: None if it has no images."""
+    main, arrays = store.series["main"], {}
+    if run.compare and generator is not None:
+        numbers = compared(run, store)
+        arrays = {f"{FIDELITY}{name}": values for name, values in numbers.items()}
+    kinds = {
+        name: {key: [dtype.str, shape] for key, (dtype, shape) in made.arrays.items()}
+        for name, made in store.series.items()
+    }
+    content = {
+        "command": "run",
+        "environment": environment(),
+        "shown": shown(run).to_json(),
+        "report": generator and report_of(run, generator, store),
+        "judges": run.judges.describe(),
+        "count": main.count,
+        "batch_size": main.batch_size,
+        "arrays": kinds,
+    }
+    parts.write(store, content, arrays)
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.aot.batch_search import Trial, largest_batch
+from experiments.aot.worker import Trial, largest_batch
 
 
 def search(need, memory, first=8, step=1, refused=None):

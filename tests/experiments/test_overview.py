@@ -11,7 +11,7 @@ import pytest
 from absl.testing import flagsaver
 
 from experiments import __main__ as overview
-from experiments import own_process
+from experiments.aot import worker
 from tests.conftest import ROOT
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -126,7 +126,7 @@ def test_the_installed_script_works_beside_other_experiments(elsewhere):
 
 
 def test_processes_that_commands_start_are_ours(elsewhere):
-    command = [*own_process.command("experiments.plan"), "--model=var-d16"]
-    options = {"env": own_process.environment(), "capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=elsewhere, **options)
+    command, environment = worker.own_process("experiments.plan")
+    options = {"env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--model=var-d16"], cwd=elsewhere, **options)
     assert done.returncode == 0 and done.stdout.startswith("var-d16: 16 layers"), done.stderr

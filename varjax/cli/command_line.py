@@ -23,9 +23,9 @@ import jax
 from absl.testing import flagsaver
 
 from varjax import jax_settings
-from varjax.cli import streams, version
+from varjax.cli import streams
 from varjax.cli.flags import CommandFlags
-from varjax.cli.help import help_text
+from varjax.cli.help import help_text, version_text
 from varjax.cli.reading import HELP, VERSION, is_asked_for
 from varjax.engine import compilation_cache
 from varjax.errors import UserError
@@ -67,7 +67,7 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
     """Return the exit status of one run. Expected failures become a message on standard error."""
     try:
         if is_asked_for(VERSION, argv):
-            print(version.text())
+            print(version_text())
             return 0
         if is_asked_for(HELP, argv):
             print(help_text(main, own))

@@ -1,16 +1,22 @@
-"""The text of `--help`: an example that runs, the manual of the command, its essential flags, then
-the others under the headings that they were defined below."""
+"""The texts of `--version` and `--help`: an example that runs, the manual of the command, its
+essential flags, then the others under the headings that they were defined below."""
 
+import importlib.metadata
+import importlib.util
+import platform
 import sys
 import textwrap
 from collections.abc import Callable
 
+import jax
 from absl import flags
 
+import varjax
 from varjax.cli.flags import CommandFlags
 from varjax.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
 
 WIDTH = 100
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 KEPT = """Compiled programs are kept for the next start in JAX_COMPILATION_CACHE_DIR, else in
 varjax/programs of the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none. The
 subfolder varjax there, which older versions wrote, is not read and may be deleted."""
@@ -90,3 +96,17 @@ def _words(flag: flags.Flag) -> str:
 def _filled(text: str) -> str:
     space = " " * 6
     return textwrap.fill(text, WIDTH, initial_indent=space, subsequent_indent=space)
+
+
+def version_text() -> str:
+    """Return versions of everything that results may depend on, one a line, and the device. A GPU
+    or TPU is not asked: starting it takes seconds and most memory."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    there = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    told = jax.config.jax_platforms
+    device = "cpu" if told == "cpu" or not there else f"not started ({told or 'GPU or TPU'})"
+    found = {"varjax": varjax.__version__}
+    found |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    found |= {"Python": platform.python_version(), "device": device}
+    width = max(map(len, found))
+    return "\n".join(f"{name.ljust(width)}  {version}" for name, version in found.items())
