@@ -147,7 +147,7 @@ def _measured(
     given = arguments()
     profile = kernel_times.profiled(lambda: compiled(*given))
     times = {"seconds": statistics.median(seconds), "all_seconds": seconds}
-    return times | {"peak_bytes": peak_bytes(compiled), **profile.as_json()}
+    return times | {"peak_bytes": peak_bytes(compiled), **profile}
 
 
 # --- words ---

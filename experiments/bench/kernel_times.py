@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -21,44 +20,8 @@ DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes 
 OPERATION = "hlo_op"  # what a CPU's events of kernels have
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """All calls of a kernel in a run. seconds: of its own."""
-
-    name: str
-    calls: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One profiled run.
-
-    wall: seconds until its results were there. span: seconds from the start of the first kernel to
-    the end of the last one. kernels: the longest first.
-    """
-
-    wall: float
-    span: float
-    kernels: tuple[Kernel, ...]
-
-    @property
-    def busy(self) -> float:
-        """Seconds of all kernels."""
-        return sum(kernel.seconds for kernel in self.kernels)
-
-    def as_json(self) -> dict:
-        calls, busy = sum(k.calls for k in self.kernels), self.busy
-        kernels = [
-            {"name": k.name, "calls": k.calls, "us": 1e6 * k.seconds, "share": k.seconds / busy}
-            for k in self.kernels
-        ]
-        times = {"profiled_seconds": self.wall, "span_seconds": self.span, "kernel_seconds": busy}
-        return times | {"calls": calls, "kernels": kernels}
-
-
 def table(program: dict, most: int) -> str:
-    """The kernels of a program (`Profile.as_json`) that take longest. most: lines of them."""
+    """The kernels of a program (`profiled`) that take longest. most: lines of them."""
     rows = [
         (f"{k['us']:.1f}", f"{k['share']:.1%}", str(k["calls"]), k["name"][:80])
         for k in program["kernels"][:most]
@@ -66,8 +29,10 @@ def table(program: dict, most: int) -> str:
     return columns([("us", "share", "calls", "kernel"), *rows], ">>><")
 
 
-def profiled(run: Callable[[], object]) -> Profile:
-    """Run a compiled program once under the profiler."""
+def profiled(run: Callable[[], object]) -> dict[str, object]:
+    """Run a compiled program once under the profiler: seconds until its results were there, seconds
+    from the start of the first kernel to the end of the last one, and the kernels with seconds of
+    their own, the longest first (docs/reference/files.md)."""
     options = ProfileOptions()
     options.python_tracer_level = 0  # every call of Python would be an event
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +56,8 @@ def kernel_lines(profile: ProfileData) -> Iterator[list[ProfileEvent]]:
         yield [event for event in line.events if OPERATION in dict(event.stats)]
 
 
-def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> Profile:
-    """The profile of a run that took `wall` seconds. lines: `kernel_lines`."""
+def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, object]:
+    """What `profiled` says of a run that took `wall` seconds. lines: `kernel_lines`."""
     own, calls, starts, ends = Counter(), Counter(), [], []
     for events in lines:
         inside: list[ProfileEvent] = []  # calls that have not ended, each within the one before
@@ -106,5 +71,14 @@ def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> Profile:
             inside.append(event)
             starts.append(event.start_ns)
             ends.append(event.end_ns)
-    kernels = tuple(Kernel(name, calls[name], 1e-9 * ns) for name, ns in own.most_common())
-    return Profile(wall, 1e-9 * (max(ends, default=0) - min(starts, default=0)), kernels)
+    busy = own.total()
+    return {
+        "profiled_seconds": wall,
+        "span_seconds": 1e-9 * (max(ends, default=0) - min(starts, default=0)),
+        "kernel_seconds": 1e-9 * busy,
+        "calls": calls.total(),
+        "kernels": [
+            {"name": name, "calls": calls[name], "us": 1e-3 * ns, "share": ns / busy}
+            for name, ns in own.most_common()
+        ],
+    }

@@ -18,7 +18,7 @@ from varjax.errors import UserError
 from varjax.storage.atomic import Written
 
 
-class JoinedStore:
+class JoinedStore(BatchStore):
     """The batches of all parts, as `experiments.run.files` takes them."""
 
     def __init__(self, out: pathlib.Path, found: Sequence[Part]):
@@ -34,8 +34,6 @@ class JoinedStore:
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         for store in self._stores:
             yield from store.batches(series)
-
-    collect = BatchStore.collect
 
     def close(self) -> None:
         """The parts went when the results took their place."""

@@ -10,18 +10,17 @@ import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from experiments.batch_files import Series
+from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from experiments.work_folder import PIXELS, WorkFolder
+from experiments.work_folder import PIXELS
 from varjax.errors import MissingExtra
 from varjax.io import images
 from varjax.io.json_text import json_text
-from varjax.storage.atomic import Written, new_folder, write_text
+from varjax.storage.atomic import new_folder, write_text
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
@@ -66,26 +65,7 @@ def in_grid(height: int, width: int) -> int:
     return max(1, GRID_PIXELS // (height * width))
 
 
-class Batches(Protocol):
-    """Finished batches, of one process (`experiments.output.BatchStore`) or of several parts.
-
-    out: the folder to write. work: a folder for large files in between."""
-
-    out: pathlib.Path
-    work: WorkFolder
-    series: Mapping[str, Series]
-
-    @property
-    def replaces(self) -> Written | None: ...
-
-    def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]: ...
-
-    def collect(self, series: str) -> dict[str, np.ndarray]: ...
-
-    def close(self) -> None: ...
-
-
-def write(store: Batches, shown: Shown, report: dict) -> None:
+def write(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)
@@ -105,7 +85,7 @@ def _as_documented(names: Sequence[str], held: Mapping[str, np.ndarray]) -> dict
 
 
 @contextlib.contextmanager
-def _pixels(store: Batches) -> Iterator[np.ndarray]:
+def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
     """Give all images as uint8 [N, H, W, 3] that stays on disk, since large sets do not fit into
     memory. They are written in order, and not through a memory map: with a map, a full disk would
     kill the process."""

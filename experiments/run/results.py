@@ -14,7 +14,7 @@ from experiments.generation import Run, aligned, cache_report, environment, time
 from experiments.output import BatchStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.run import files
-from experiments.run.files import Batches, Shown
+from experiments.run.files import Shown
 from experiments.shards import PartStore
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
@@ -145,7 +145,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     }
 
 
-def compared(run: Run, store: Batches) -> Arrays:
+def compared(run: Run, store: BatchStore) -> Arrays:
     """Return per-image numbers: pictures and tokens compared with the full cache's. Networks judge
     the pictures as they are written, as bytes."""
     found, labels = [], run.condition.numbers
