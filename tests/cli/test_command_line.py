@@ -129,11 +129,6 @@ def test_values_arrive(tiny_here):
     assert tiny_here(*given) == (0, "1 0.25 -4 headkv True\n", "")
 
 
-def test_values_do_not_stay_for_the_next_command(tiny_here):
-    assert tiny_here("--budget=0.25", "--greedy") == (0, "1 0.25 3 full True\n", "")
-    assert tiny_here() == (0, "1 0.5 3 full False\n", "")
-
-
 @pytest.mark.parametrize(
     "argument, parts",
     [
@@ -197,11 +192,6 @@ def test_wrong_settings_and_flags_that_are_gone(tiny_here, given, said):
     assert_one_message(tiny_here(given), 2, said)
 
 
-def test_wrong_flag_in_a_real_process(tiny):
-    outcome = tiny("fruit", "--count=2", "--policy=full")
-    assert_one_message(outcome, 2, "unexpected argument 'fruit'", "run `python -m tiny --help`")
-
-
 def test_help_shows_manual_and_own_flags_only(tiny, tiny_here):
     status, output, errors = tiny("--count=1", "--help")
     assert (status, errors) == (0, "")
@@ -259,29 +249,12 @@ def test_bug_keeps_its_traceback(tiny):
     assert "Traceback" in errors and "impossible state" in errors
 
 
-def test_main_may_return_a_status(tiny_here):
-    assert tiny_here("--fail=status")[0] == 7
-
-
 def test_any_text_is_printed(environment):
     environment = {**environment, "PYTHONIOENCODING": "ascii:strict"}
     command = [sys.executable, "-m", "tiny", "--fail=text", "--budget=0.25", "--greedy"]
     found = subprocess.run(command, env=environment, capture_output=True)
     expected = b"1 0.25 3 full True\nL\\xf6we \\udcff\n"
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
-
-
-def test_reader_that_goes_away_leaves_no_traceback(environment):
-    with subprocess.Popen(
-        [sys.executable, "-m", "tiny", "--fail=pipe"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 0  # the reader's choice, and no fault
 
 
 def test_required_flag_is_named(tmp_path, environment):
@@ -341,14 +314,6 @@ def test_a_reader_that_is_gone_is_no_error(closed, environment, tmp_path):
 def test_platforms_that_are_not_there(platforms, tiny, environment, monkeypatch):
     monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
     assert_one_message(tiny("--fail=device"), 2, f"JAX_PLATFORMS={platforms}: one of these")
-
-
-def test_streams_without_a_buffer_stay_so(environment):
-    """And show what would control a terminal."""
-    program = "from varjax.cli import streams; streams.keep(); import os; "
-    program += "print('a\\x1b[31m\\tb'); os._exit(0)"
-    command = [sys.executable, "-u", "-c", program]
-    assert subprocess.check_output(command, env=environment) == b"a\\x1b[31m\tb\n"
 
 
 def test_messages_obey_no_escapes(tiny_here):

@@ -163,16 +163,6 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert written["versions"]["jax"] and written["flags"]["policy"] == "full"
 
 
-def test_models_that_draw_from_text(call, compilers, monkeypatch):
-    """Planned without weights or measurements, which is said."""
-    results(monkeypatch, h200=COMPILED)
-    flags = ("--target=h200", "--policy=heatkv", "--size=0.25M", "--prompt_tokens=64")
-    status, out, err = call("aot", "--model=infinity-2b", *flags, "--program=decode_batch=1")
-    assert status == 0, err
-    assert "infinity-2b, policy heatkv" in out and "count as alike" in out
-    assert call("aot", "--prompt_tokens=64")[0] == 2
-
-
 def test_refused_and_failed_targets(call, compilers, monkeypatch):
     refused = {"status": "refused", "needed_bytes": 18 << 30, "error": "Ran out of memory"}
     failed = {"status": "failed", "error": "the compiler's process ended with -6:\n  abort"}

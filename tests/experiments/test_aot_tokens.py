@@ -47,39 +47,6 @@ def codes_of_a_janus(target: str, layers: int) -> Program:
     return compilation.codes
 
 
-@pytest.mark.aot
-def test_a_layer_is_five_kernels():
-    """Of LlamaGen-XL with 256 rows on an H200, by name: for every token each layer more starts its
-    attention, which stores, and four products; nothing of the norms, the rotation, the gate and the
-    residual sums is a kernel of its own."""
-    if why := chips.why_unavailable("h200"):
-        pytest.skip(why)
-    (two, ours), (four, more) = (kernels_of_a_token(layers) for layers in (2, 4))
-    assert (more - ours) / 2 == 5, (ours, more)
-    assert (four - two) / 2 == 5, (two, four)
-
-
-def kernels_of_a_token(layers: int) -> tuple[float, float]:
-    """Kernels in the loop over a stage's tokens: all, and those of Pallas."""
-    model = describe("llamagen-xl-384")
-    short = replace(model.config, n_layer=layers)
-    transformer = model.family.parts["transformer"].abstract(short)
-    model = Model(model.name, {**model.parts, "transformer": transformer}, model.metadata)
-    workload = Workload(
-        model=model,
-        plan=api.plan(model, "headkv", budget=1 / 6),
-        sampling=model.sampling(),
-        program=replace(OPTIONS, attention="mosaic"),
-        attention="mosaic",
-        text_tokens=None,
-    )
-    compilation = Compilation(workload, chips.get_chip("h200"), 128, lambda line: None)
-    compilation.compile_codes()
-    stages, period = 71, 8
-    often = [k for k in compilation.codes.kernels if k.times == stages * period]
-    return len(often), sum(k.ours for k in often)
-
-
 @pytest.mark.parametrize("target", ["tpu-v5e", "h200"])
 def test_caches_exist_once(target):
     """No second pool, and no keys and values of a prompt that wait for the other layers.

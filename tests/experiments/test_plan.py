@@ -44,24 +44,6 @@ def test_saved_arrays(call, tmp_path):
     np.testing.assert_array_equal(plan["keep_scale"], plan["keep_count"] > 0)
 
 
-def test_token_by_token(call, tmp_path):
-    """Stages in place of scales: a line wherever what heads hold begins to grow, drops or stays."""
-    path = tmp_path / "plan.npz"
-    geometry = "--geometry=layers=3,heads=4,head_dim=16,tokens=256,condition=2,line=16"
-    flags = ("--policy=headkv", "--budget=0.25", "--policy_args=group_after=20", f"--save={path}")
-    status, out, err = call("plan", geometry, *flags)
-    assert status == 0, err
-    assert "token by token, condition of 2, 258 tokens (257 per head in a full cache)" in out
-    assert "a decision after every 8 tokens, the newest 32 always stay" in out
-    assert "grouping  after 24 image tokens; local heads see the newest 32" in out
-    with np.load(path) as archive:
-        plan = {name: archive[name] for name in archive.files}
-    assert plan["capacity"].shape == (33, 3, 4) and plan["live_tokens"].shape == (33, 3)
-    np.testing.assert_array_equal(plan["capacity"][[0, 1, 2, 7, -1], 0, 0], [0, 2, 10, 50, 56])
-    assert plan["pool_tokens"] == 64 * 12 and plan["num_bytes"] <= 0.25 * plan["dense_bytes"]
-    assert plan["live_tokens"].max() == 64 * 12 and plan["stages"][-1] == 31 * 8
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

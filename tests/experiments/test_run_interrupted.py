@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from experiments.output import BatchStore, written
 from experiments.run import results
-from tests import models_under_test as models
 from varjax import policies
 from varjax.api import Generator
 from varjax.storage.atomic import check_new_folder
@@ -120,23 +118,6 @@ def test_pictures_that_are_none_are_found_at_once(call, checkpoint, tmp_path, mo
     status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and "values that are not finite" in err and len(ran) == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_damaged_checkpoint_leaves_nothing_behind(call, tmp_path, monkeypatch):
-    """Neither a work folder nor results/, so that a repaired checkpoint runs."""
-    broken = tmp_path / "broken"
-    shutil.copytree(models.checkpoint_folder("b_k6_sharedaln"), broken)
-    largest = max((p for p in (broken / "params").rglob("*") if p.is_file()), key=_size)
-    largest.write_bytes(largest.read_bytes()[:100])
-    monkeypatch.chdir(tmp_path)
-    for flags in ((f"--out={tmp_path / 'out'}",), ()):
-        status, _, err = call("run", f"--checkpoint={broken}", "--num_images=1", *flags)
-        assert status == 2 and largest.name in err
-    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
-
-
-def _size(path):
-    return path.stat().st_size
 
 
 def test_two_runs_do_not_share_a_folder(call, checkpoint, tmp_path, monkeypatch):

@@ -150,24 +150,6 @@ def test_bad_input(refused, checkpoint, files, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--aspect=1.5", "one shape per checkpoint"),
-        ("--size=1M", "one shape per checkpoint"),
-        ("--text_features=x.npz", "class-conditional; choose images with --labels"),
-        ("--num_images=3/prompt", "as 4/class"),
-        ("--prompts=a red apple", "--prompts: demo is class-conditional"),
-        ("--negative_prompts=a", "--negative_prompts: demo is class-conditional"),
-        ("--given_bits=x.npz", "draws tokens: use --given_tokens"),
-        ("--cfg_insertion_layer=-1", "on the logits only"),
-    ],
-)
-def test_class_conditional_models_refuse(call, tmp_path, flag, message):
-    status, _, err = call("run", flag, f"--out={tmp_path / 'out'}")
-    assert status == 2 and message in err and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("name", "parameters", "tokens"),
     [("infinity-2b", "2204.6", 64), ("infinity-8b", "8375.8", 512)],
 )
@@ -213,30 +195,3 @@ def test_an_encoder_of_another_width(call, files, tmp_path, monkeypatch):
     status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and "features of width 64, checkpoint takes 256" in err
     assert not (tmp_path / "out").exists()
-
-
-def test_texts_are_refused_before_the_encoder_is_loaded(call, files, tmp_path, monkeypatch):
-    """A gap among negative prompts, and a tokenizer that is missing or another encoder's."""
-    monkeypatch.setattr("varjax.text.encoder.TextEncoder.load", lambda *a: pytest.fail("loaded"))
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(models.checkpoint_folder("infinity_a"), folder)
-    encoder.write_folder(folder / "text_encoder", dataclasses.replace(encoder.CONFIG, d_model=256))
-
-    def refused(message, *flags):
-        flags += (f"--checkpoint={folder}", f"--prompts={files / 'prompts.txt'}")
-        status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
-        assert status == 2 and message in err and "encoding" not in err, err
-        assert not (tmp_path / "out").exists()
-
-    gap = tmp_path / "gap.txt"
-    gap.write_text("a dog\n\na cat\n")
-    refused(f"{gap}, line 2 is empty and others are not", f"--negative_prompts={gap}")
-    tokenizer, described = (
-        folder / "text_encoder" / n for n in ("spiece.model", "text_encoder.json")
-    )
-    content = json.loads(described.read_text(encoding="utf-8"))
-    content["config"]["vocab_size"] = 9
-    described.write_text(json.dumps(content))
-    refused("pieces, the encoder one of 9")
-    tokenizer.unlink()
-    refused("there is no tokenizer file")

@@ -14,11 +14,6 @@ def classes():
     return f"--checkpoint={models.checkpoint_folder('llamagen_c2i')}"
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return f"--checkpoint={models.checkpoint_folder('llamagen_t2i')}"
-
-
 def test_run(call, classes, tmp_path):
     """The original's tokens and logits, in the arrays of the interface."""
     arrays, out = models.llamagen_fixture("gpt_c2i_gen"), tmp_path / "out"
@@ -45,39 +40,6 @@ def test_run(call, classes, tmp_path):
     assert status == 0, err
     found = json.loads((out / "same" / "metrics.json").read_text(encoding="utf-8"))
     assert found["identical_images"] == 2 and found["token_agreement"] == 1
-
-
-@pytest.mark.slow
-def test_sweep_and_report(call, texts, tmp_path):
-    """Every policy that serves such models, once, with texts; those that do not are no rows."""
-    arrays, features = models.llamagen_fixture("gpt_t2i_gen"), tmp_path / "features.npz"
-    mask = arrays["t5_mask"].astype(bool)
-    np.savez(features, kv=arrays["t5_features"][mask], lens=mask.sum(1))
-    out, page = tmp_path / "sweep", tmp_path / "page.html"
-    flags = (f"--text_features={features}", "--budgets=0.6", "--policies=all", f"--out={out}")
-    status, text, err = call("sweep", texts, *flags)
-    assert status == 0, err
-    report = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
-    cells = {cell["label"]: cell for cell in report["cells"]}
-    assert cells.keys() == {
-        "swa",
-        "streaming",
-        "snapkv",
-        "h2o",
-        "headkv",
-        "linear",
-        "rkv",
-        "diagonal",
-        "compose",
-    }
-    for name, cell in cells.items():
-        assert cell["status"] == "done", name
-        assert cell["kv"]["allocated_bytes"] <= 0.6 * cell["kv"]["dense_bytes"], name
-        assert cell["kv"]["allocated_bytes"] == cell["kv"]["planned_bytes"], name
-        assert 0 < cell["fidelity"]["kl"] < np.inf, name
-    status, _, err = call("report", f"--sweep={out}", f"--out={page}")
-    assert status == 0, err
-    assert "36 tokens one by one, condition of 1" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

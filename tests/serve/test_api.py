@@ -152,35 +152,6 @@ def test_a_policy_of_a_request(client, service):
     np.testing.assert_array_equal(numbers, np.asarray(results["tokens"])[0])
 
 
-def test_policies_that_are_offered(client, service):
-    """Those that the model can have; the others, and what names files, are refused by name."""
-    told = client.get("/v1/models").json()["data"][0]
-    names = [policy["name"] for policy in told["policies"]]
-    assert {"full", "streaming", "h2o", "headkv"} <= set(names)
-    assert not {"linear", "rkv", "diagonal", "table", "compose"} & set(names)
-    assert told["policy"] == POLICY and told["budget"] == BUDGET and told["seconds"] > 0
-    arguments = {p["name"]: p["policy_args"] for p in told["policies"]}
-    assert arguments["h2o"]["recent_share"] == {"type": "float", "default": 0.5}
-    assert "budgets" not in arguments.get("scalekv", {})
-    few = service_of(service.programs, policies=["full"])
-    assert list(few.offered) == [POLICY, "full"]
-    for body, param in (
-        ({"policy": "nothing"}, "policy"),
-        ({"policy": "table"}, "policy"),
-        ({"policy": "full", "budget": 0.5}, "budget"),
-        ({"budget": 0.001}, "budget"),
-        ({"budget": "0.5"}, "budget"),
-        ({"policy": "h2o", "policy_args": {"recent": 1}}, "policy_args"),
-        ({"policy": "h2o", "policy_args": {"recent_share": 7}}, "policy_args"),
-        ({"policy": "h2o", "policy_args": "recent_share=1"}, "policy_args"),
-        ({"policy": "h2o", "policy_args": {"a": {}}}, "policy_args"),
-        ({"cfg": -1}, "cfg"),
-        ({"top_k": 10**9}, "top_k"),
-        ({"greedy": 1}, "greedy"),
-    ):
-        assert_refused(client.post(GENERATIONS, json={"class": 1} | body), 422, param)
-
-
 # --- events ---------------------------------------------------------------------------------------
 
 

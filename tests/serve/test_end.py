@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.serve.process import process, users_environment
+from tests.serve.process import users_environment
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -91,29 +91,6 @@ def test_whatever_hangs(impatient):
 def _ask(url):
     with pytest.raises(httpx.TransportError):
         httpx.get(url, timeout=60, trust_env=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiles", [False, True], ids=["idle", "compiles"])
-def test_sigterm_with_a_page(compiles):
-    """It waits for no visitor, and for a program that is being compiled no longer than it may."""
-    with (
-        process("--max_batch=1") as server,
-        httpx.Client(base_url=server.address, timeout=120, trust_env=False) as client,
-    ):
-        assert client.get("/").status_code == 200  # the connection stays open
-        if not compiles:
-            assert ended(server) < MARGIN
-        else:
-            body = {"class": 1, "policy": "h2o", "stream": True, "seed": 0}
-            with client.stream("POST", "/v1/images/generations", json=body) as answer:
-                lines = answer.iter_lines()
-                assert "compiling" in next(lines)
-                seconds = ended(server)
-                assert seconds < DRAIN + MARGIN
-                told = "\n".join(lines) if seconds < DRAIN - 3 else ""
-                assert not told or "completed" in told
-        assert "Traceback" not in "\n".join(server.lines), server.lines
 
 
 def ended(server) -> float:

@@ -290,36 +290,6 @@ def test_editing(visit, tmp_path):
     page.wait_for_timeout(300)
 
 
-def test_uploads_that_cannot_be(visit, tmp_path):
-    page = visit()
-    page.click("#tab-edit")
-    noise = np.random.default_rng(0).integers(0, 256, (2400, 2400, 3), np.uint8)
-    pictures.save_png(tmp_path / "large.png", noise)
-    assert (tmp_path / "large.png").stat().st_size > 2**24
-    (tmp_path / "text.png").write_bytes(b"no picture")
-    (tmp_path / "a.gif").write_bytes(b"GIF89a")
-    pictures.save_png(tmp_path / "wide.png", np.full((150, 300, 3), 90, np.uint8))
-    for name, words in (
-        ("large.png", "too large: at most 16 MiB"),
-        ("text.png", "cannot be read"),
-        ("a.gif", "no PNG, JPEG or WebP"),
-        ("wide.png", "300 x 150 pixels: its middle was cut out and resized to 64 x 64"),
-    ):
-        page.set_input_files("#upload", tmp_path / name)
-        until(page, f"document.querySelector('#upload-told').textContent.includes({words!r})")
-
-
-def test_names_for_screen_readers(visit):
-    """Every control has a name."""
-    page = visit()
-    nameless = page.evaluate(
-        "[...document.querySelectorAll('button, input, select, textarea, canvas')].filter((one) =>"
-        " !(one.labels?.length || one.getAttribute('aria-label') || one.textContent.trim()"
-        " || one.title)).map((one) => one.outerHTML)"
-    )
-    assert nameless == ['<canvas id="difference" class="shown" hidden=""></canvas>']
-
-
 def test_a_page_with_a_key(browser, tmp_path):
     """The browser asks for a password; with it everything works, without it nothing is shown."""
     (tmp_path / "key").write_text("of the tests\n")

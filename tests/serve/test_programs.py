@@ -88,20 +88,6 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing():
     run(test, most=3)
 
 
-def test_images_of_a_client_that_went_away_make_room():
-    async def test(batcher, drawer):
-        with batcher.room(2):
-            gone = batcher.put(items(1, 2))
-            assert all(future.cancel() for future in gone)
-        with batcher.room(2):
-            found = batcher.put(items(3, 4))
-            drawer.go.set()
-            assert await seeds_of(found) == [3, 4]
-        assert [[item.seed for item in batch] for batch in drawer.drawn] == [[0], [3, 4]]
-
-    run(test, most=2)
-
-
 def test_the_end_draws_what_was_taken_and_takes_nothing_more():
     async def test(batcher, drawer):
         with batcher.room(3):
