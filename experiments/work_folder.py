@@ -8,6 +8,7 @@ belongs to, and every finished file says it too, in case `settings.json` is lost
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
 import re
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from collections.abc import Iterator
 from experiments import batch_files
 from experiments.batch_files import Damaged
 from varjax.errors import UserError, show, some
-from varjax.storage import lock, ordinary
+from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP, write_text
-from varjax.storage.manifest import LARGEST_JSON, parse_json
+from varjax.storage.manifest import parse_json, read_json
 
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
@@ -43,6 +44,7 @@ class WorkFolder:
     def __init__(self, path: pathlib.Path, description: dict):
         self.path, self.description = path, description
         self.settings = json.dumps(description, sort_keys=True)
+        self._mine = parse_json(self.settings)  # as a file holds them: with lists, no tuples
         self.digest = hashlib.sha256(self.settings.encode()).hexdigest()
 
     # --- whose it is ------------------------------------------------------------------------------
@@ -69,32 +71,31 @@ class WorkFolder:
 
     def _conflict(self) -> str | None:
         """Return why the run here cannot be continued; None if it can, or if there is none."""
-        said, text = self._said(), self._settings_text()
-        if said <= {self.digest} and (said or text in ("", self.settings)):
+        said, theirs = self._said(), self._theirs()
+        if said <= {self.digest} and (said or theirs in (None, self._mine)):
             return None
-        if said - {self.digest} or _is_object(text):
-            differs = self._difference(text)
+        if said - {self.digest} or isinstance(theirs, dict):
+            differs = self._difference(theirs)
             return f"with other settings{differs}: use its settings to continue it, {_DISCARD}"
         return (
             f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put "
             f"that file back to continue it, {_DISCARD}"
         )
 
-    def _difference(self, text: str) -> str:
-        """Return what differs from the settings in a text, in brackets; empty if nothing does."""
-        theirs = parse_json(text) if _is_object(text) else {}
-        mine = parse_json(self.settings)  # as a file holds them, with lists in place of tuples
-        names = [n for n in mine if n in theirs and theirs[n] != mine[n]]
+    def _difference(self, theirs: object) -> str:
+        """Return what differs from their settings, in brackets; empty if nothing does."""
+        mine = self._mine
+        names = [n for n in mine if isinstance(theirs, dict) and theirs.get(n, mine[n]) != mine[n]]
         each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
         return f" ({some(each, 3, '; ')})" if each else ""
 
     def differs(self) -> str | None:
         """Return what is different here from the settings, in brackets if it is known; None if
         nothing is. Damaged files count as missing."""
-        text = self._settings_text()
-        if self._said() <= {self.digest} and text == self.settings:
+        theirs = self._theirs()
+        if self._said() <= {self.digest} and theirs == self._mine:
             return None
-        return self._difference(text)
+        return self._difference(theirs)
 
     def _said(self) -> set[str]:
         """Return the settings that finished files were made with; damaged ones say none."""
@@ -104,14 +105,12 @@ class WorkFolder:
                 found.add(batch_files.settings_of(path))
         return found
 
-    def _settings_text(self) -> str:
-        """Return the text of settings.json; empty without one, "?" if it is too large for ours."""
+    def _theirs(self) -> object:
+        """Return what settings.json holds; None without one, "?" if it is damaged."""
         try:
-            with ordinary.opened(self.path / SETTINGS) as file:
-                data = file.read(LARGEST_JSON + 1)
-        except FileNotFoundError:
-            return ""
-        return "?" if len(data) > LARGEST_JSON else data.decode("utf-8", "replace")
+            return read_json(self.path / SETTINGS)
+        except UserError:
+            return "?" if os.path.lexists(self.path / SETTINGS) else None
 
     def _all(self) -> list[pathlib.Path]:
         return sorted(self.path.iterdir()) if self.path.is_dir() else []
@@ -146,7 +145,7 @@ class WorkFolder:
         for path in self._all():  # left by a process that was killed
             if path.name.startswith(".") or path.name == PIXELS:
                 path.unlink()
-        if self._settings_text() != self.settings:
+        if self._theirs() != self._mine:
             write_text(self.path / SETTINGS, self.settings)
 
     def clear(self) -> None:
@@ -155,10 +154,3 @@ class WorkFolder:
             if path.name != lock.NAME and (OURS.fullmatch(path.name) or path.name in DESKTOP):
                 with contextlib.suppress(OSError):
                     path.unlink()
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text), dict)
-    except ValueError:
-        return False

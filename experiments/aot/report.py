@@ -100,12 +100,11 @@ def _ours(program: Program) -> dict[str, dict]:
     for work, calls in program.cost.kernels.items():
         each = {"calls": calls, "flops": calls * work.flops, "bytes": calls * work.bytes}
         sums.setdefault(work.name, Counter()).update(each)
-    return {name: _started(dict(total), name, program) for name, total in sums.items()}
-
-
-def _started(traced: dict, name: str, program: Program) -> dict:
-    """Sums of the traced calls without those that the compiler left out because they equal others.
-    A kernel that the text does not name keeps all."""
-    found = sum(k.times for k in program.kernels if k.ours and name in k.source.split("/"))
-    share = min(1.0, found / traced["calls"]) if found else 1.0
-    return {key: share * total for key, total in traced.items()}
+    found = {}
+    for name, total in sums.items():
+        # without calls that the compiler left out because they equal others; a kernel that the text
+        # does not name keeps all
+        started = sum(k.times for k in program.kernels if k.ours and name in k.source.split("/"))
+        share = min(1.0, started / total["calls"]) if started else 1.0
+        found[name] = {key: share * number for key, number in total.items()}
+    return found
