@@ -7,24 +7,6 @@ from varjax.engine.memory import show_bytes
 
 TERA = 10**12
 COLLECTIVES = 8  # operations that exchange most, which are listed
-LEGEND = """\
-peak         most bytes on the device at one time: weights, cache, temporaries, results and code;
-             "codes" or "pixels": the program that decides. Not counted: what the runtime reserves.
-state        of training: parameters, their average, AdamW's two moments.
-in place     the donated cache (in training the state) is updated in place: no buffer and no copy of
-             the pool's shape beside it, none of another array of at least 1 % of its bytes.
-promised     weights + pool + activations and logits as predicted without compiling.
-FLOPs        products and convolutions, padding included; "kernels": those within kernels of ours,
-             of attention without padding.
-floor        no prediction: max(FLOPs / peak rate, bytes / bandwidth). Bytes: a layer's weights and
-             tables once per scale, other weights once, the pool's tokens read by every scale and
-             written once; of training the state, read and written.
-copied       slices of 1 MiB and more that are cut out of stacked arrays and written beside them; an
-             activation may be among them.
-exchanged    bytes that a device sends to others in one run, around a ring; below the table those of
-             the whole arrays beside them.
-GPU          nothing is tuned without the chip, which may choose other kernels and temporaries. JAX
-             takes three quarters of its memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
 
 
 def text(results: Sequence[Mapping]) -> str:
@@ -32,8 +14,7 @@ def text(results: Sequence[Mapping]) -> str:
     lines = table(results)
     for r in results:
         lines += _notes(r) if r["status"] == "compiled" else ["", f"{r['target']}: {r['error']}"]
-    legend = ["", LEGEND] * any(r["status"] == "compiled" for r in results)
-    return "\n".join([*lines, *legend])
+    return "\n".join([*lines, "", "What the rows mean: docs/howto/scale.md"])
 
 
 def table(results: Sequence[Mapping]) -> list[str]:

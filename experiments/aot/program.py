@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, collectives, kernels
+from experiments.aot import buffers, kernels
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
 from experiments.aot.kernels import Kernel
@@ -73,7 +73,7 @@ class Program:
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
-    exchanged: what the devices of a mesh exchange (`collectives.read`).
+    exchanged: what the devices of a mesh exchange (`kernels.exchanged`).
     compile_s: seconds, tracing included.
     """
 
@@ -135,7 +135,7 @@ def compile_program(
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(module, found, carried),
-        exchanged=collectives.read(module),
+        exchanged=kernels.exchanged(module),
     )
 
 

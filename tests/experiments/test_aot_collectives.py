@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from experiments.aot import collectives
+from experiments.aot import kernels
 from experiments.aot.hlo import Module
 
 MODULE = """HloModule made_up
@@ -58,7 +58,7 @@ def test_exchanges_of_a_text(groups):
     text = MODULE.replace("GROUPS", groups).replace(
         "KNOWN", 'backend_config={"known_trip_count":{"n":"5"}}'
     )
-    rows = collectives.read(Module.parse(text))
+    rows = kernels.exchanged(Module.parse(text))
     found = {row.pop("kind"): tuple(row.values()) for row in rows}
     assert found == {  # sent around a ring of four: 2 x 3/4, 3/4, 3/4 of the array; all of it
         "all-reduce": ("layer/dot", 4, 5, 5 * 128, 5 * 192),
@@ -71,7 +71,7 @@ def test_exchanges_of_a_text(groups):
 SPLIT = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from experiments.aot import collectives
+from experiments.aot import kernels
 from experiments.aot.hlo import Module
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 def layers(x, w):
@@ -83,7 +83,7 @@ run = jax.shard_map(
     check_vma=False)
 shapes = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((6, 16, 64), "float32")
 text = jax.jit(run).lower(*shapes).compile().as_text()
-for c in collectives.read(Module.parse(text)):
+for c in kernels.exchanged(Module.parse(text)):
     print(c["kind"], c["group"], c["bytes"], c["calls"])
 """
 

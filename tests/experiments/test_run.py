@@ -54,8 +54,6 @@ def test_results(call, checkpoint, tmp_path):
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
-    names = list(report)  # what was asked and found comes first, hashes of files last
-    assert names[:2] == ["model", "policy"] and names.index("model_files") >= len(names) - 2
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
     assert all(report["time"][f] > 0 for f in TIME)
     assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
