@@ -60,6 +60,9 @@ MESH = FLAGS.string(
 )
 DISTRIBUTED = DistributedFlag(FLAGS)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
+MORE = FLAGS.group(
+    "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2 (docs/howto/train.md)."
+)
 REQUIRED = ("data",)
 # settings with a flag of their own: what is trained, on what, and where it runs
 SINGLE = set(
@@ -69,12 +72,13 @@ SINGLE = set(
 
 def _define_flags() -> None:
     for field in dataclasses.fields(TrainingSettings):
+        flags = FLAGS if field.name in SINGLE else MORE
         define = {
-            bool: FLAGS.boolean,
-            int: FLAGS.integer,
-            float: FLAGS.floating,
-            str: FLAGS.string,
-            tuple: FLAGS.list,
+            bool: flags.boolean,
+            int: flags.integer,
+            float: flags.floating,
+            str: flags.string,
+            tuple: flags.list,
         }
         default = field.default
         if isinstance(default, tuple):
@@ -85,11 +89,6 @@ def _define_flags() -> None:
             define[type(field.default)](field.name, None, text, required=True)
         else:
             define[type(field.default)](field.name, default, text)
-    FLAGS.group(
-        "settings",
-        "Further settings, as vqvae_steps=1000,ch_mult=1,1,2 (docs/howto/train.md).",
-        [f.name for f in dataclasses.fields(TrainingSettings) if f.name not in SINGLE],
-    )
 
 
 def _family_defaults(field: dataclasses.Field) -> str:
@@ -113,7 +112,7 @@ def _integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
 def read_settings() -> TrainingSettings:
     """Return the settings that the given flags make; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
-    values = {n: FLAGS.values[n].value for n in names if FLAGS.values[n].present}
+    values = {name: FLAGS.flag(name).value for name in names if FLAGS.flag(name).present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
     if INIT.value is not None:
         return fine_tuning.settings(INIT.value, **values | lists)
@@ -130,11 +129,10 @@ def _flags_in_messages() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        axis, names = (
-            r"(?!data=-?\d)",
-            "|".join(FLAGS.values),
-        )  # or a mesh
-        text = re.sub(rf"(?<![\w/.=-]){axis}({names})=", r"--\1=", str(error))
+        text = str(error)
+        for values, before in ((FLAGS.values, "--"), (MORE.values, "--settings=")):
+            axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
+            text = re.sub(rf"(?<![\w/.=-]){axis}({'|'.join(values)})=", rf"{before}\1=", text)
         raise UserError(text) from error
 
 

@@ -21,6 +21,7 @@ a failure.
 """
 
 import importlib.metadata
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -150,8 +151,8 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
 
 def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
     """The training step that is asked for. All flags are checked, nothing is compiled."""
-    for name in FLAGS.values:
-        if FLAGS.values[name].present and name not in OF_TRAINING:
+    for name in itertools.chain(*FLAGS.all_values()):
+        if FLAGS.flag(name).present and name not in OF_TRAINING:
             raise UserError(
                 f"--{name} decides how pictures are drawn, and --train compiles a training step: "
                 "leave out one of them"

@@ -19,10 +19,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, kernels
+from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
 from experiments.aot.kernels import Kernel
+from experiments.aot.launches import Launches
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -70,6 +71,8 @@ class Program:
     unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     kernels: that it starts.
+    launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
+      not say.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
@@ -84,6 +87,7 @@ class Program:
     resident: int
     cost: Cost
     kernels: list[Kernel]
+    launches: Launches | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
@@ -121,6 +125,7 @@ def compile_program(
         elapsed = time.perf_counter() - start
         module = Module.parse(compiled.as_text())
         found = buffers.read_dump(Path(folder), module)
+        started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
@@ -132,6 +137,7 @@ def compile_program(
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=program_cost(traced.jaxpr),
         kernels=kernels.read(module),
+        launches=started,
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(module, found, carried),

@@ -85,6 +85,7 @@ def describe_program(program: Program) -> dict:
         "kernels_by_operation": dict(sources.most_common(LISTED)),
         "kernels_of_ours": _ours(program),
         "copied_weight_bytes": sum(k.times * k.copied for k in program.kernels),
+        "launches": program.launches and program.launches._asdict(),
         "live_temporary_bytes": sum(b.size for b in program.live),
         "largest_temporaries": [
             {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}

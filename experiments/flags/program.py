@@ -150,20 +150,26 @@ class ProgramFlags:
         self._define_settings(flags)
 
     def _define_settings(self, flags: CommandFlags) -> None:
-        """Define what few people set, which --program gives."""
+        """Define --program: what few people set."""
+        program = flags.group(
+            "program",
+            "Further settings, as segments=4,layers=scan. None changes the pictures but for "
+            "rounding.",
+            alone=("segments", "attention", "matmul_precision", "decode_dtype"),
+        )
         kernels = implementations.PLATFORMS if self._elsewhere else implementations.NAMES[1:]
         stepwise = "; -interpret: step by step anywhere, slowly" * (not self._elsewhere)
-        self._attention = flags.enum(
+        self._attention = program.enum(
             "attention",
             AUTO,
             [AUTO, "reference", *kernels],
             f"Attention and cache writing: auto takes mosaic on GPUs from Hopper on, triton on "
             f"others, tpu on TPU, else reference{stepwise}.",
         )
-        self._segments = flags.string(
+        self._segments = program.string(
             "segments", AUTO, "How many segments the scale loop is cut into: auto or a number."
         )
-        self._layers = flags.enum(
+        self._layers = program.enum(
             "layers",
             AUTO,
             list(LAYERS),
@@ -171,30 +177,24 @@ class ProgramFlags:
             "weights but takes longer to compile; auto: unroll large models, but not on TPUs, nor "
             "where only a scan fits.",
         )
-        self._precision = flags.enum(
+        self._precision = program.enum(
             "matmul_precision",
             "default",
             list(MATMUL_PRECISIONS),
             "Precision of float32 products.",
         )
-        self._decode_dtype = flags.enum(
+        self._decode_dtype = program.enum(
             "decode_dtype",
             arithmetic.AUTO,
             list(arithmetic.CHOICES),
             "What the decoder of pixels computes in: auto is float32 on CPUs, else bfloat16, "
             "which is faster and rounds pixels; tf32 (NVIDIA GPUs) rounds them less.",
         )
-        self._decode_batch = flags.integer(
+        self._decode_batch = program.integer(
             "decode_batch",
             None,
             "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
             lower_bound=1,
-        )
-        flags.group(
-            "program",
-            "Further settings, as segments=4,layers=scan. None changes the pictures but for "
-            "rounding.",
-            "attention segments layers matmul_precision decode_dtype decode_batch".split(),
         )
 
     def resolve(self, model: Model, chip: Chip | None = None) -> ProgramOptions:

@@ -24,27 +24,27 @@ class SamplingFlags:
         )
         self._top_k = flags.integer("top_k", None, "Keep the k largest logits; 0 is off.")
         self._top_p = flags.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
-        self._tau = flags.string(
+        more = flags.group(
+            "sampling",
+            "Further settings, as tau=0.5,greedy=true.",
+            alone=("tau", "greedy", "more_smooth", "cfg_insertion_layer", "cfg_interval"),
+        )
+        self._tau = more.string(
             "tau", None, "Temperature that logits are divided by, a number or one per scale."
         )
-        self._greedy = flags.boolean("greedy", False, "Take the largest logit instead of sampling.")
-        self._more_smooth = flags.boolean(
+        self._greedy = more.boolean("greedy", False, "Take the largest logit instead of sampling.")
+        self._more_smooth = more.boolean(
             "more_smooth", None, "Feed back mixtures of codes: smoother pictures (VAR)."
         )
-        self._insertion = flags.string(
+        self._insertion = more.string(
             "cfg_insertion_layer",
             None,
             "Where guidance acts, a list: 0 on the logits, -k after layer depth - k (Infinity).",
         )
-        self._interval = flags.integer(
+        self._interval = more.integer(
             "cfg_interval",
             None,
             "Guide image tokens 0 to this number + 1 only; -1 guides all (LlamaGen).",
-        )
-        flags.group(
-            "sampling",
-            "Further settings, as tau=0.5,greedy=true.",
-            ["tau", "greedy", "more_smooth", "cfg_insertion_layer", "cfg_interval"],
         )
         if seed:
             self._seed = flags.integer(

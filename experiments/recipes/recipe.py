@@ -146,12 +146,12 @@ class RecipeFlag:
 
     def _use(self, name: str) -> None:
         for flag, value in load(name).flags(self._command).items():
-            self._flags.values.set_default(flag, value)
+            self._flags.set_default(flag, value)
 
     @property
     def recipe(self) -> Recipe | None:
         """The recipe that is given."""
-        name = self._flags.values["recipe"].value
+        name = self._flags.flag("recipe").value
         return load(name) if name else None
 
     def about(self) -> AbstractContextManager[None]:

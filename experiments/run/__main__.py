@@ -77,21 +77,21 @@ RESIZE = FLAGS.integer(
     upper_bound=LARGEST_SIDE,
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+GIVEN = FLAGS.group(
+    "given",
+    "Tokens that replace the draw, as tokens=FILE.npz,scales=3.",
+    alone=("given_tokens", "given_bits", "given_scales"),
+)
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
-GIVEN_FILES = {  # {name that a model gives its tokens: flag}
-    name: FLAGS.string(f"given_{name}", None, f"npz file with `{name}` {shape}.")
+GIVEN_FILES = {  # {name that a model gives its tokens: setting}
+    name: GIVEN.string(name, None, f"npz file with `{name}` {shape}.")
     for name, shape in SHAPES.items()
 }
-GIVEN_SCALES = FLAGS.integer(
-    "given_scales",
+GIVEN_SCALES = GIVEN.integer(
+    "scales",
     None,
     "The first so many scales, or tokens of a model that draws token by token, take what is given; "
     "default: all.",
-)
-FLAGS.group(
-    "given",
-    "Tokens that replace the draw, as tokens=FILE.npz,scales=3.",
-    ["given_tokens", "given_bits", "given_scales"],
 )
 FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)

@@ -33,10 +33,10 @@ BUDGET = FLAGS.floating("budget", 0.5, "fraction of the cache", lower_bound=0.0)
 COUNT = FLAGS.integer("count", 3, "how many images")
 POLICY = FLAGS.enum("policy", "full", ["full", "headkv"], "which tokens stay")
 GREEDY = FLAGS.boolean("greedy", False, "take the best token")
-TAU = FLAGS.floating("tau", None, "a temperature")
-FAST = FLAGS.boolean("more_fast", False, "not slow")
-SIZE = FLAGS.list("size", None, "sizes")
-FLAGS.group("more", "Further settings.", ["tau", "more_fast", "size"])
+MORE = FLAGS.group("more", "Further settings.", alone=("tau", "more_fast"))
+TAU = MORE.floating("tau", None, "a temperature")
+FAST = MORE.boolean("fast", False, "not slow")
+SIZE = MORE.list("size", None, "sizes")
 FAIL = FLAGS.string("fail", None, "how to fail")
 flags.register_validator(
     "count", lambda n: n != 13, message="13 brings bad luck", flag_values=FLAGS.values
@@ -129,6 +129,11 @@ def test_values_arrive(tiny_here):
     assert tiny_here(*given) == (0, "1 0.25 -4 headkv True\n", "")
 
 
+def test_values_do_not_stay_for_the_next_command(tiny_here):
+    assert tiny_here("--budget=0.25", "--greedy") == (0, "1 0.25 3 full True\n", "")
+    assert tiny_here() == (0, "1 0.5 3 full False\n", "")
+
+
 @pytest.mark.parametrize(
     "argument, parts",
     [
@@ -171,7 +176,7 @@ def test_a_flag_is_no_value_of_the_flag_before(tiny_here):
     ],
 )
 def test_settings_of_a_group(tiny_here, given, said):
-    """Together or as flags."""
+    """Together or, some of them, as flags."""
     assert tiny_here(*given) == (0, f"{said}\n1 0.5 3 full False\n", "")
 
 
@@ -184,6 +189,7 @@ def test_settings_of_a_group(tiny_here, given, said):
         ("--more=size=1,size=2", "size is given twice"),
         ("--more=tau", "cannot read 'tau'"),
         ("--more=", "--more= is empty"),
+        ("--size=2", "there is no flag --size: use --more=size=VALUE"),
         *((f"--{name}", f"--{name} is gone: {instead}") for name, instead in GONE.items()),
         ("--nopage", "--page is gone"),
     ],
@@ -249,12 +255,29 @@ def test_bug_keeps_its_traceback(tiny):
     assert "Traceback" in errors and "impossible state" in errors
 
 
+def test_main_may_return_a_status(tiny_here):
+    assert tiny_here("--fail=status")[0] == 7
+
+
 def test_any_text_is_printed(environment):
     environment = {**environment, "PYTHONIOENCODING": "ascii:strict"}
     command = [sys.executable, "-m", "tiny", "--fail=text", "--budget=0.25", "--greedy"]
     found = subprocess.run(command, env=environment, capture_output=True)
     expected = b"1 0.25 3 full True\nL\\xf6we \\udcff\n"
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
+
+
+def test_reader_that_goes_away_leaves_no_traceback(environment):
+    with subprocess.Popen(
+        [sys.executable, "-m", "tiny", "--fail=pipe"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0  # the reader's choice, and no fault
 
 
 def test_required_flag_is_named(tmp_path, environment):
@@ -310,12 +333,20 @@ def test_a_reader_that_is_gone_is_no_error(closed, environment, tmp_path):
     assert int((tmp_path / "f").read_text()) > 2
 
 
-@pytest.mark.parametrize("platforms", ["foo", "cpu,foo"])
-def test_platforms_that_are_not_there(platforms, tiny, environment, monkeypatch):
-    monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
-    assert_one_message(tiny("--fail=device"), 2, f"JAX_PLATFORMS={platforms}: one of these")
+def test_streams_without_a_buffer_stay_so(environment):
+    """And show what would control a terminal."""
+    program = "from varjax.cli import streams; streams.keep(); import os; "
+    program += "print('a\\x1b[31m\\tb'); os._exit(0)"
+    command = [sys.executable, "-u", "-c", program]
+    assert subprocess.check_output(command, env=environment) == b"a\\x1b[31m\tb\n"
 
 
 def test_messages_obey_no_escapes(tiny_here):
     """As a file or a module of somebody else's may hold them."""
     assert tiny_here("--fail=escapes")[2] == "error: \\x1b[31mred\\u202e\n"
+
+
+@pytest.mark.parametrize("platforms", ["foo", "cpu,foo"])
+def test_platforms_that_are_not_there(platforms, tiny, environment, monkeypatch):
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
+    assert_one_message(tiny("--fail=device"), 2, f"JAX_PLATFORMS={platforms}: one of these")

@@ -50,9 +50,10 @@ def test_help_and_version_of_each(command, capsys):
     assert text.startswith("Try:\n    python ")  # here followed by what runs the tests
     assert set(module.FLAGS.essential) <= set(module.FLAGS.values)
     arguments = shlex.split(module.FLAGS.example.splitlines()[-1])
-    saved = flagsaver.save_flag_values(module.FLAGS.values)
+    saved = [(values, flagsaver.save_flag_values(values)) for values in module.FLAGS.all_values()]
     module.FLAGS.parse([command, *arguments])  # they exist, with such values
-    flagsaver.restore_flag_values(saved, module.FLAGS.values)
+    for values, before in saved:
+        flagsaver.restore_flag_values(before, values)
     assert max(map(len, text.splitlines())) <= WIDTH
     for name in module.FLAGS.values:
         words = bare(module.FLAGS.values[name])

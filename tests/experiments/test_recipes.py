@@ -26,7 +26,7 @@ def test_data_files(name):
     assert found.keys() <= KEYS and found["source"] and found["unknown"] and found["published"]
     families = {registry.preset(model).family for model in found["models"]}
     assert len(families) == 1
-    assert set(found["run"]) <= set(run.FLAGS.values)
+    assert set(found["run"]) <= set(run.FLAGS.names())
     if found["evaluate"] is None:
         assert found["scorer"]
     else:
@@ -79,7 +79,7 @@ def test_what_a_recipe_does_not_name_is_told(call):
     assert "does not name --greedy=True" in out and "is changed" not in out
     assert out.count("does not name") == 2  # seed and batch are the user's, a count has its remark
     for command, names in recipes.DECIDING.items():
-        assert set(names) <= set({"run": run, "evaluate": evaluate}[command].FLAGS.values)
+        assert set(names) <= set({"run": run, "evaluate": evaluate}[command].FLAGS.names())
 
 
 @pytest.mark.parametrize(

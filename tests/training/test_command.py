@@ -15,32 +15,32 @@ def _run(*flags: str) -> int:
 WRONG = {
     "list": (
         ["--settings=patch_nums=1,a"],
-        "--patch_nums=1,a is not valid: it must be integers",
+        "--settings=patch_nums=1,a is not valid: it must be integers",
     ),
     "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
     "stage": (["--stage=vqvea"], "did you mean 'vqvae'"),
-    "interval": (["--settings=log_every=7"], "must be a multiple of --log_every=7"),
+    "interval": (["--settings=log_every=7"], "must be a multiple of --settings=log_every=7"),
     "seed": (["--seed=-1"], "--seed=-1 given: choose 0 to 2147483647"),
     "batch": (
         ["--max_images=8", "--image_size=64"],
-        "--vqvae_batch_size=16 given, but there are",
+        "--settings=vqvae_batch_size=16 given, but there are",
     ),
     "classifier": (
         ["--stage=classifier", "--image_size=64"],
-        "--classifier_batch_size=64 given",
+        "--settings=classifier_batch_size=64 given",
     ),
     "no out": (["--out="], "--out= is empty"),
     "family": (["--family=lama"], "unknown model family 'lama': choose one of var, llamagen"),
     "other family": (
         ["--settings=dropout=0.2"],
-        "--dropout=0.2 is for --family=llamagen only",
+        "--settings=dropout=0.2 is for --family=llamagen only",
     ),
     "codec first": (["--stage=var"], "holds no trained codec"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
-        "--depth=9 given, but --init=demo has --depth=4, which training does",
+        "--settings=depth=9 given, but --init=demo has --settings=depth=4, which training does",
     ),
     "Infinity": (["--init=infinity-2b"], "--init=infinity-2b is of the family infinity: var and"),
     "family of init": (
@@ -52,7 +52,7 @@ WRONG = {
     "mesh": (["--mesh=data=0"], "error: --mesh=data=0: data=0 is no number of devices"),
     "parts": (
         ["--settings=vqvae_batch_size=16", "--accumulate=3"],
-        "--vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a",
+        "--settings=vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a",
     ),
 }
 

@@ -44,7 +44,7 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     argv = list(sys.argv if argv is None else argv)
     streams.keep()
     own = getattr(sys.modules[main.__module__], "FLAGS", CommandFlags())
-    saved = flagsaver.save_flag_values(own.values)
+    saved = [(values, flagsaver.save_flag_values(values)) for values in own.all_values()]
     try:
         status = _guarded(main, argv, own)
     except Exception as error:
@@ -58,7 +58,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
             traceback.print_exc()
             status = 1
     finally:
-        flagsaver.restore_flag_values(saved, own.values)
+        for values, before in saved:
+            flagsaver.restore_flag_values(before, values)
     processes.leave(status)
     sys.exit(status)
 

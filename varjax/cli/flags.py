@@ -1,11 +1,12 @@
 """The flags of one command, and error messages about them in our words.
 
-A command may have groups of flags that one flag gives together, as
-`--sampling=tau=0.5,greedy=true`. The flags are read first, then the groups, then what may add
+A command has single flags, and groups of settings that one flag takes together, as
+`--sampling=tau=0.5,greedy=true`. The flags are read once, then the groups, then what may add
 allowed values (`CommandFlags.used`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -53,19 +54,11 @@ class _Choice(flags.ArgumentParser):
         self.enum_values = values
 
 
-class CommandFlags:
-    """The flags of a command. Most methods define one and return its holder, whose `value` is read
-    later.
+class Settings:
+    """absl flags by themselves. Most methods define one and return its holder, whose `value` is
+    read later."""
 
-    example: for the help, arguments of a call that runs; lines before it may be whole commands,
-      which make what it reads.
-    essential: names of the flags that most people need, which the help shows first.
-    compiles: whether programs are compiled, which JAX then keeps for the next start.
-    groups: {flag that gives several: {their keys: flags}}.
-    """
-
-    def __init__(self, example: str = "", essential: str = "", *, compiles: bool = False):
-        self.example, self.essential, self.compiles = example, essential.split(), compiles
+    def __init__(self):
         self.values = flags.FlagValues()
         self.string = partial(flags.DEFINE_string, flag_values=self.values)
         self.integer = partial(flags.DEFINE_integer, flag_values=self.values)
@@ -75,9 +68,51 @@ class CommandFlags:
         self.list = partial(flags.DEFINE_list, flag_values=self.values)
         self.texts = partial(flags.DEFINE_multi_string, flag_values=self.values)  # repeated
         self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
-        self.groups: dict[str, dict[str, str]] = {}
+
+
+class Group(Settings):
+    """Settings that the flag --NAME takes together. alone: flags that give one by itself, as
+    scripts may do: KEY or NAME_KEY."""
+
+    def __init__(self, name: str, alone: Collection[str]):
+        super().__init__()
+        self.name, self.alone = name, {flag: flag.removeprefix(f"{name}_") for flag in alone}
+
+    def parse(self, texts: Sequence[str], alone: Sequence[str]) -> None:
+        """Set what the texts of the flag say, and what was given by flags of its own, `alone`."""
+        given = list(alone)
+        for text in texts:
+            if not text:
+                raise UserError(f"--{self.name}= is empty: give key=value, or leave the flag out")
+            with errors.about(f"--{self.name}={text}"):
+                given += [f"--{key}={value}" for key, value in parse_pairs(text).items()]
+        parse_flags(["", *given], self.values, self.written, self._unknown)
+
+    def written(self, key: str) -> str:
+        """A setting as it is given on the command line, without its value."""
+        flags = [flag for flag, name in self.alone.items() if name == key]
+        return f"--{flags[0]}" if flags else f"--{self.name}={key}"
+
+    def _unknown(self, name: str) -> str:
+        close = nearest(name, list(self.values))
+        return f"--{self.name} has no {name}{close}, it takes {', '.join(self.values)}"
+
+
+class CommandFlags(Settings):
+    """The flags of a command.
+
+    example: for the help, arguments of a call that runs; lines before it may be whole commands,
+      which make what it reads.
+    essential: names of the flags that most people need, which the help shows first.
+    compiles: whether programs are compiled, which JAX then keeps for the next start.
+    """
+
+    def __init__(self, example: str = "", essential: str = "", *, compiles: bool = False):
+        super().__init__()
+        self.example, self.essential, self.compiles = example, essential.split(), compiles
+        self.groups: dict[str, Group] = {}
         self.argument_name: str | None = None
-        self.headings: dict[str, set[str]] = {}  # flags that were there before each
+        self._headings: list[tuple[str, set[str]]] = []
         self._uses: dict[str, Callable[[str], object]] = {}
         self._choices: dict[str, Collection[str]] = {}
 
@@ -86,11 +121,12 @@ class CommandFlags:
         self.argument_name = name
         return self.string(name, None, help, required=True)
 
-    def group(self, name: str, help: str, settings: Iterable[str]) -> None:
-        """Define a flag that gives several: --NAME=KEY=VALUE,KEY=VALUE. settings: these flags, KEY
-        or NAME_KEY each; the help shows them below it."""
+    def group(self, name: str, help: str, alone: Collection[str] = ()) -> Group:
+        """Define a flag that takes several settings, which the group returned defines. alone: as of
+        `Group`."""
         self.texts(name, [], help)
-        self.groups[name] = {flag.removeprefix(f"{name}_"): flag for flag in settings}
+        self.groups[name] = Group(name, alone)
+        return self.groups[name]
 
     def choice(self, name: str, default: str, values: Collection[str], help: str):
         """Define an enumeration to which `used` may add values."""
@@ -110,7 +146,30 @@ class CommandFlags:
 
     def heading(self, title: str) -> None:
         """Put the flags that follow below a heading of the help."""
-        self.headings[title] = set(self.values)
+        self._headings.append((title, set(self.values)))
+
+    def heading_of(self, name: str) -> str:
+        """The heading that a flag was defined below; empty without one."""
+        before = [title for title, known in self._headings if name not in known]
+        return before[-1] if before else ""
+
+    def all_values(self) -> list[flags.FlagValues]:
+        """The flags, and the settings of every group."""
+        return [self.values, *(group.values for group in self.groups.values())]
+
+    def flag(self, name: str) -> flags.Flag:
+        """The flag, or the setting of a group, of this name."""
+        for group in self.groups.values():
+            name = group.alone.get(name, name)
+        return next(values[name] for values in self.all_values() if name in values)
+
+    def names(self) -> list[str]:
+        """All that may be given by itself: flags, and the settings that are also flags."""
+        return [*self.values, *itertools.chain(*(group.alone for group in self.groups.values()))]
+
+    def set_default(self, name: str, value: object) -> None:
+        """Change the default of a flag or setting; one that was given keeps its value."""
+        next(values for values in self.all_values() if name in values).set_default(name, value)
 
     def parse(self, argv: Sequence[str]) -> None:
         """Set everything from the arguments (program name first).
@@ -123,36 +182,47 @@ class CommandFlags:
         name = self.argument_name
         if name and len(bare) == 1 and argv[bare[0] - 1] != f"--{name}":
             argv[bare[0]] = f"--{name}={argv[bare[0]]}"
-        check_arguments(argv, {name for name in self.values if not self.values[name].boolean})
-        parse_flags(argv, self.values, self._unknown)
-        parse_flags([argv[0], *self._grouped()], self.values)
+        takes_value = {name for name in self.names() if not self.flag(name).boolean}
+        check_arguments(argv, takes_value)
+        rest, alone = [], {name: [] for name in self.groups}
+        for text, group in self._sorted(argv):
+            (rest if group is None else alone[group]).append(text)
+        parse_flags(rest, self.values, unknown=self._unknown)
+        for name, group in self.groups.items():
+            group.parse(self.values[name].value, alone[name])
         for name, use in self._uses.items():
             if self.values[name].value:
                 use(self.values[name].value)
         for name, values in self._choices.items():
             if (given := self.values[name].value) not in values:
-                raise UserError(not_valid(self.values[name], given))
+                raise UserError(not_valid(self.values[name], given, f"--{name}"))
 
-    def _grouped(self) -> Iterator[str]:
-        """Yield the flags that groups give, as arguments."""
-        for name, settings in self.groups.items():
-            for text in self.values[name].value:
-                if not text:
-                    raise UserError(f"--{name}= is empty: give key=value, or leave the flag out")
-                with errors.about(f"--{name}={text}"):
-                    given = parse_pairs(text)
-                for key, value in given.items():
-                    if key not in settings:
-                        close, known = nearest(key, list(settings)), ", ".join(settings)
-                        raise UserError(f"--{name} has no {key}{close}, it takes {known}")
-                    yield f"--{settings[key]}={value}"
+    def _sorted(self, argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """Yield every argument with the group that it belongs to, None for most; a setting that is
+        given as a flag as --KEY=VALUE."""
+        groups = {name: group for group in self.groups.values() for name in group.alone}
+        arguments = iter(argv)
+        for text in arguments:
+            given, equals, value = text.removeprefix("--").partition("=")
+            name = given if given in groups else given.removeprefix("no")
+            if not text.startswith("--") or name not in groups:
+                yield text, None
+                continue
+            key = groups[name].alone[name]
+            if not equals:
+                is_flag = groups[name].values[key].boolean
+                value = str(name == given).lower() if is_flag else next(arguments, "")
+            yield f"--{key}={value}", groups[name].name
 
     def _unknown(self, name: str) -> str:
         """What to say of a flag that does not exist, or not any more."""
         for gone in (name, name.removeprefix("no")):
             if gone in GONE:
                 return f"--{gone} is gone: {GONE[gone]}"
-        close = nearest(f"--{name}", [f"--{one}" for one in self.values])
+        for group in self.groups.values():
+            if name in group.values:
+                return f"there is no flag --{name}: use --{group.name}={name}=VALUE"
+        close = nearest(f"--{name}", [f"--{one}" for one in self.names()])
         return f"unknown flag --{name}{close}{list_hint()}"
 
 

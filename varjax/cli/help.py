@@ -12,7 +12,7 @@ import jax
 from absl import flags
 
 import varjax
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, Group
 from varjax.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
 
 WIDTH = 100
@@ -27,20 +27,12 @@ def help_text(main: Callable, own: CommandFlags) -> str:
     """Return an example, the manual (docstring of the module of `main`), and the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
     rank = {name: i for i, name in enumerate(own.essential)}
-    grouped = {flag for settings in own.groups.values() for flag in settings.values()}
     found: dict[str, list[str]] = {"": []}
     for name in sorted(own.values, key=lambda name: rank.get(name, len(rank))):
-        if name in grouped:
-            continue
-        below = [title for title, before in own.headings.items() if name not in before]
-        entries = found.setdefault(below[-1] if below and name not in rank else "", [])
-        if name not in own.groups:
-            entries.append(_entry(own.values[name]))
-            continue
-        entries += [f"  --{name}=KEY=VALUE,...", _filled(bare(own.values[name]))]
-        for flag in (own.values[setting] for setting in own.groups[name].values()):
-            kind = "true|false" if flag.boolean else _kind(flag)
-            entries.append(_filled(f"--{flag.name}={kind}: {_words(flag)}"))
+        title = own.heading_of(name) if name not in rank else ""
+        group = own.groups.get(name)
+        entry = _entry(own.values[name]) if group is None else _group(own.values[name], group)
+        found.setdefault(title, []).append(entry)
     lines = [*_example(own.example), manual, "", f"Flags of `{program()}`:", *found.pop("")]
     for title, entries in found.items():
         lines += ["", f"{title}:", *entries]
@@ -73,6 +65,19 @@ def _entry(flag: flags.Flag) -> str:
     if len(head) > WIDTH:
         head = f"  --{flag.name}=STRING"
     return f"{head}\n{_filled(_words(flag))}"
+
+
+def _group(flag: flags.Flag, group: Group) -> str:
+    """Return the lines of a flag that takes several settings, and of these. Those that may be given
+    as flags, too, are written as such."""
+    lines = [f"  --{flag.name}=KEY=VALUE,...", _filled(bare(flag))]
+    for name in group.values:
+        setting = group.values[name]
+        kind = "true|false" if setting.boolean else _kind(setting)
+        alone = name in group.alone.values()
+        head = group.written(name) if alone else name
+        lines.append(_filled(f"{head}={kind}: {_words(setting)}"))
+    return "\n".join(lines)
 
 
 def _kind(flag: flags.Flag) -> str:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
 from absl import flags
 
@@ -37,10 +36,14 @@ def check_arguments(argv: Sequence[str], takes_value: Collection[str]) -> None:
 
 
 def parse_flags(
-    argv: Sequence[str], values: flags.FlagValues, unknown: Callable[[str], str] = str
+    argv: Sequence[str],
+    values: flags.FlagValues,
+    written: Callable[[str], str] = "--{}".format,
+    unknown: Callable[[str], str] = str,
 ) -> None:
-    """Set the flags from `argv` (program name first). unknown: what messages say of a flag that
-    does not exist.
+    """Set the flags from `argv` (program name first).
+
+    written: how messages call a name. unknown: what they say of one that does not exist.
 
     Raises:
       UserError: a flag is unknown, gone, malformed or missing, or there is a positional argument.
@@ -54,14 +57,14 @@ def parse_flags(
     except flags.IllegalFlagValueError as error:
         # absl reports all failed validators at once, each entry starting with `flag --`
         entries = re.split(r"\n(?=flags? --)", str(error))
-        said = "; ".join(_reword(entry, values) for entry in entries)
+        said = "; ".join(_reword(entry, values, written) for entry in entries)
         raise UserError(said + (hint if _REQUIRED in said else "")) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
     _expand_home(values)
     empty = [name for name in values if values[name].present and values[name].value in ("", [])]
     if empty:
-        raise UserError(f"--{empty[0]}= is empty: give a value, or leave the flag out")
+        raise UserError(f"{written(empty[0])}= is empty: give a value, or leave the flag out")
     if leftover:
         given = " ".join(leftover)
         raise UserError(
@@ -73,19 +76,23 @@ def list_hint() -> str:
     return f"; run `{program()} --help` for the list of flags"
 
 
+def _expanded(text: str) -> str:
+    found = re.match(r"(\w+=)?~(?=/|$)", text)
+    return f"{found[1] or ''}{os.path.expanduser('~')}{text[found.end() :]}" if found else text
+
+
 def _expand_home(values: flags.FlagValues) -> None:
     """Put the home folder for `~` where texts begin with it, and behind the name of an argument, as
     in --policy_args=path=~/order.npz: shells do so at the beginning of a word only. Prompts, which
     may be repeated, stay as they are."""
-    home = partial(re.sub, r"^(\w+=)?~(?=/|$)", lambda m: (m[1] or "") + os.path.expanduser("~"))
     for flag in (values[name] for name in values):
         if flag.present and flag.flag_type() == "string" and isinstance(flag.value, str):
-            flag.value = home(flag.value)
+            flag.value = _expanded(flag.value)
         elif flag.present and flag.flag_type() == LISTED:
-            flag.value = list(map(home, flag.value))
+            flag.value = [_expanded(text) for text in flag.value]
 
 
-def _reword(entry: str, values: flags.FlagValues) -> str:
+def _reword(entry: str, values: flags.FlagValues, written: Callable[[str], str]) -> str:
     """Put absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
     match = re.fullmatch(r"flag --([\w-]+)=(.*?): (.*)", entry, re.DOTALL)
     if not match:
@@ -93,16 +100,16 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     name, given, reason = match.groups()
     flag = values[name]
     if flag.value is None and reason.endswith("must have a value other than None."):
-        return f"--{name} {_REQUIRED} ({bare(flag).rstrip('.')})"
+        return f"{written(name)} {_REQUIRED} ({bare(flag).rstrip('.')})"
     parsed = flag.present and str(flag.value) == given  # then a validator refused it and says why
     if parsed or not allowed(flag):
-        return f"--{name}={given} is not valid: {reason}"
-    return not_valid(flag, given)
+        return f"{written(name)}={given} is not valid: {reason}"
+    return not_valid(flag, given, written(name))
 
 
-def not_valid(flag: flags.Flag, given: str) -> str:
+def not_valid(flag: flags.Flag, given: str, written: str) -> str:
     close = nearest(given, choices(flag))
-    return f"--{flag.name}={given} is not valid: it must be {allowed(flag)}{close}"
+    return f"{written}={given} is not valid: it must be {allowed(flag)}{close}"
 
 
 def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:

@@ -35,6 +35,14 @@ def shown(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+class _Shown(io.TextIOWrapper):
+    """A stream of texts as people shall see them."""
+
+    def write(self, text: str) -> int:
+        super().write(shown(text))
+        return len(text)
+
+
 class _Unread(io.FileIO):
     """A file number whose reader may go away."""
 
@@ -52,7 +60,7 @@ class _Unread(io.FileIO):
 def _text(number: int, like: io.TextIOWrapper | None = None) -> io.TextIOWrapper:
     """Return the text stream of a number, in which every name of a file can be printed."""
     raw, unbuffered = _Unread(number, "w", closefd=False), bool(like and like.write_through)
-    return io.TextIOWrapper(
+    return _Shown(
         raw if unbuffered else io.BufferedWriter(raw),  # as Python itself does with -u
         like.encoding if like else "utf-8",
         "backslashreplace",
