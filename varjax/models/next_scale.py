@@ -145,10 +145,6 @@ class NextScaleTransformer(Transformer):
             found["multiplier"] = layers.attention_multiplier(self.blocks.log_scale[...])
         return found
 
-    def attention_input(self, layer_context: PyTree, x: Float[Array, "R T D"]):
-        """Normalised and modulated tokens: what queries, keys and values are projected from."""
-        raise NotImplementedError
-
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
         """Embedded codes of all rows. The conditional and the unconditional row of an image have
         the same codes."""

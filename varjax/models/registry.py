@@ -47,70 +47,61 @@ class Preset:
     class_names: tuple[str, ...] | None = None
 
 
+def _family(name: str, transformer: Part, codec: Part, agreed: tuple[str, ...], **conditions):
+    """A family by its parts. Models that take texts have a text encoder."""
+    parts = {"transformer": transformer, "codec": codec}
+    parts |= {"text_encoder": TEXT_ENCODER} if "text" in conditions else {}
+    return Family(name, parts, agreed=agreed, conditions=conditions)
+
+
 FAMILIES = {
-    "var": Family(
+    "var": _family(
         "var",
-        {
-            "transformer": Part("VAR", var.VARConfig, var.VAR),
-            "codec": Part("VQVAE", VQVAEConfig, VQVAE),
-        },
-        agreed=("vocab_size", "z_channels", "schedule"),
-        conditions={"labels": LABELS},
+        Part("VAR", var.VARConfig, var.VAR),
+        Part("VQVAE", VQVAEConfig, VQVAE),
+        ("vocab_size", "z_channels", "schedule"),
+        labels=LABELS,
     ),
-    "infinity": Family(
+    "infinity": _family(
         "infinity",
-        {
-            "transformer": Part("Infinity", infinity.InfinityConfig, infinity.Infinity),
-            "codec": Part("BSQVAE", bsq.BSQConfig, bsq.BSQVAE),
-            "text_encoder": TEXT_ENCODER,
-        },
-        agreed=("codebook_dim",),
-        conditions={"text": TEXT},
+        Part("Infinity", infinity.InfinityConfig, infinity.Infinity),
+        Part("BSQVAE", bsq.BSQConfig, bsq.BSQVAE),
+        ("codebook_dim",),
+        text=TEXT,
     ),
-    "llamagen": Family(
+    "llamagen": _family(
         "llamagen",
-        {
-            "transformer": Part("LlamaGen", llamagen.LlamaGenConfig, llamagen.LlamaGen),
-            "codec": Part("VQ", VQConfig, VQ),
-            "text_encoder": TEXT_ENCODER,
-        },
-        agreed=("vocab_size",),
-        conditions={"labels": LABELS, "text": TEXT},
+        Part("LlamaGen", llamagen.LlamaGenConfig, llamagen.LlamaGen),
+        Part("VQ", VQConfig, VQ),
+        ("vocab_size",),
+        labels=LABELS,
+        text=TEXT,
     ),
-    "janus": Family(
+    "janus": _family(
         "janus",
-        {
-            "transformer": Part("Janus", janus.JanusConfig, janus.Janus),
-            "codec": Part("VQ", VQConfig, VQ),
-        },
-        agreed=("vocab_size",),
-        conditions={"prompt_ids": PROMPT_IDS},
+        Part("Janus", janus.JanusConfig, janus.Janus),
+        Part("VQ", VQConfig, VQ),
+        ("vocab_size",),
+        prompt_ids=PROMPT_IDS,
     ),
-    "lumina": Family(
+    "lumina": _family(
         "lumina",
-        {
-            "transformer": Part("Lumina", lumina.LuminaConfig, lumina.Lumina),
-            "codec": Part("ChameleonVQ", ChameleonVQConfig, ChameleonVQ),
-        },
-        agreed=("vocab_size",),
-        conditions={"prompt_ids": PROMPT_IDS},
+        Part("Lumina", lumina.LuminaConfig, lumina.Lumina),
+        Part("ChameleonVQ", ChameleonVQConfig, ChameleonVQ),
+        ("vocab_size",),
+        prompt_ids=PROMPT_IDS,
     ),
 }
 CATALOGUE = Catalogue(FAMILIES, {"text_encoder": TEXT_ENCODER})
 
-# Settings of the published FID evaluation of VAR.
+# What the authors recommend: VAR's and LlamaGen's published FID evaluations, and the published
+# inference scripts of the others. Infinity's top-k never binds on two values.
 VAR_SAMPLING = {"cfg": 1.5, "top_k": 900, "top_p": 0.96, "more_smooth": False}
-
-# Settings of the published inference scripts of Infinity; top-k never binds on two values.
 INFINITY_SAMPLING = {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
 INFINITY_8B = {**INFINITY_SAMPLING, "tau": 1.0}
-
-# Settings of LlamaGen's published FID evaluation, and of its text-to-image script.
 LLAMAGEN_SAMPLING = {"cfg": 1.75, "tau": 1.0, "cfg_interval": -1, "top_k": 0, "top_p": 0.0}
 LLAMAGEN_CFG = {768: 2.0, 1024: 2.0, 3200: 1.65}  # by width; 1.75 in the others
 LLAMAGEN_TEXT = {**LLAMAGEN_SAMPLING, "cfg": 7.5, "top_k": 1000}
-
-# Settings of the published inference scripts of Janus-Pro and Lumina-mGPT.
 JANUS_SAMPLING = {"cfg": 5.0, "tau": 1.0, "cfg_interval": -1, "top_k": 0, "top_p": 0.0}
 LUMINA_SAMPLING = {**JANUS_SAMPLING, "cfg": 4.0, "top_k": 2000}
 
@@ -152,13 +143,6 @@ _add("janus", janus.PRESETS, lambda c: VQConfig(has_encoder=False), lambda c: JA
 _add("lumina", lumina.PRESETS, lambda c: ChameleonVQConfig(), lumina_sampling)
 
 
-NEEDED = {  # of the configurations of own models
-    "transformer": (
-        "condition depth embed_dim hidden_dim num_heads head_dim logits_per_token token_maps"
-        " total_tokens condition_bytes check_sampling is_guided"
-    ).split(),
-    "codec": ["downsample"],
-}
 CONDITIONS = {"labels": LABELS, "text": TEXT, "prompt_ids": PROMPT_IDS}
 
 
@@ -198,9 +182,6 @@ def register(
     for part in ("transformer", "codec"):
         if not isinstance(given.get(part), Configuration):
             raise UserError(f"model {name!r}: configs has no Configuration for its {part}")
-        lacking = [n for n in NEEDED[part] if not hasattr(given[part], n)]
-        if lacking:
-            raise UserError(f"model {name!r}: the configuration of its {part} has no {lacking[0]}")
     kind = choose(f"condition of model {name!r}", given["transformer"].condition, CONDITIONS)
 
     def random() -> Mapping[str, nnx.Module]:
@@ -250,16 +231,12 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 
 def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
-    found = [n for n, preset in PRESETS.items() if n not in before]
-    for known, kind in ((PRESETS, Preset), (FAMILIES, Family)):
-        if wrong := [value for value in known.values() if not isinstance(value, kind)]:
-            raise UserError(f"{show(wrong[0])} is registered, which is no {kind.__name__}")
-    found += [
-        n
-        for n, preset in PRESETS.items()
-        if n in before and type(preset.configs["transformer"]).__module__ == module.__name__
-    ]
-    return tuple(found)
+    """Models that are new, or that this module registered when it was imported elsewhere."""
+
+    def of_module(preset: Preset) -> bool:
+        return type(preset.configs["transformer"]).__module__ == module.__name__
+
+    return tuple(n for n, preset in PRESETS.items() if n not in before or of_module(preset))
 
 
 OWN = own_modules.Kind(

@@ -15,11 +15,6 @@ from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
 
-@jax.jit
-def _images_to_tokens(codec: nnx.Module, images: Float[Array, "N H W 3"]) -> Array:
-    return codec.images_to_tokens(images)
-
-
 class Transformer(nnx.Module):
     """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
     `head` is the last linear layer, `blocks` are the stacked layers."""
@@ -79,7 +74,8 @@ class Transformer(nnx.Module):
     def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
         """Tokens of pictures in [-1, 1], which the codec encodes, in the form in which they are
         drawn: [N, L] or [N, L, bits]."""
-        return np.asarray(_images_to_tokens(codec, images), np.int32)
+        encode = jax.jit(type(codec).images_to_tokens)
+        return np.asarray(encode(codec, images), np.int32)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         """Drawn tokens of N images as `arrays.npz` has them."""

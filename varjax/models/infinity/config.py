@@ -33,13 +33,8 @@ IGNORED_NAMES = frozenset(
     "vae vae_local note drop_rate drop_path_rate cond_drop_rate rand_uncond tau top_p top_k"
     " customized_flash_attn fused_mlp fused_norm checkpointing pad_to_multiplier use_flex_attn"
     " batch_size pn train_h_div_w_list video_frames always_training_scales inference_mode"
-    " raw_scale_schedule".split()
+    " raw_scale_schedule ffn_hidden text_pool_heads".split()
 )
-# Published notes of what follows from others: name to (our name, what it follows from).
-DERIVED = {
-    "ffn_hidden": ("hidden_dim", ("embed_dim", "mlp_ratio")),
-    "text_pool_heads": ("pool_heads", ("text_channels", "embed_dim")),
-}
 MAPS = ("aspect", "size", "patch_nums", "rope_map")
 TEMPLATE = schedules.resolve("1.000", "1M")
 
@@ -94,29 +89,17 @@ class InfinityConfig(published.TransformerConfig):
         """Reads the published constructor's names. Besides, `aspect` and `size` name a template, or
         `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
         wrong type, an option that no released model has, or a value that contradicts others."""
-        loose = (*FIXED, *DERIVED, *MAPS, "apply_spatial_patchify", "schedule")
+        loose = (*FIXED, *MAPS, "apply_spatial_patchify", "schedule")
         found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))
         for name, value in FIXED.items():
             given = found.pop(name, value)
             if given != value:
-                raise cls.wrong(
-                    f"{name}={given!r:.40} is not supported: released models have {value}"
-                )
+                raise cls.wrong(f"{name}={given!r:.40} is not supported: models have {value}")
         patchify = found.pop("apply_spatial_patchify", False)
         if patchify not in (0, 1):
             raise cls.wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
-        notes = {name: found.pop(name) for name in DERIVED if name in found}
         maps = _maps(found)  # takes its entries out
-        config = cls(**found | maps, apply_spatial_patchify=bool(patchify))
-        for name, value in notes.items():
-            ours, sources = DERIVED[name]
-            if value != getattr(config, ours):
-                follows = " and ".join(f"{s} {getattr(config, s):g}" for s in sources)
-                raise cls.wrong(
-                    f"{name} is {value!r:.40}, but {follows} make it {getattr(config, ours)}:"
-                    f" correct them, or leave {name} out"
-                )
-        return config
+        return cls(**found | maps, apply_spatial_patchify=bool(patchify))
 
     def with_template(
         self, aspect: float | str | None, size: str | None, cell: int = 16
@@ -129,8 +112,7 @@ class InfinityConfig(published.TransformerConfig):
                 "the checkpoint's schedule is none of the published ones: give both aspect and size"
             )
         aspect, size = named[0] if aspect is None else aspect, named[1] if size is None else size
-        found = schedules.resolve(aspect, size)
-        return replace(self, schedule=found.schedule, rope_map=found.rope_map)
+        return replace(self, **schedules.resolve(aspect, size)._asdict())
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -193,8 +175,7 @@ def _maps(found: dict) -> dict:
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
         aspect, size = "1.000" if aspect is None else aspect, "1M" if size is None else size
-        template = schedules.resolve(aspect, size)
-        return {"schedule": template.schedule, "rope_map": template.rope_map}
+        return schedules.resolve(aspect, size)._asdict()
     if aspect is not None or size is not None:
         raise InfinityConfig.wrong("give either aspect and size, or patch_nums and rope_map")
     schedule = InfinityConfig.read_schedule(patch_nums)
@@ -204,11 +185,9 @@ def _maps(found: dict) -> dict:
     return {"schedule": schedule, "rope_map": tuple(pair)}
 
 
-def _preset(depth: int, width: int, heads: int) -> InfinityConfig:
-    return InfinityConfig(depth=depth, embed_dim=width, num_heads=heads, block_chunks=4)
-
-
 # The released 2B and 8B, and the other sizes that the published inference script lists.
+_OTHERS = {12: (768, 8), 16: (1152, 12), 24: (1536, 16)}
+_OTHERS |= {32: (2080, 20), 40: (2688, 24), 48: (3360, 28)}  # by depth: width and heads
 PRESETS = {
     "infinity-2b": InfinityConfig(),
     "infinity-8b": InfinityConfig(
@@ -219,10 +198,8 @@ PRESETS = {
         codebook_dim=14,
         apply_spatial_patchify=True,
     ),
-    "infinity-layer12": _preset(12, 768, 8),
-    "infinity-layer16": _preset(16, 1152, 12),
-    "infinity-layer24": _preset(24, 1536, 16),
-    "infinity-layer32": _preset(32, 2080, 20),
-    "infinity-layer40": _preset(40, 2688, 24),
-    "infinity-layer48": _preset(48, 3360, 28),
+}
+PRESETS |= {
+    f"infinity-layer{n}": InfinityConfig(depth=n, embed_dim=d, num_heads=heads, block_chunks=4)
+    for n, (d, heads) in _OTHERS.items()
 }

@@ -6,7 +6,7 @@ template, not to the size: a cell's row and column are stretched to the template
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,19 +39,10 @@ PIXELS = 16  # image pixels per transformer token along each axis, in every rele
 FLATTEST, TALLEST = 0.25, 4.0  # height / width for which the nearest template still makes sense
 
 
-@dataclass(frozen=True)
-class TemplateSchedule:
-    """The maps of a template and a size.
+class TemplateSchedule(NamedTuple):
+    """Maps of transformer tokens, and `rope_map` (`rope_positions`): the template's last map at
+    1M."""
 
-    Attributes:
-      aspect: published name of the template, height / width.
-      size: published name of the pixel count.
-      schedule: maps of transformer tokens.
-      rope_map: (height, width) of the template's last map at 1M; see `rope_positions`.
-    """
-
-    aspect: str
-    size: str
     schedule: Schedule
     rope_map: tuple[int, int]
 
@@ -62,10 +53,20 @@ def resolve(aspect: float | str, size: str) -> TemplateSchedule:
     Raises:
       UserError: for an unknown size, and for an aspect that is no number or outside 0.25 to 4.
     """
-    name = TEMPLATES[int(np.argmin([abs(float(t) - _ratio(aspect)) for t in TEMPLATES]))]
+    try:  # a flag's text, or a number
+        ratio = float(aspect) if isinstance(aspect, str) else real("aspect", aspect)
+    except ValueError:  # a `UserError` is one
+        ratio = math.nan
+    if not FLATTEST <= ratio <= TALLEST:
+        known = ", ".join(sorted(TEMPLATES, key=float))
+        raise UserError(
+            f"aspect {show(aspect)} is not supported: give height / width as a number from"
+            f" {FLATTEST:g} to {TALLEST:g}; the nearest template is taken from {known}"
+        )
+    name = TEMPLATES[int(np.argmin([abs(float(t) - ratio) for t in TEMPLATES]))]
     maps = Schedule.parse(_MAPS[name]).maps
     count = _SCALES[choose("size", size, SIZES)]
-    return TemplateSchedule(name, size, Schedule(maps[:count]), maps[-1])
+    return TemplateSchedule(Schedule(maps[:count]), maps[-1])
 
 
 def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | None:
@@ -76,22 +77,6 @@ def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | 
             if found[:count] == schedule.maps and found[-1] == tuple(rope_map):
                 return aspect, size
     return None
-
-
-def _ratio(aspect: float | str) -> float:
-    try:
-        ratio = (
-            float(aspect) if isinstance(aspect, str) else real("aspect", aspect)
-        )  # a flag's text
-    except ValueError:  # a `UserError` is one
-        ratio = math.nan
-    if not FLATTEST <= ratio <= TALLEST:
-        known = ", ".join(sorted(TEMPLATES, key=float))
-        raise UserError(
-            f"aspect {show(aspect)} is not supported: give height / width as a number from"
-            f" {FLATTEST:g} to {TALLEST:g}; the nearest template is taken from {known}"
-        )
-    return ratio
 
 
 def rope_positions(schedule: Schedule, rope_map: tuple[int, int]) -> np.ndarray:

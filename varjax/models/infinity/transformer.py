@@ -50,13 +50,6 @@ def _linear(
     return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 
-@partial(jax.jit, static_argnums=(2,))
-def _images_to_bits(
-    codec: nnx.Module, images: Float[Array, "N H W 3"], schedule: Schedule
-) -> UInt8[Array, "N L C"]:
-    return codec.images_to_bits(images, schedule)
-
-
 class TextPool(nnx.Module):
     """Attention of one learned query over the text tokens (parameters only)."""
 
@@ -267,16 +260,13 @@ class Infinity(NextScaleTransformer):
     ) -> Projection:
         """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
         queries are multiplied by the learned multiplier."""
-        h = self.attention_input(layer_context, x)
+        modulation = layer_context["modulation"]
+        h = self._modulated(x, modulation[:, 2], modulation[:, 4])
         return replace(
             layers.fused_qkv(block, h, self.config.head_dim),
             rotation=shared["rotation"],
             multiplier=layers.attention_multiplier(block.log_scale[...]),
         )
-
-    def attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
-        modulation = layer_context["modulation"]
-        return self._modulated(x, modulation[:, 2], modulation[:, 4])
 
     def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
         """Normalised and modulated in float32, then in the type of the weights."""
@@ -353,7 +343,8 @@ class Infinity(NextScaleTransformer):
     def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
         patch = self.config.patch
         maps = Schedule(tuple((h * patch, w * patch) for h, w in self.config.schedule.maps))
-        bits = np.asarray(_images_to_bits(codec, images, maps))
+        encode = jax.jit(type(codec).images_to_bits, static_argnums=2)
+        bits = np.asarray(encode(codec, images, maps))
         return self.tokens_from_file(bits, len(bits), maps.num_scales)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:

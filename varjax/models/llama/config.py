@@ -4,13 +4,13 @@ are language models of the Llama family."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Self
 
 from varjax.arguments import integer
 from varjax.errors import UserError, show
 from varjax.nn import published
 from varjax.sampling import Sampling
-from varjax.text.prompt_tokenizer import PromptTokenizer
 
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 LONGEST_PROMPT = 2**14
@@ -29,15 +29,12 @@ class DecoderConfig(published.TransformerConfig):
     map of image tokens, and `condition_tokens`, the slots of the condition."""
 
     grid: tuple[int, int]
+    logits_per_token = property(attrgetter("vocab_size"))
 
     @property
     def image_tokens(self) -> int:
         """N: tokens of an image in the order in which they are drawn."""
         return math.prod(self.grid)
-
-    @property
-    def logits_per_token(self) -> int:
-        return self.vocab_size
 
     @property
     def token_maps(self) -> tuple[tuple[int, int], ...]:
@@ -168,26 +165,12 @@ class LlamaConfig(DecoderConfig):
 
     # --- what follows, by the names that all models have ------------------------------------------
 
-    @property
-    def depth(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def embed_dim(self) -> int:
-        return self.hidden_size
-
-    @property
-    def hidden_dim(self) -> int:
-        return self.intermediate_size
-
-    @property
-    def norm_eps(self) -> float:
-        return self.rms_norm_eps
-
-    @property
-    def num_heads(self) -> int:
-        """N: heads of keys and values, which the cache has."""
-        return self.num_key_value_heads
+    depth = property(attrgetter("num_hidden_layers"))
+    embed_dim = property(attrgetter("hidden_size"))
+    hidden_dim = property(attrgetter("intermediate_size"))
+    norm_eps = property(attrgetter("rms_norm_eps"))
+    num_heads = property(attrgetter("num_key_value_heads"))  # N: those that the cache has
+    condition_tokens = property(attrgetter("prompt_tokens"))  # M: padding included
 
     @property
     def queries_per_head(self) -> int:
@@ -197,11 +180,6 @@ class LlamaConfig(DecoderConfig):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def condition_tokens(self) -> int:
-        """M: slots of the condition, padding included."""
-        return self.prompt_tokens
 
     def shaped(self, **changes) -> Self:
         """The configuration with other fields that say how large images are. Slots for a prompt
@@ -214,11 +192,6 @@ class LlamaConfig(DecoderConfig):
 
     def check_context(self, length: int) -> None:
         """Raises `UserError` if a prompt of this length and an image are too long together."""
-        if self.image_tokens >= self.max_position_embeddings:
-            raise UserError(
-                f"{self.image_tokens} image tokens leave no room for a prompt, {self.what} takes "
-                f"at most {self.max_position_embeddings} tokens: choose a smaller image"
-            )
         total = length + self.image_tokens
         if total > self.max_position_embeddings:
             raise UserError(
@@ -231,11 +204,6 @@ class LlamaConfig(DecoderConfig):
         """The configuration with so many slots for prompts. `UserError` if an image has no room
         beside them."""
         return replace(self, prompt_tokens=integer("prompt_tokens", count, 1, LONGEST_PROMPT))
-
-    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
-        """The ids of a text in the format in which the model was trained. `UserError` if the
-        tokenizer is another model's."""
-        raise NotImplementedError
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raises `UserError` if these ids are no prompt of this model."""

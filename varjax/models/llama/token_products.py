@@ -39,18 +39,15 @@ class TokenProducts:
         if not token_products.has_kernel(implementation):
             return None
         found = cls(transformer.config, transformer.dtype, implementation, transformer.halves)
+        one = jnp.zeros((1, found.config.head_dim))  # shapes alone matter
         reason = transformer.why_no_token_products() or token_products.why_not(
-            implementation, found.dtype, transformer.config.hidden_dim, found._shape()
+            implementation, found.dtype, transformer.config.hidden_dim, found.angles((one, one))
         )
         if reason is None:
             return found
         if implementation is not None:
             warnings.warn(f"the layer's products are XLA's: {reason}", stacklevel=2)
         return None
-
-    def _shape(self) -> Angles:
-        one = jnp.zeros((1, self.config.head_dim))  # shapes alone matter
-        return self.angles((one, one))
 
     def angles(self, rotation: tuple[Array, Array]) -> Angles:
         """A rotation as products take it."""

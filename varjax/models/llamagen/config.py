@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from varjax.errors import UserError, show
 from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
@@ -55,8 +56,17 @@ class LlamaGenConfig(DecoderConfig):
         self.check_sizes("n_layer", most=published.LARGEST_DEPTH)
         self.check_sizes("dim", "n_head", "multiple_of", "vocab_size")
         self.check_sizes("block_size", most=MOST_TOKENS)
-        self._check_feed_forward()
-        self._check_condition()
+        factor, is_text = self.ffn_dim_multiplier, self.condition == "text"
+        if factor is not None and (type(factor) not in (int, float) or not 0 < factor < 1e6):
+            raise self.wrong(
+                f"ffn_dim_multiplier is {factor!r:.40}, it must be a number greater than 0, or null"
+            )
+        self.check_size("the feed-forward's width", self.hidden_dim)
+        self.check_sizes("num_classes", least=0 if is_text else 1, most=0 if is_text else 10**7)
+        self.check_sizes("caption_dim", least=1 if is_text else 0, most=10**7 if is_text else 0)
+        self.check_sizes("cls_token_num", most=4096 if is_text else 1)
+        if not 0 <= self.class_dropout_prob < 1:
+            raise self.wrong(f"class_dropout_prob {self.class_dropout_prob} is outside [0, 1)")
         self.check_real("norm_eps")
         self.check_real("rope_base", positive=True)
         if self.dim % self.n_head:
@@ -65,22 +75,6 @@ class LlamaGenConfig(DecoderConfig):
             raise self.wrong(f"head size {self.head_dim} (dim / n_head) is not a multiple of 4")
         if math.isqrt(self.block_size) ** 2 != self.block_size:
             raise self.wrong(f"block_size {self.block_size} is no square: images are n x n tokens")
-
-    def _check_feed_forward(self) -> None:
-        factor = self.ffn_dim_multiplier
-        if factor is not None and (type(factor) not in (int, float) or not 0 < factor < 1e6):
-            raise self.wrong(
-                f"ffn_dim_multiplier is {factor!r:.40}, it must be a number greater than 0, or null"
-            )
-        self.check_size("the feed-forward's width", self.hidden_dim)
-
-    def _check_condition(self) -> None:
-        is_text = self.condition == "text"
-        self.check_sizes("num_classes", least=0 if is_text else 1, most=0 if is_text else 10**7)
-        self.check_sizes("caption_dim", least=1 if is_text else 0, most=10**7 if is_text else 0)
-        self.check_sizes("cls_token_num", most=4096 if is_text else 1)
-        if not 0 <= self.class_dropout_prob < 1:
-            raise self.wrong(f"class_dropout_prob {self.class_dropout_prob} is outside [0, 1)")
 
     # --- published names --------------------------------------------------------------------------
 
@@ -103,17 +97,13 @@ class LlamaGenConfig(DecoderConfig):
 
     # --- what follows, by the names that all models have ------------------------------------------
 
-    @property
-    def depth(self) -> int:
-        return self.n_layer
-
-    @property
-    def embed_dim(self) -> int:
-        return self.dim
-
-    @property
-    def num_heads(self) -> int:
-        return self.n_head
+    depth = property(attrgetter("n_layer"))
+    embed_dim = property(attrgetter("dim"))
+    num_heads = property(attrgetter("n_head"))
+    condition_tokens = property(attrgetter("cls_token_num"))  # M: padding included
+    text_channels = property(attrgetter("caption_dim"))
+    text_maxlen = property(attrgetter("cls_token_num"))
+    null_label = property(attrgetter("num_classes"))  # the class embedding that is "no class"
 
     @property
     def hidden_dim(self) -> int:
@@ -128,30 +118,10 @@ class LlamaGenConfig(DecoderConfig):
         return CONDITIONS[self.model_type]
 
     @property
-    def condition_tokens(self) -> int:
-        """M: tokens of the condition, padding included."""
-        return self.cls_token_num
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Height and width of the map of image tokens."""
         side = math.isqrt(self.block_size)
         return side, side
-
-    @property
-    def text_channels(self) -> int:
-        """Width of the text features."""
-        return self.caption_dim
-
-    @property
-    def text_maxlen(self) -> int:
-        """The most tokens of a text."""
-        return self.cls_token_num
-
-    @property
-    def null_label(self) -> int:
-        """Index of the class embedding that stands for "no class"."""
-        return self.num_classes
 
     @property
     def has_unconditional(self) -> bool:
@@ -176,28 +146,17 @@ class LlamaGenConfig(DecoderConfig):
         return sampling.per_scale("cfg", 1)[0] > 1
 
 
-def _preset(layers: int, width: int, heads: int, pixels: int) -> LlamaGenConfig:
-    return LlamaGenConfig(n_layer=layers, dim=width, n_head=heads, block_size=(pixels // 16) ** 2)
-
-
-def _text_preset(pixels: int) -> LlamaGenConfig:
-    return LlamaGenConfig(
-        model_type="t2i",
-        num_classes=0,
-        caption_dim=2048,
-        cls_token_num=TEXT_TOKENS,
-        n_layer=36,
-        dim=1280,
-        n_head=20,
-        block_size=(pixels // 16) ** 2,
-    )
+def _preset(layers: int, width: int, heads: int, pixels: int, **text) -> LlamaGenConfig:
+    tokens = (pixels // 16) ** 2
+    return LlamaGenConfig(n_layer=layers, dim=width, n_head=heads, block_size=tokens, **text)
 
 
 _SIZES = {"b": (12, 768, 12), "l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
 _SIZES |= {"3b": (24, 3200, 32)}
+_TEXT = {"model_type": "t2i", "num_classes": 0, "caption_dim": 2048, "cls_token_num": TEXT_TOKENS}
 PRESETS = {
     f"llamagen-{name}-{pixels}": _preset(*size, pixels)
     for name, size in _SIZES.items()
     for pixels in (256, 384)
 }
-PRESETS |= {f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)}
+PRESETS |= {f"llamagen-t2i-xl-{n}": _preset(*_SIZES["xl"], n, **_TEXT) for n in (256, 512)}

@@ -15,11 +15,6 @@ UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
 
 
-def size_token(units: int) -> str:
-    """The token of a height or width of so many units (`FlexARItemProcessor.get_n_grids_token`)."""
-    return f"<reserved{SIZES_FROM + units:05d}>"
-
-
 def request(text: str, units: tuple[int, int]) -> str:
     """The user's turn. units: height and width. The sentence has the width first."""
     height, width = (UNIT * count for count in units)
@@ -33,5 +28,6 @@ def encode(text: str, units: tuple[int, int], tokenizer: PromptTokenizer) -> lis
     """
     turn = tokenizer.ids(request(text, units) + END_OF_TURN)
     tokenizer.check_end(turn, END_OF_TURN)
-    opening = (IMAGE_START, *map(size_token, units))
+    sizes = (f"<reserved{SIZES_FROM + n:05d}>" for n in units)
+    opening = (IMAGE_START, *sizes)
     return [tokenizer.id_of(BEGIN), *turn, *map(tokenizer.id_of, opening)]

@@ -2,6 +2,7 @@
 sizes."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 from varjax.errors import UserError, show
@@ -38,6 +39,8 @@ class VARConfig(published.TransformerConfig):
     vocab_size: int = 4096
     z_channels: int = 32
     cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
+    logits_per_token = property(attrgetter("vocab_size"))
+    null_label = property(attrgetter("num_classes"))  # the class embedding that is "no class"
 
     def __post_init__(self):
         self.check_shape("num_classes", "vocab_size", "z_channels")
@@ -73,10 +76,6 @@ class VARConfig(published.TransformerConfig):
         return round(self.embed_dim * self.mlp_ratio)
 
     @property
-    def logits_per_token(self) -> int:
-        return self.vocab_size
-
-    @property
     def code_map(self) -> tuple[int, int, int]:
         """Height, width and channels of the latent map."""
         return (*self.schedule.final_map, self.z_channels)
@@ -98,11 +97,6 @@ class VARConfig(published.TransformerConfig):
     def is_guided(self, sampling: Sampling) -> bool:
         """Whether unconditional rows have any weight: t = cfg * k / (K - 1) is not 0 everywhere."""
         return any(cfg != 0 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
-
-    @property
-    def null_label(self) -> int:
-        """Index of the class embedding that stands for "no class"."""
-        return self.num_classes
 
 
 PRESETS = {

@@ -46,12 +46,6 @@ def _linear(
     return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
 
 
-def _modulation_kernel(width: int, std: float, key) -> Array:
-    """AdaLN weights [D, 6 D]: gates start at 1e-5 of the usual size, scales and shifts at half."""
-    factor = jnp.repeat(jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5]), width)
-    return _normal(std)(key, (width, 6 * width)) * factor
-
-
 class Block(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `VAR`."""
 
@@ -66,14 +60,16 @@ class Block(nnx.Module):
         self.proj = _linear(width, width, residual_std, rngs)
         self.fc1 = _linear(width, config.hidden_dim, std, rngs)
         self.fc2 = _linear(config.hidden_dim, width, residual_std, rngs)
+        # gates start at 1e-5 of the usual size, scales and shifts at half
+        gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])
         if config.shared_aln:
-            gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])[:, None]
             self.modulation_offset = nnx.Param(
-                jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates
+                jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates[:, None]
             )
         else:
             self.modulation = _linear(width, 6 * width, std, rngs)
-            self.modulation.kernel.set_value(_modulation_kernel(width, std, rngs.params()))
+            kernel = _normal(std)(rngs.params(), (width, 6 * width)) * jnp.repeat(gates, width)
+            self.modulation.kernel.set_value(kernel)
 
 
 class VAR(NextScaleTransformer):
@@ -168,7 +164,8 @@ class VAR(NextScaleTransformer):
     ) -> Projection:
         """Where the model has the L2 norm, queries and keys are still to be normalised and queries
         to be multiplied by the learned multiplier; else queries are still to be scaled."""
-        return self._projection(block, self.attention_input(modulation, x))
+        h = layers.layer_norm(x, self.config.norm_eps)
+        return self._projection(block, layers.modulate(h, modulation[:, 2], modulation[:, 4]))
 
     @property
     def takes_streams(self) -> bool:
@@ -187,10 +184,6 @@ class VAR(NextScaleTransformer):
         if not config.attn_l2_norm:
             return replace(projection, scale=0.25 / math.sqrt(config.head_dim))
         return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...]))
-
-    def attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        normal = layers.layer_norm(x, self.config.norm_eps)
-        return layers.modulate(normal, modulation[:, 2], modulation[:, 4])
 
     def post_attention(
         self,
