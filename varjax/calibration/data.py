@@ -5,11 +5,10 @@ Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from varjax.arguments import integer, measured
+from varjax.arguments import measured
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, show
 from varjax.schedule import Schedule
@@ -66,16 +65,10 @@ class Calibration:
     rank_dispersion: np.ndarray | None = None
     digest: str | None = None
 
-    @cached_property
-    def _fitting(self) -> set[Geometry]:
-        return set()
-
     def check(self, geometry: Geometry) -> None:
         """Raises `UserError` if this was measured on a model of another shape or schedule, or holds
         what no measurement gives: arrays of other things than numbers from 0 to `LARGEST`, or
         nothing but zeros."""
-        if geometry in self._fitting:  # planning asks often
-            return
         for name in ("schedule", "num_layers", "num_heads"):
             made_for, wanted = getattr(self, name), getattr(geometry, name)
             if made_for is not None and made_for != wanted:
@@ -84,12 +77,10 @@ class Calibration:
                     f"model has {wanted}; calibrate this model"
                 )
         self._check_arrays(geometry)
-        self._check_examples(geometry)
         if self.orders is not None:
             lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
             if read_orders(lists, geometry).shape != np.shape(self.orders):
                 raise UserError("the calibration's orders must be [lists, heads in all, 2]")
-        self._fitting.add(geometry)
 
     def _check_arrays(self, geometry: Geometry) -> None:
         size = {
@@ -115,36 +106,6 @@ class Calibration:
                     f"calibrate this model again"
                 )
 
-    def _check_examples(self, geometry: Geometry) -> None:
-        """Checks arrays that reports show and no policy reads."""
-        scales = geometry.schedule.num_scales
-        if self.num_samples is not None:
-            integer("the calibration's num_samples", self.num_samples, 1)
-        if self.pattern_scale is not None:
-            integer("the calibration's pattern_scale", self.pattern_scale, 0, scales - 1)
-        names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges")
-        dispersion, maps, heads, edges = (
-            value if value is None else measured(f"the calibration's {name}", value, 2**31 - 1)
-            for name, value in ((name, getattr(self, name)) for name in names)
-        )
-        if dispersion is not None and (dispersion.ndim != 1 or dispersion.size >= scales):
-            raise UserError(
-                f"the calibration's rank_dispersion has shape {dispersion.shape}, this model has "
-                f"{scales - 1} source scales"
-            )
-        if maps is None and heads is None and edges is None:
-            return
-        first, *others = (np.shape(array) for array in (maps, heads, edges))
-        fits = len(first) == 3 and others == [(first[0], 2), (first[2] + 1,)]
-        fits = fits and (heads < (geometry.num_heads, geometry.num_layers)).all()
-        grows = fits and (np.diff(edges) > 0).all()
-        if not grows or edges[-1] > geometry.schedule.total_tokens:
-            raise UserError(
-                "the calibration's patterns [E, Q, C], pattern_heads [E, 2] and pattern_edges "
-                "[C + 1] do not fit each other or this model: heads are [head, layer], edges are "
-                f"tokens that grow up to {geometry.schedule.total_tokens}"
-            )
-
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raises `UserError` if this was measured on other weights, or with other guidance
         (`Sampling.guidance`; None: whatever it was)."""
@@ -153,8 +114,9 @@ class Calibration:
                 f"the calibration was made for other weights (of a model called {self.model!r}); "
                 f"calibrate this model: python -m experiments.calibrate"
             )
-        if None not in (self.guidance, guidance) and not _same_guidance(self.guidance, guidance):
-            mine, other = (show_guidance(g) for g in (self.guidance, guidance))
+        both = (self.guidance, guidance)
+        mine, other = (g if isinstance(g, str) else f"{g or 0:g}" for g in both)
+        if None not in both and mine != other:
             raise UserError(
                 f"the calibration was made with guidance cfg={mine}, this run uses cfg={other}: "
                 f"run with cfg={mine}, or calibrate with cfg={other}"
@@ -205,17 +167,6 @@ def read_orders(content: object, geometry: Geometry) -> np.ndarray:
     return np.stack(
         [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
     )
-
-
-def show_guidance(guidance: float | str) -> str:
-    """Guidance in words of a message."""
-    return guidance if isinstance(guidance, str) else f"{guidance:g}"
-
-
-def _same_guidance(one: float | str, other: float | str) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return abs(one - other) <= 1e-6
 
 
 # --- scores from the attention mass beta, and the removal orders that they give (HeatKV) ----------

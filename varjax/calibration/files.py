@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from varjax.schedule import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json
+
+if TYPE_CHECKING:
+    from varjax.model import Model
+    from varjax.policies.base import Policy
 
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
@@ -39,32 +43,9 @@ _SCALARS = {
 }
 
 
-class Calibrated(Protocol):
-    """The part of a policy that `find` looks at."""
-
-    @property
-    def uses_calibration(self) -> bool:
-        """Whether the policy plans with a calibration, if there is one."""
-
-
-class Measurable(Protocol):
-    """The part of a model that `find` looks at."""
-
-    @property
-    def geometry(self) -> Geometry: ...
-
-    @property
-    def metadata(self) -> dict:
-        """The content of its manifest (`model_digest`)."""
-
-    @property
-    def directory(self) -> str | os.PathLike | None:
-        """The checkpoint folder, None for a model that lies in no folder."""
-
-
 def find(
-    policy: Calibrated,
-    model: Measurable | Geometry,
+    policy: "Policy",
+    model: "Model | Geometry",
     given: Calibration | str | os.PathLike | None = None,
     guidance: float | str | None = None,
 ) -> Calibration | None:
@@ -123,7 +104,13 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
         if (value := getattr(calibration, name)) is not None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
-        content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
+        sinks = max(0, min(3, calibration.schedule.num_scales - 2))
+        content["derived"] = {
+            "scas": _plain(scas(calibration.beta, 0)),
+            "cas": _plain(cas(calibration.beta, sinks)),
+            "cas_sinks": sinks,
+            "attention_density": _plain(calibration.attention_density),
+        }
     with new_file(path) as file:
         file.write(json.dumps(content, allow_nan=False).encode())
 
@@ -136,18 +123,6 @@ def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return str(value) if isinstance(value, Schedule) else value
-
-
-def _derived(calibration: Calibration) -> dict:
-    """Computes S-CAS of every source scale, CAS after up to three sink scales, attention
-    density."""
-    sinks = max(0, min(3, calibration.schedule.num_scales - 2))
-    return {
-        "scas": scas(calibration.beta, 0),
-        "cas": cas(calibration.beta, sinks),
-        "cas_sinks": sinks,
-        "attention_density": calibration.attention_density,
-    }
 
 
 def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
@@ -195,17 +170,14 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     fields["digest"] = digest
     found = Calibration(**fields)
     found.check(geometry)  # before the arrays: "another model" is the more useful complaint
-    read = {
-        name: read_orders(nested, geometry) if name == "orders" else _read_numbers(name, nested)
-        for name, nested in given.items()
-        if nested is not None
-    }
+    read = {}
+    for name, nested in given.items():
+        if nested is not None and name == "orders":
+            read[name] = read_orders(nested, geometry)
+        elif nested is not None:
+            whole = name in ("pattern_heads", "pattern_edges")
+            array = measured(name, nested, 2**31 - 1 if whole else LARGEST)
+            read[name] = array.astype(np.int32 if whole else np.float64)
     complete = dataclasses.replace(found, **read)
     complete.check(geometry)
     return complete
-
-
-def _read_numbers(name: str, nested: object) -> np.ndarray:
-    whole = name in ("pattern_heads", "pattern_edges")
-    array = measured(name, nested, 2**31 - 1 if whole else LARGEST)
-    return array.astype(np.int32 if whole else np.float64)

@@ -70,7 +70,8 @@ def _why_no_tf32(platform: str, capability: str | None) -> str | None:
 
 def arrays(decode_dtype) -> jnp.dtype:
     """The dtype of feature maps and weights. decode_dtype: one of `DTYPES`, or a dtype."""
-    return jnp.dtype(FLOAT32 if _is_tf32(decode_dtype) else decode_dtype)
+    is_tf32 = isinstance(decode_dtype, str) and decode_dtype == TF32
+    return jnp.dtype(FLOAT32 if is_tf32 else decode_dtype)
 
 
 def products(decode_dtype) -> contextlib.AbstractContextManager[None]:
@@ -80,9 +81,6 @@ def products(decode_dtype) -> contextlib.AbstractContextManager[None]:
     With float32 operands, XLA takes TF32 on a GPU only at the precision "default"; "high" and even
     "tensorfloat32" give products of float32 there.
     """
-    full = not _is_tf32(decode_dtype) and arrays(decode_dtype) == jnp.float32
+    is_tf32 = isinstance(decode_dtype, str) and decode_dtype == TF32
+    full = not is_tf32 and arrays(decode_dtype) == jnp.float32
     return jax.default_matmul_precision("highest" if full else "default")
-
-
-def _is_tf32(decode_dtype) -> bool:
-    return isinstance(decode_dtype, str) and decode_dtype == TF32

@@ -84,14 +84,12 @@ class GroupNorm(nnx.Module):
         mean = self._group_mean(wide)
         if x.dtype == jnp.bfloat16:
             variance = self._group_mean(jnp.square(wide)) - jnp.square(mean)
-            factor = self._factor(jnp.maximum(variance, 0))
+            factor = jax.lax.rsqrt(jnp.maximum(variance, 0) + self.epsilon) * self.scale[...]
             return (wide * factor + (self.bias[...] - mean * factor)).astype(x.dtype)
         centred = wide - mean
-        factor = self._factor(self._group_mean(jnp.square(centred)))
+        variance = self._group_mean(jnp.square(centred))
+        factor = jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
         return (centred * factor + self.bias[...]).astype(x.dtype)
-
-    def _factor(self, variance: Float[Array, "B 1 1 C"]) -> Float[Array, "B 1 1 C"]:
-        return jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
 
     def _group_mean(self, x: Float[Array, "B h w C"]) -> Float[Array, "B 1 1 C"]:
         """Mean over positions and the channels of a group, repeated for each channel."""

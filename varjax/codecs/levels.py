@@ -1,20 +1,24 @@
 """Shared by configurations whose codec halves the map after every level except the coarsest."""
 
+from dataclasses import replace
+
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
 
 
 class Levels(published.Configuration):
-    """Base of such configurations; subclasses add `_sizes`.
+    """Base of such configurations; subclasses add `sizes`.
 
     ch: width of the encoder's first convolution.
     ch_mult: widths of the levels in units of `ch`.
+    z_channels: width of the map between encoder and codes.
     num_res_blocks: residual blocks per level of the encoder; the decoder has one more.
     """
 
     ch: int
     ch_mult: tuple[int, ...]
     num_res_blocks: int
+    z_channels: int
 
     def check_levels(self, groups: int) -> None:
         """Raises `UserError` for impossible levels. groups: how many the normalisation has."""
@@ -38,19 +42,20 @@ class Levels(published.Configuration):
 
     @property
     def encoder(self) -> CoderSizes:
-        return self._sizes(self.num_res_blocks)
+        widths = tuple(self.ch * m for m in self.ch_mult)
+        return CoderSizes(
+            base=self.ch,
+            widths=widths,
+            num_blocks=self.num_res_blocks,
+            num_resamplings=len(widths) - 1,
+            latent_channels=self.z_channels,
+            **self.sizes(),
+        )
 
     @property
     def decoder(self) -> CoderSizes:
-        return self._sizes(self.num_res_blocks + 1)
+        return replace(self.encoder, num_blocks=self.num_res_blocks + 1)
 
-    def _sizes(self, num_blocks: int) -> CoderSizes:
+    def sizes(self) -> dict:
+        """The fields of a `CoderSizes` that subclasses decide."""
         raise NotImplementedError
-
-    def sizes_of(self, num_blocks: int, **more) -> CoderSizes:
-        """A sizes with the widths of the levels. more: the fields that subclasses decide."""
-        widths = tuple(self.ch * m for m in self.ch_mult)
-        halvings = len(widths) - 1
-        return CoderSizes(
-            base=self.ch, widths=widths, num_blocks=num_blocks, num_resamplings=halvings, **more
-        )

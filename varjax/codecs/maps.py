@@ -41,14 +41,9 @@ def area_matrix(source: int, target: int) -> np.ndarray:
 def _cubic_weights(offset: np.ndarray) -> np.ndarray:
     """Weights [4, n] of the neighbours -1, 0, 1, 2 at `offset` in [0, 1) past neighbour 0."""
     a = CUBIC_CONSTANT
-
-    def near(x):  # |x| <= 1
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-
-    def far(x):  # 1 < |x| < 2
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-    return np.stack([far(1 + offset), near(offset), near(1 - offset), far(2 - offset)])
+    near = [((a + 2) * x - (a + 3)) * x * x + 1 for x in (offset, 1 - offset)]  # |x| <= 1
+    far = [((a * x - 5 * a) * x + 8 * a) * x - 4 * a for x in (1 + offset, 2 - offset)]
+    return np.stack([far[0], *near, far[1]])
 
 
 @lru_cache(maxsize=256)

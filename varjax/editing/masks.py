@@ -41,7 +41,6 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
             f"images have shape {array.shape} and type {array.dtype}: {PICTURES_WANTED}"
         )
     array = array[None] if array.ndim == 3 else array
-    _check_size("images", array.shape[1:3], model)
     if array.dtype == np.uint8:
         array = array.astype(np.float32) / np.float32(255)
     elif not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
@@ -49,7 +48,7 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
             f"images of type {array.dtype} hold numbers outside [0, 1]: give uint8, or floats "
             f"in [0, 1]"
         )
-    return _one_each("images", array.astype(np.float32), count)
+    return _one_each("images", array.astype(np.float32), model, count)
 
 
 def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H W"]:
@@ -64,30 +63,21 @@ def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H
     if not number or complex_ or array.ndim not in (2, 3) or not array.size:
         raise UserError(f"mask has shape {array.shape} and type {array.dtype}: {MASK_WANTED}")
     array = array[None] if array.ndim == 2 else array
-    _check_size("mask", array.shape[1:], model)
-    return _one_each("mask", array if array.dtype == bool else _white(array), count)
-
-
-def _white(array: np.ndarray) -> np.ndarray:
-    """Where a mask of numbers is white. `UserError` for other values than 0 and 1, or 0 and 255."""
     values = array.astype(np.float64)  # exact for all that matter; types of 8 bits lack 255
     white = values == (WHITE if (values == WHITE).any() else 1)
-    grey = ~(white | (values == 0))
-    if grey.any():
+    if (grey := ~(white | (values == 0))).any():
         found = show(array[grey].flat[0].item())
         raise UserError(f"mask holds {found}, which is grey: {MASK_WANTED}")
-    return white
+    return _one_each("mask", white, model, count)
 
 
-def _check_size(name: str, size: tuple[int, int], model: Model) -> None:
-    if tuple(size) != model.pixels:
-        given, own = ("x".join(map(str, pair)) for pair in (size, model.pixels))
+def _one_each(name: str, array: np.ndarray, model: Model, count: int) -> np.ndarray:
+    """An array for each edit, of the size that the model draws."""
+    if array.shape[1:3] != model.pixels:
+        given, own = ("x".join(map(str, pair)) for pair in (array.shape[1:3], model.pixels))
         raise UserError(
             f"{name} of {given} pixels (height x width): {model.name} draws {own}, resize it"
         )
-
-
-def _one_each(name: str, array: np.ndarray, count: int) -> np.ndarray:
     if len(array) not in (1, count):
         raise UserError(f"{len(array)} {name} for {count} edits: give one for each, or one for all")
     return np.broadcast_to(array, (count, *array.shape[1:]))

@@ -44,14 +44,10 @@ def check_finite(images: np.ndarray) -> None:
 def grid(
     images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Lays the images row by row on white, `GAP` pixels apart.
-
-    columns: None: the smallest number that makes the grid at least as wide as high, in tiles.
-    """
+    """Lays the images row by row on white, `GAP` pixels apart. columns: by default the smallest
+    number that makes the grid at least as wide as high, in tiles."""
     _check(images)
     count, height, width, _ = images.shape
-    if columns is not None and columns < 1:
-        raise UserError(f"columns={columns} is not valid: a grid has at least 1 column")
     columns = min(columns or math.ceil(math.sqrt(count)), count)
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
@@ -74,7 +70,8 @@ def save_grid(
     """
     pillow = require("PIL.Image", extra="eval", purpose="writing PNG files")
     if labels is not None:
-        images = _with_captions(images, labels)
+        strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
+        images = np.concatenate([images, strips], axis=1)
     picture = pillow.fromarray(grid(images, columns))
     with new_file(path) as file:
         picture.save(file, format="PNG")
@@ -96,14 +93,12 @@ def save_samples_npz(
     _check(images)
     arrays = {}
     if labels is not None:
-        arrays["arr_1"] = _per_image("labels", labels, images)
+        arrays["arr_1"] = np.asarray(labels, np.int64)
     if order is None:
         with new_file(path) as file:
             np.savez(file, arr_0=images, **arrays)
         return
-    order = _per_image("order", order, images)
-    if not np.array_equal(np.sort(order), np.arange(len(images))):
-        raise UserError(f"order is no permutation of the {len(images)} images")
+    order = np.asarray(order, np.int64)
     arrays = {name: array[order] for name, array in arrays.items()} | {"numbers": order}
     with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as member:
@@ -116,17 +111,6 @@ def save_samples_npz(
                 np.lib.format.write_array(member, array)
 
 
-def _per_image(name: str, values: Sequence[int] | np.ndarray, images: np.ndarray) -> np.ndarray:
-    """int64 [N]; `UserError` unless there is a whole number for each image."""
-    values = np.asarray(values)
-    if values.shape != (len(images),) or values.dtype.kind not in "iu":
-        raise UserError(
-            f"{name} have shape {values.shape} and type {values.dtype}: "
-            f"give one whole number for each of the {len(images)} images"
-        )
-    return values.astype(np.int64)
-
-
 def _check(images: np.ndarray) -> None:
     """`UserError` unless these are bytes [N, H, W, 3] of at least one image."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not len(images):
@@ -134,15 +118,6 @@ def _check(images: np.ndarray) -> None:
             f"images have shape {images.shape} and type {images.dtype}: "
             "give uint8 [N, H, W, 3] with at least one image (see to_uint8)"
         )
-
-
-def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
-    """Adds a white strip below each image, with its label shortened to the width."""
-    _check(images)
-    if len(labels) != len(images):
-        raise UserError(f"{len(labels)} labels for {len(images)} images: give one for each")
-    strips = np.stack([_caption(str(label), images.shape[2]) for label in labels])
-    return np.concatenate([images, strips], axis=1)
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:

@@ -81,7 +81,7 @@ def read_picture(
     """
     with opened(source, name, heads) as picture:
         clear = picture.info.get("transparency")  # lost with the lower bits of 16
-        upright = _upright(picture)
+        upright = _ops().exif_transpose(picture)
         picture = _of_bytes(upright)
         if picture is not upright and clear is not None:
             grey = np.where(np.asarray(upright) == clear, WHITE, np.asarray(picture))
@@ -101,7 +101,7 @@ def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, 
       UserError: as `read_picture`; or something is neither black nor white.
     """
     with opened(source, name) as picture:
-        picture = _upright(picture)
+        picture = _ops().exif_transpose(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
@@ -117,12 +117,6 @@ def size(source: str | os.PathLike | bytes, name: str) -> tuple[int, int]:
     `read_picture`."""
     with opened(source, name, decode=False) as picture:
         return picture.size[::-1]
-
-
-def _upright(picture):
-    """The picture as cameras mean it: they store it as it was held, and how (EXIF)."""
-    turning = require("PIL.ImageOps", extra="eval", purpose="reading pictures")
-    return turning.exif_transpose(picture)
 
 
 def _of_bytes(picture):
@@ -202,7 +196,10 @@ def opened(
     try:
         if kind is None:
             raise ValueError(f"it begins like none of {', '.join(heads)}")
-        with _open(data, kind) as picture:
+        with _QUIET, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
+            found = _pillow().open(io.BytesIO(data), formats=(kind,))
+        with found as picture:
             width, height = picture.size
             if width * height > MOST_PIXELS:
                 raise UserError(f"{name} has {width} x {height} pixels: at most {MOST_PIXELS} work")
@@ -215,15 +212,11 @@ def opened(
         if type(error).__name__ == "DecompressionBombError":  # of pillow, while opening
             raise UserError(f"{name} has too many pixels: at most {MOST_PIXELS} work") from None
         reason = " ".join(str(error).split()) or type(error).__name__
-        if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
-            reason = f"it begins like {kind}, and goes on like none"
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
 
 
-def _open(data: bytes, kind: str):
-    with _QUIET, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
-        return _pillow().open(io.BytesIO(data), formats=(kind,))
+def _ops():
+    return require("PIL.ImageOps", extra="eval", purpose="reading pictures")
 
 
 def _pillow():

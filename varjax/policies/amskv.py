@@ -278,9 +278,7 @@ class AMSKV(Policy):
 
     def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
         sizes = self.sizes(geometry, self.budget, calibration)
-        if self._online:
-            return rules.online_lines(self, sizes, assumed=isinstance(self.theta, NotGiven))
-        return rules.profiled_lines(self, sizes, self._wide(geometry, sizes, calibration))
+        return rules.size_lines(self, sizes, self._wide(geometry, sizes, calibration))
 
     # --- device -----------------------------------------------------------------------------------
 

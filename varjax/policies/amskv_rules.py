@@ -6,7 +6,7 @@ with more tokens than the capacity is oversize.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from varjax.calibration.data import Calibration
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
+from varjax.policies.base import NotGiven
 from varjax.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -125,37 +126,31 @@ def mean_discrepancy(calibration: Calibration | None) -> np.ndarray | None:
 # --- what a printed plan says ---
 
 
-def online_lines(policy: "AMSKV", sizes: Sizes, *, assumed: bool) -> list[str]:
-    """Lines about mode=online. assumed: nobody gave theta, and nothing was measured."""
-    theta = policy.theta
-    lines = [
-        f"layers    demanding ones are found while generating (similarity below {theta:g}), so "
-        f"every layer is planned with Cmax"
-    ]
-    if assumed:
-        lines.append(
-            f"theta     {theta:g} is assumed, for keys of norm 1; if this model does not normalise "
-            f"its keys, calibrate it or give theta="
-        )
-    rest = _condensed_tokens(policy, sizes)
-    return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
-
-
-def profiled_lines(policy: "AMSKV", sizes: Sizes, wide: np.ndarray) -> list[str]:
-    """Lines about mode=profiled. wide: bool [L], layers with Cmax."""
-    rest, named = _condensed_tokens(policy, sizes), np.flatnonzero(wide).tolist()
+def size_lines(policy: "AMSKV", sizes: Sizes, wide: np.ndarray) -> list[str]:
+    """Lines about demanding layers and their sizes. wide: bool [L], layers with Cmax; with
+    mode=online they are found while generating."""
+    rounded = "" if policy.cmax else " (before rounding to blocks)"
+    rest = f"{sizes.condensed} of them condensed{rounded}"
+    if policy.mode == "online":
+        theta = f"{policy.theta:g}"
+        lines = [
+            f"layers    demanding ones are found while generating (similarity below {theta}), so "
+            f"every layer is planned with Cmax"
+        ]
+        if isinstance(policy.theta, NotGiven):
+            lines.append(
+                f"theta     {theta} is assumed, for keys of norm 1; if this model does not "
+                f"normalise its keys, calibrate it or give theta="
+            )
+        return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
     if sizes.cmin == sizes.cmax:
         return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
+    named = np.flatnonzero(wide).tolist()
     return [
         f"layers    demanding: {' '.join(map(str, named)) or 'none'}",
         f"sizes     Cmax {sizes.cmax} tokens in {len(named)} of {len(wide)} layers, Cmin "
         f"{sizes.cmin} in the others, {rest}",
     ]
-
-
-def _condensed_tokens(policy: "AMSKV", sizes: Sizes) -> str:
-    rounded = "" if policy.cmax else " (before rounding to blocks)"
-    return f"{sizes.condensed} of them condensed{rounded}"
 
 
 # --- arguments ---
@@ -166,13 +161,12 @@ def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
     contradicts an argument."""
     name = policy.preset
     values = PRESETS[choose("preset of policy 'amskv'", name, PRESETS)]
-    wanted, given = MODELS[name[:3]], (geometry.schedule, geometry.num_layers)
-    for what, own, other in zip(("schedule", "number of layers"), wanted, given, strict=True):
-        if own != other:
-            policy.refuse(
-                f"preset={name} is for another model: its {what} is {own}, this model has "
-                f"{other}; choose another preset, or cmin and cmax, or a budget"
-            )
+    schedule, layers = MODELS[name[:3]]
+    if (schedule, layers) != (geometry.schedule, geometry.num_layers):
+        policy.refuse(
+            f"preset={name} is for another model, of {layers} layers and the schedule {schedule}: "
+            f"choose another preset, or cmin and cmax, or a budget"
+        )
     for field in values:
         if getattr(policy, field) != getattr(type(policy), field):
             policy.refuse(
@@ -182,51 +176,45 @@ def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
     return values if policy.mode == "profiled" else values | {"demanding": -1}
 
 
-def check(policy: "AMSKV", geometry: Geometry) -> None:
+def check(p: "AMSKV", geometry: Geometry) -> None:
     """Raises `UserError` for arguments that are wrong in themselves or contradict each other."""
-    choose("mode of policy 'amskv'", policy.mode, ("profiled", "online"))
-    choose("oversize of policy 'amskv'", policy.oversize, ("auto", "skip", "fill"))
-    for fits, reason in _rules(policy, geometry):
-        if not fits:
-            policy.refuse(reason)
-
-
-def _rules(p: "AMSKV", geometry: Geometry) -> Iterator[tuple[bool, str]]:
-    """Every rule, and what to say if it is broken; later ones rely on earlier ones."""
+    choose("mode of policy 'amskv'", p.mode, ("profiled", "online"))
+    choose("oversize of policy 'amskv'", p.oversize, ("auto", "skip", "fill"))
     schedule, layers, total = geometry.schedule, geometry.num_layers, geometry.schedule.total_tokens
     largest = (schedule.num_scales - 1, schedule.persistent_tokens, layers)
     for name, most in zip(("condensed", "condensed_tokens", "demanding"), largest, strict=True):
-        value = getattr(p, name)
-        yield -1 <= value <= most, f"{name}={value}: choose 0 to {most}, or -1 for automatic"
-    both = p.condensed >= 0 and p.condensed_tokens >= 0
-    yield not both, "condensed and condensed_tokens say the same: keep one of them"
+        p.require(
+            name, -1 <= getattr(p, name) <= most, f": choose 0 to {most}, or -1 for automatic"
+        )
+    if p.condensed >= 0 and p.condensed_tokens >= 0:
+        p.refuse("condensed and condensed_tokens say the same: keep one of them")
     if p.cmin or p.cmax:
-        sizes = f"cmin={p.cmin}, cmax={p.cmax}"
-        yield p.cmin and p.cmax, f"{sizes}: give both, or none and a budget"
-        yield 1 <= p.cmin <= p.cmax, f"{sizes}: needed are 1 <= cmin <= cmax"
-        most = f"the {total} tokens of all scales: choose at most {total}"
-        yield p.cmax <= total, f"cmax={p.cmax} is more than {most}"
-        locked = p.locked_tokens(geometry, p.cmin)
-        yield (
-            locked < p.cmin,
-            f"the condensed scales take {locked} tokens, which leaves no room in cmin={p.cmin}: "
-            f"choose a larger cmin or fewer condensed scales",
-        )
-        yield (
-            p.ratio == type(p).ratio,
-            f"ratio={p.ratio:g} divides a budget, but cmin={p.cmin} and cmax={p.cmax} are given "
-            f"(a preset gives them too): leave out one of the two",
-        )
+        if not 1 <= p.cmin <= p.cmax <= total:
+            sizes = f"cmin={p.cmin}, cmax={p.cmax}"
+            p.refuse(
+                f"{sizes}: give both, or none and a budget; needed are 1 <= cmin <= cmax <= "
+                f"{total}, the tokens of all scales"
+            )
+        if (locked := p.locked_tokens(geometry, p.cmin)) >= p.cmin:
+            p.refuse(
+                f"the condensed scales take {locked} tokens, which leaves no room in "
+                f"cmin={p.cmin}: choose a larger cmin or fewer condensed scales"
+            )
+        if p.ratio != type(p).ratio:
+            p.refuse(
+                f"ratio={p.ratio:g} divides a budget, but cmin={p.cmin} and cmax={p.cmax} are "
+                f"given (a preset gives them too): leave out one of the two"
+            )
     online = p.mode == "online"
-    found = "mode=online finds the layers while generating: leave out layers"
-    yield not (online and p.layers), found
+    if online and p.layers:
+        p.refuse("mode=online finds the layers while generating: leave out layers")
     named = [name for name in ("layers", "theta") if getattr(p, name)]
     named += ["demanding"] * (p.demanding >= 0 and p.theta != 0)
-    contradiction = f"{' and '.join(named)} contradict each other: keep one of them"
-    yield online or len(named) < 2, contradiction
+    if not online and len(named) > 1:
+        p.refuse(f"{' and '.join(named)} contradict each other: keep one of them")
     number = len(named_layers(p, layers)) if p.layers else p.demanding
-    differ = f"layers={p.layers} are {number} layers, but demanding={p.demanding}"
-    yield p.demanding in (-1, number), differ
+    if p.demanding not in (-1, number):
+        p.refuse(f"layers={p.layers} are {number} layers, but demanding={p.demanding}")
 
 
 def named_layers(policy: "AMSKV", num_layers: int) -> list[int]:

@@ -118,12 +118,14 @@ class Policy(ScaleRule):
           UserError: naming the policy and the field.
         """
         for f in fields(self):
-            _, check, _ = _KINDS.get(_name_of(f.type), (None, None, None))
-            if check is not None and f.name[0] != "_":
-                usual = BUDGET if f.name == "budget" else _LIMITS.get(_name_of(f.type), {})
-                limits = f.metadata.get("limits", usual)
+            kind, value = _name_of(f.type), getattr(self, f.name)
+            _, check, _ = _KINDS.get(kind, (None, None, None))
+            optional = kind == "int | None" and value is None
+            if check is not None and f.name[0] != "_" and not optional:
+                whole = {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}
+                usual = BUDGET if f.name == "budget" else whole if kind.startswith("int") else {}
                 with about(f"policy {self.name!r}"):
-                    value = check(f.name, getattr(self, f.name), **limits)
+                    value = check(f.name, value, **f.metadata.get("limits", usual))
                 object.__setattr__(self, f.name, value)
         if self.accounting not in ("bytes", "tokens"):
             raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
@@ -181,10 +183,7 @@ class Policy(ScaleRule):
         """Refuses the value of argument `name` unless it fits; `rule` goes on after
         `name=value`."""
         if not fits:
-            value = getattr(self, name)
-            self.refuse(
-                f"{name}={value:g}{rule}" if isinstance(value, float) else f"{name}={value}{rule}"
-            )
+            self.refuse(f"{name}={getattr(self, name)}{rule}")
 
     def measured(
         self,
@@ -280,17 +279,10 @@ def _name_of(kind: Kind) -> str:
     return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""
 
 
-def _optional_integer(name: str, value: object, **limits: int) -> int | None:
-    return None if value is None else arguments.integer(name, value, **limits)
-
-
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
-_LIMITS = {
-    kind: {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER} for kind in ("int", "int | None")
-}
 _KINDS = {  # how to read it from a text, how to check it, and what it is in words
     "int": (int, arguments.integer, "a whole number"),
-    "int | None": (int, _optional_integer, "a whole number"),
+    "int | None": (int, arguments.integer, "a whole number"),
     "float": (float, arguments.number, "a number"),
     "str": (str, arguments.text, "text"),
     "bool": (lambda text: _TRUTH[text.lower()], arguments.flag, "true or false"),

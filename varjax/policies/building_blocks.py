@@ -31,11 +31,6 @@ def recent(position: Position, among: Mask, count: Count) -> Mask:
     return top(position.astype(jnp.float32), among, count)
 
 
-def protect(position: Position, among: Mask, tokens: int) -> Mask:
-    """Entries of `among` that belong to the first `tokens` positions (the sink scales)."""
-    return among & (position < tokens)
-
-
 def stratified(score: Score, position: Position, among: Mask, count: Count, ratio: float) -> Mask:
     """Keeps `count` of `among` in two strata by age: the newer `ratio` of them is near, the rest is
     far.

@@ -3,23 +3,24 @@
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Observation
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError, nearest, show
+from varjax.errors import UserError, nearest
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Policy
 from varjax.policies.compose_parts import (
     ROLES,
     SHARED,
+    Composed,
+    ComposeTokens,
     build,
     choose_part,
-    explain_idle,
     own_arguments,
 )
-from varjax.policies.compose_tokens import Composed, ComposeTokens
 from varjax.policies.registry import register
 from varjax.policies.rule import Rule
 from varjax.policies.token_rule import StagedPolicy
@@ -82,14 +83,8 @@ class Compose(Composed, StagedPolicy):
 
     def __post_init__(self):
         super().__post_init__()
-        held = self._prepared if isinstance(self._prepared, tuple) else (None,)
-        if len(held) not in (0, 2) or not all(isinstance(part, Policy) for part in held):
-            self.refuse(f"_prepared={show(self._prepared)}: `prepare` fills it in, leave it out")
-        pairs = self.parts if isinstance(self.parts, tuple) else (None,)
-        if any(not isinstance(p, tuple) or [type(x) for x in p] != [str, str] for p in pairs):
-            self.refuse(f"parts={show(self.parts)}: Compose.of makes it from two policies")
-        if pairs and not self._prepared:
-            self.from_arguments(dict(pairs))
+        if self.parts and not self._prepared:
+            self.from_arguments(dict(self.parts))
 
     def __repr__(self) -> str:
         parts = (f"{name}={value}" for name, value in self.parts)
@@ -119,7 +114,6 @@ class Compose(Composed, StagedPolicy):
             known += [f"{role}_{name}" for name in own_arguments(chosen, role)]
         for name in parts:
             if name not in known:
-                explain_idle(name, parts)
                 raise UserError(
                     f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
                     f"has: {', '.join(known)}"
@@ -135,9 +129,9 @@ class Compose(Composed, StagedPolicy):
     # --- parts ------------------------------------------------------------------------------------
 
     @cached_property
-    def _unprepared(self) -> tuple[Policy, Policy]:
-        """Allocator and selector as they are on models that draw scale by scale."""
-        return self.built(ROLES)
+    def _pair(self) -> tuple[Policy, Policy]:
+        """Allocator and selector; unprepared as on models that draw scale by scale."""
+        return self._prepared or self.built(ROLES)
 
     def built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
         """Returns allocator and selector with the arguments that the composition decides. defaults:
@@ -150,12 +144,12 @@ class Compose(Composed, StagedPolicy):
     @property
     def allocator(self) -> Policy:
         """The policy that says how much."""
-        return (self._prepared or self._unprepared)[0]
+        return self._pair[0]
 
     @property
     def selector(self) -> Policy:
         """The policy that says which."""
-        return (self._prepared or self._unprepared)[1]
+        return self._pair[1]
 
     def with_parts(
         self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
@@ -175,13 +169,8 @@ class Compose(Composed, StagedPolicy):
 
     # --- what the parts say -----------------------------------------------------------------------
 
-    @property
-    def budgeted(self) -> bool:
-        return self.allocator.budgeted
-
-    @property
-    def shrinks(self) -> bool:
-        return self.allocator.shrinks
+    budgeted = property(attrgetter("allocator.budgeted"))
+    shrinks = property(attrgetter("allocator.shrinks"))
 
     @property
     def uses_calibration(self) -> bool:

@@ -1,23 +1,29 @@
-"""The arguments of `compose`: which policies it takes for which role, and which of their arguments
-matter there."""
+"""The parts of `compose`: which policies it takes for which role, which of their arguments matter
+there, and what its rules for both kinds of models ask them. Its manual is
+`varjax.policies.compose.Compose`."""
 
+import dataclasses
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
+from varjax.cache.stages import StageAllocation
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError, choose
 from varjax.policies.base import Policy
 from varjax.policies.registry import POLICIES, get_policy
+from varjax.policies.rule import Rule
+from varjax.policies.token_rule import TokenRule
+
+if TYPE_CHECKING:
+    from varjax.policies.compose import Compose
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # each with its default
 TOKEN_ROLES = {**ROLES, "allocate": "streaming"}  # the same, on models that draw token by token
-DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
-
-
-def refusals() -> dict[tuple[str, str], str]:
-    """Why a policy cannot have a role, by (role, name of the policy)."""
-    return {
-        (role, name): reason
-        for name, cls in POLICIES.items()
-        for role, reason in cls.unfit_roles.items()
-    }
 
 
 def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
@@ -30,12 +36,11 @@ def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
 
 def choose_part(role: str, name: str) -> type[Policy]:
     """The policy of this name; `UserError` if there is none or it cannot have the role."""
-    refused = refusals()
-    fitting = [other for other in POLICIES if (role, other) not in refused]
-    if reason := refused.get((role, name)):
+    fitting = [other for other, cls in POLICIES.items() if role not in cls.unfit_roles]
+    if name in POLICIES and name not in fitting:
         raise UserError(
-            f"policy 'compose': {role}={name} makes no sense: {reason}; choose one of "
-            f"{', '.join(fitting)}"
+            f"policy 'compose': {role}={name} makes no sense: {POLICIES[name].unfit_roles[role]}; "
+            f"choose one of {', '.join(fitting)}"
         )
     return POLICIES[choose(f"policy for {role}:", name, fitting)]
 
@@ -48,18 +53,85 @@ def build(role: str, parts: dict[str, str]) -> Policy:
     return get_policy(choose_part(role, parts[role]).name, arguments=named)
 
 
-def explain_idle(name: str, parts: dict[str, str]) -> None:
-    """Raises `UserError` for an argument that the part has but that its role has no use for;
-    returns for any other."""
-    role, _, own = name.partition("_")
-    if role not in ROLES or own not in own_arguments(POLICIES[parts[role]]):
-        return
-    part, other = parts[role], next(r for r in ROLES if r != role)
-    usable = ", ".join(f"{role}_{n}" for n in own_arguments(POLICIES[part], role))
-    refused = (other, part) in refusals()
-    instead = f", or give it to {other}: {other}={part},{other}_{own}={parts[name]}"
-    raise UserError(
-        f"policy 'compose': {name}={parts[name]} has no effect: {own!r} of {part!r} is about "
-        f"{DECIDES[other]}, and {role} decides {DECIDES[role]} (with {part} it takes "
-        f"{usable or 'no arguments'}); leave it out" + ("" if refused else instead)
-    )
+class Composed(Rule):
+    """Base of the rules of a composition. default_parts: policies for the roles that
+    the arguments do not name."""
+
+    default_parts: ClassVar[dict[str, str]]
+    policy: "Compose"
+
+    @property
+    def allocating(self) -> Rule:
+        """The rule of the policy that says how much heads hold."""
+        return self.policy.allocator.rule(self.kind)
+
+    @property
+    def selecting(self) -> Rule:
+        """The rule of the policy that says which tokens they hold."""
+        return self.policy.selector.rule(self.kind)
+
+    needs = property(attrgetter("selecting.needs"))
+    compares_heads = property(attrgetter("selecting.compares_heads"))
+    inputs_heads = property(attrgetter("selecting.inputs_heads"))
+
+    def inputs(self, geometry: Geometry, allocation, image_index: np.ndarray):
+        return self.selecting.inputs(geometry, allocation, image_index)
+
+    def named(self) -> str:
+        """A line of a printed plan that names all parts, said or not."""
+        named = self.default_parts | dict(self.policy.parts)
+        return f"parts     {', '.join(f'{name}={value}' for name, value in named.items())}"
+
+
+class ComposeTokens(Composed, TokenRule):
+    """All heads hold the same, but where the policy that allocates says what layers hold."""
+
+    default_parts = TOKEN_ROLES
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
+        period = self.policy.period
+        allocator, selector = (
+            dataclasses.replace(part, period=period)
+            for part in self.policy.built(self.default_parts)
+        )
+        allocator = allocator.rule(self.kind).prepare(geometry, calibration)
+        if allocator.rule(self.kind).layer_slots(geometry) is not None:
+            selector = dataclasses.replace(selector, period=allocator.period)
+        selector = selector.rule(self.kind).prepare(geometry, calibration)
+        return self.policy.with_parts(
+            allocator, selector, self.default_parts, period=selector.period
+        )
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        self.selecting.check(geometry)
+        given = self.layer_slots(geometry)
+        if given is None:
+            return
+        self.allocating.check(geometry)
+        room, least, policy = given.min(), self.minimum_slots(geometry), self.policy
+        if room < least:
+            policy.refuse(
+                f"allocate={policy.allocator.name} leaves a layer {room} image tokens per head, "
+                f"its buffer of {policy.period} included, but {policy.selector.name} needs "
+                f"{least}: keep more"
+            )
+
+    def layer_slots(self, geometry: Geometry) -> np.ndarray | None:
+        return self.allocating.layer_slots(geometry)
+
+    def stay_always(self, geometry: Geometry) -> int:
+        return self.selecting.stay_always(geometry)
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StageAllocation:
+        if self.layer_slots(geometry) is None:
+            return super().allocate(geometry, budget, calibration)
+        return self.allocating.allocate(geometry, budget, calibration)
+
+    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+        return [self.named(), *super().plan_lines(geometry, calibration)]
+
+    def select(self, obs: Observation):
+        return self.selecting.select(obs)

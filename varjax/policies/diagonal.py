@@ -90,15 +90,9 @@ class Diagonal(Ring, TokenPolicy):
     def needs(self) -> Needs:
         return Needs(total_mass=True) if self.score == "mean" else Needs(scale_mass=True)
 
-    @property
-    def stay_first(self) -> int:
-        return self.sinks
-
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
         choose("score", self.score, SCORES)
-        most = max(1, geometry.schedule.steps - 1)
-        self.require("sinks", 0 <= self.sinks <= most, f" must be 0 to {most}")
 
     def slots(self, geometry: Geometry, budget: float) -> int:
         room = image_slots(geometry, budget, self.accounting)

@@ -9,7 +9,6 @@ import numpy as np
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.errors import show
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import per_layer, within
@@ -71,12 +70,6 @@ class HACK(SinkPolicy):
     needs = Needs(scale_mass=True)
     uses_calibration = True
 
-    def __post_init__(self):
-        super().__post_init__()
-        rows = self._types if isinstance(self._types, tuple) else (None,)
-        if any(not isinstance(r, tuple) or any(type(x) is not bool for x in r) for r in rows):
-            self.refuse(f"_types={show(self._types)}: `prepare` fills it in, leave it out")
-
     # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HACK":
@@ -93,8 +86,6 @@ class HACK(SinkPolicy):
     def allocate(
         self, geometry: Geometry, budget: float, calibration: Calibration | None = None
     ) -> RegionAllocation:
-        if not self._types:
-            self.refuse("which heads are contextual is decided by `prepare`: plan with it")
         protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
         per_head = capacities.apportion(
             capacities.total(geometry, budget),
@@ -118,7 +109,7 @@ class HACK(SinkPolicy):
 
     def select(self, obs: Observation):
         contextual, protected = obs.inputs
-        first = blocks.protect(obs.position, obs.live, protected)
+        first = obs.live & (obs.position < protected)
         sinks = blocks.top(-obs.position, first, obs.capacity)
         score = jnp.where(contextual[:, None], obs.scale_mass, obs.position.astype(jnp.float32))
         rest = obs.capacity - sinks.sum(-1)

@@ -238,7 +238,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
 
     def select(self, obs: Observation):
         protected, recent = obs.inputs[0], obs.inputs[1]
-        kept = blocks.protect(obs.position, obs.live, protected)
+        kept = obs.live & (obs.position < protected)
         count = jnp.minimum(obs.capacity - kept.sum(-1), recent)
         newest = blocks.recent(obs.position, obs.live & ~kept, count)
         history = obs.live & ~kept & ~newest

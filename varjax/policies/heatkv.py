@@ -84,20 +84,18 @@ class HeatKV(SinkPolicy):
         self.check_sinks(geometry)
         calibration.check(geometry)
         whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
-        if beta is None and orders is not None and not whole:
-            return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
         sinks = sink_scales(self.sinks, geometry, self.budget)
         if beta is not None:
-            if whole:
-                return order_heads(cas(beta, sinks))[None], sinks
-            return orders_from_scores(scas(beta, sinks), sinks), sinks
+            by_head = order_heads(cas(beta, sinks))[None] if whole else None
+            return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks
         if orders is None:
             self.refuse("the calibration holds neither orders nor beta")
+        if not whole:
+            return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
         if len(orders) != 1:
             self.refuse(
-                f"it removes whole heads and needs one order of heads (CAS), the calibration holds "
-                f"{len(orders)} lists, one per source scale; give a file with a single list, or a "
-                f"calibration file that holds beta"
+                f"it removes whole heads and needs one order of heads (CAS) or beta, the "
+                f"calibration holds {len(orders)} lists, one per source scale"
             )
         return orders, sinks
 

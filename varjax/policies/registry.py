@@ -25,7 +25,11 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
     """
 
     def add(cls: type[Policy]) -> type[Policy]:
-        _check_registration(name, cls)
+        place = f"@register({show(name)}) on {show(cls)}"
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+            raise UserError(f"{place}: give a name of 1 to 64 ASCII letters, digits, _ and -")
+        if not isinstance(cls, type) or not issubclass(cls, Policy):
+            raise UserError(f"{place}: it is no policy: derive the class from Policy")
         if name in POLICIES:
             taken_by = f"{POLICIES[name].__module__}.{POLICIES[name].__qualname__}"
             raise UserError(f"policy {name!r} is registered already ({taken_by}): rename yours")
@@ -34,14 +38,6 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
         return cls
 
     return add
-
-
-def _check_registration(name: str, cls: type[Policy]) -> None:
-    place = f"@register({show(name)}) on {show(cls)}"
-    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
-        raise UserError(f"{place}: give a name of 1 to 64 ASCII letters, digits, _ and -")
-    if not isinstance(cls, type) or not issubclass(cls, Policy):
-        raise UserError(f"{place}: it is no policy: derive the class from Policy")
 
 
 def get_policy(
@@ -90,8 +86,6 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
     """Policies that are new, or that this module registered when it was imported elsewhere."""
-    for name in [n for n in POLICIES if n not in before]:
-        _check_registration(name, POLICIES[name])  # written there without `register`
     names = (
         n for n, cls in POLICIES.items() if n not in before or cls.__module__ == module.__name__
     )

@@ -71,16 +71,13 @@ class BudgetFile:
         return result
 
     def _layers(self, number: int, entry: dict, geometry: Geometry, limit: int) -> np.ndarray:
-        named = {k for k in entry if k.startswith("Block ")}
         blocks = [f"Block {layer}" for layer in range(geometry.num_layers)]
-        if named != set(blocks):
-            layers = f"{len(named)} blocks, this model has {len(blocks)} layers"
-            self._refuse(f"scale {number} names {layers}")
+        if {k for k in entry if k.startswith("Block ")} != set(blocks):
+            self._refuse(f"scale {number} names other blocks than {len(blocks)} layers")
         if not 1 <= entry.get("Min", 0) <= entry.get("Max", 0):
             self._refuse(f"scale {number} needs Max and Min, with Max >= Min >= 1")
         if (given := entry.get("Limit", limit)) != limit:
-            there = f"on this model's schedule there are {limit}"
-            self._refuse(f"scale {number} counts on {given} tokens, {there}")
+            self._refuse(f"scale {number} counts on {given} tokens, this schedule has {limit}")
         return np.where([entry[block] for block in blocks], entry["Max"], entry["Min"])
 
     def _refuse(self, reason: str):
@@ -131,15 +128,10 @@ def _share(
     least = max(1, int(refiner_share * together / layers + 1e-6))
     result = np.zeros((geometry.schedule.num_scales, layers), np.int64)
     for s, exist in enumerate(geometry.schedule.starts):
-        count, each = _drafters(exist, together, layers, most, least)
+        # as many drafters as leave the others their least; where none does, one is cut
+        room = (n for n in range(most, 0, -1) if together - n * exist >= (layers - n) * least)
+        cut_short = min(most, 1), min(exist, together - (layers - 1) * least)
+        count, each = next(((n, exist) for n in room), cut_short)
         rest = min(exist, (together - count * each) // (layers - count))
         result[s] = np.where(rank < count, each, rest)
     return result
-
-
-def _drafters(exist: int, together: int, layers: int, most: int, least: int) -> tuple[int, int]:
-    """(number of drafters, tokens of each) when `exist` tokens exist."""
-    for count in range(most, 0, -1):
-        if together - count * exist >= (layers - count) * least:
-            return count, exist
-    return min(most, 1), min(exist, together - (layers - 1) * least)

@@ -110,7 +110,13 @@ def by_age(
     obs: Observation, among: Mask, *values: Shaped[Array, "R N K ..."]
 ) -> tuple[Shaped[Array, "R N K ..."], ...]:
     """[R, N, K, ...] arrays with the tokens of `among` first, oldest first."""
-    order = _inverse(_places(obs, among))
+    place = _places(obs, among)
+    slots = jnp.arange(place.shape[-1], dtype=jnp.int32)
+    if place.shape[-1] > MOST_COMPARED:
+        order = jnp.argsort(place, axis=-1)
+    else:
+        here = place[..., None, :] == slots[:, None]
+        order = jnp.where(here, slots, 0).sum(-1, dtype=jnp.int32)
     return tuple(
         jnp.take_along_axis(v, order.reshape(*order.shape, *(1,) * (v.ndim - 3)), axis=2)
         for v in values
@@ -134,15 +140,6 @@ def _places(obs: Observation, among: Mask) -> Position:
     others = jnp.cumsum(~among, axis=-1, dtype=jnp.int32) - 1
     total = among.sum(-1, dtype=jnp.int32, keepdims=True)
     return jnp.where(among, age_rank(obs, among), total + others)
-
-
-def _inverse(place: Position) -> Position:
-    """The slot in every place."""
-    slots = jnp.arange(place.shape[-1], dtype=jnp.int32)
-    if place.shape[-1] > MOST_COMPARED:
-        return jnp.argsort(place, axis=-1)
-    here = place[..., None, :] == slots[:, None]
-    return jnp.where(here, slots, 0).sum(-1, dtype=jnp.int32)
 
 
 def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None = None) -> Position:

@@ -65,10 +65,8 @@ class Table(StagedPolicy):
         if not self.path:
             raise UserError("policy 'table' needs a file: path=KEEP.npz")
         with about(f"policy {self.name!r}"):
-            path("path", self.path)
-        if not pathlib.Path(self.path).is_file():
-            self.refuse(f"there is no file {self.path!r}")
-        try:
+            if not pathlib.Path(path("path", self.path)).is_file():
+                raise UserError(f"there is no file {self.path!r}")
             names = npz.names(self.path)
             kinds = [name for name in ("keep_scale", "keep_token") if name in names]
             if len(kinds) != 1:
@@ -77,14 +75,10 @@ class Table(StagedPolicy):
                     f"{some(names) or 'nothing'}"
                 )
             return npz.load(self.path, kinds, LARGEST).popitem()
-        except UserError as error:
-            self.refuse(str(error))
 
     def check_file(self, geometry: Geometry, stages: int, tokens: int, unit: str) -> None:
         """Refuses arrays of another type or shape. unit: what stages are called."""
         name, keep = self.stored
-        if keep.dtype.kind not in "biuf":
-            self.refuse(f"{name} has type {str(keep.dtype):.60}; store bool")
         layers, heads = geometry.num_layers, geometry.num_heads
         last, what, also = stages, unit, ""
         if name == "keep_token":
@@ -97,8 +91,8 @@ class Table(StagedPolicy):
                 f"{name} has shape {keep.shape}, this model needs {needed} ({unit}, layers, heads, "
                 f"{what}){also}"
             )
-        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
-            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
+        if keep.dtype.kind not in "biuf" or not (keep.dtype == bool or np.isin(keep, (0, 1)).all()):
+            self.refuse(f"{name} has type {str(keep.dtype):.60}: store bool, or 0 and 1")
 
     @property
     def per_row(self) -> bool:

@@ -77,14 +77,23 @@ def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticA
 
 class Ring(TokenRule):
     """Contents that are known on models that draw token by token: the condition, the first
-    `stay_first` image tokens, and a ring of slots through which the others go, so that every token
-    sees exactly as many of the newest as the ring has slots, itself included.
+    `stay_first` image tokens (its policy's `sinks`), and a ring of slots through which the others
+    go, so that every token sees as many of the newest as the ring has slots, itself included.
 
     A `period` changes nothing here; it is taken so that the same arguments suit all policies.
     """
 
     decides = False
-    stay_first: int = 0
+
+    @property
+    def stay_first(self) -> int:
+        return getattr(self.policy, "sinks", 0)
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        most = max(1, geometry.schedule.steps - 1)
+        if self.stay_first:
+            self.policy.require("sinks", 0 <= self.stay_first <= most, f" must be 0 to {most}")
 
     def stay_always(self, geometry: Geometry) -> int:
         return self.stay_first + 1
@@ -103,19 +112,6 @@ class FullRing(Ring):
 
     def least(self, geometry: Geometry) -> str:
         return self.policy.smallest_reason
-
-
-class StreamingRing(Ring):
-    """A ring behind the first `sinks` image tokens."""
-
-    @property
-    def stay_first(self) -> int:
-        return self.policy.sinks
-
-    def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
-        most = max(1, geometry.schedule.steps - 1)
-        self.policy.require("sinks", 0 <= self.policy.sinks <= most, f" must be 0 to {most}")
 
 
 @register("full")
@@ -196,7 +192,7 @@ class Streaming(StagedPolicy, SinkPolicy):
 
     budget: float = 0.25
 
-    token_rule = StreamingRing
+    token_rule = Ring
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
 
@@ -250,6 +246,6 @@ class Newest(StagedPolicy, SinkPolicy):
         return per_layer(geometry, np.int32(allocation.protected))
 
     def select(self, obs: Observation):
-        first = blocks.protect(obs.position, obs.live, obs.inputs)
+        first = obs.live & (obs.position < obs.inputs)
         kept = blocks.top(-obs.position, first, obs.capacity)
         return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))

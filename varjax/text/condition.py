@@ -22,13 +22,7 @@ class TextKind(ConditionKind):
     name = "text"
     arguments = ("prompts", "text_features")
 
-    def count(
-        self,
-        model: TakesCondition,
-        *,
-        prompts: Sequence[str] | None = None,
-        text_features: TextFeatures | None = None,
-    ) -> int:
+    def count(self, model: TakesCondition, *, prompts=None, text_features=None) -> int:
         if prompts is not None:
             return len(arguments.texts("prompts", prompts, PROMPTS_WANTED))
         found = arguments.instance("text_features", text_features, TextFeatures, FEATURES_WANTED)

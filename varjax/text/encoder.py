@@ -6,7 +6,7 @@ last batch of a size is filled up. Padding is dropped from the results.
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -104,13 +104,15 @@ class TextEncoder:
         tokens = self._tokens(prompts, names, max_length, warn)
         tokens += self._tokens(negatives, negative_names, max_length, warn)
         features = encode_ids(self.module, [t and t.ids for t in tokens], batch_size, progress)
-        kv, lens = _joined(features[: len(prompts)])
-        negative_kv, negative_lens = _joined(features[len(prompts) :])
+        lens = np.array([len(f) for f in features], np.int32)
+        negative = {}
+        if negatives:
+            negative["negative_kv"] = np.concatenate(features[len(prompts) :])
+            negative["negative_lens"] = lens[len(prompts) :]
         return TextFeatures(
-            kv=kv,
-            lens=lens,
-            negative_kv=negative_kv,
-            negative_lens=negative_lens,
+            kv=np.concatenate(features[: len(prompts)]),
+            lens=lens[: len(prompts)],
+            **negative,
             unconditional=np.array([not prompt for prompt in prompts]),
             prompts=tuple(prompts),
             text_maxlen=max_length,
@@ -167,13 +169,6 @@ def negative_texts(
     return found, names
 
 
-def _joined(features: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The rows of all texts one after the other, and how many each text has; None for no texts."""
-    if not features:
-        return None, None
-    return np.concatenate(features), np.array([len(f) for f in features], np.int32)
-
-
 def check_folder(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
     """The configuration and the tokenizer of an encoder: everything in its folder but the weights.
 
@@ -207,7 +202,15 @@ def encode_ids(
     found: list[np.ndarray] = [np.zeros((1, width), np.float32) for _ in texts]
     given = [i for i, ids in enumerate(texts) if ids is not None]
     rows, done = min(batch_size, len(given)), 0
-    for size, indices in _grouped(texts, given, rows):
+    by_size: dict[int, list[int]] = {}
+    for i in given:
+        by_size.setdefault(padded_size(len(texts[i])), []).append(i)
+    batches = (
+        (size, members[start : start + rows])  # shortest first
+        for size, members in sorted(by_size.items())
+        for start in range(0, len(members), rows)
+    )
+    for size, indices in batches:
         ids, lengths = _padded([texts[i] for i in indices], rows, size)
         features = np.asarray(_program(module, ids, lengths))
         for i, row, length in zip(indices, features, lengths, strict=False):
@@ -216,16 +219,6 @@ def encode_ids(
         if progress is not None:
             progress(done, len(given))
     return found
-
-
-def _grouped(texts, given: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:
-    """(size, indices of at most `rows` texts of that size), shortest first."""
-    by_size: dict[int, list[int]] = {}
-    for i in given:
-        by_size.setdefault(padded_size(len(texts[i])), []).append(i)
-    for size, members in sorted(by_size.items()):
-        for start in range(0, len(members), rows):
-            yield size, members[start : start + rows]
 
 
 def _padded(texts: Sequence[Sequence[int]], rows: int, size: int):

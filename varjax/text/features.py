@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 
 from varjax import arguments
 from varjax.errors import UserError, about
-from varjax.storage import npz
 from varjax.storage.atomic import new_file
-from varjax.text.prompt_set import PromptSet
+from varjax.text.prompt_set import PromptSet, read_arrays
 from varjax.text.t5 import PRESETS
 
 MAX_LENGTH = 512  # tokens of the released models
@@ -56,32 +55,31 @@ class TextFeatures(PromptSet):
 
     def __post_init__(self):
         self._check_rows("kv", "lens")
-        self._check_negative()
-        if self.unconditional is None:
-            _set(self, "unconditional", np.zeros(len(self.lens), bool))
-        _set(self, "unconditional", _checked_flags(self.unconditional, self.lens))
+        if (self.negative_kv is None) != (self.negative_lens is None):
+            raise UserError("negative_kv and negative_lens belong together: give both or none")
+        if self.negative_kv is not None:  # a single text serves all prompts
+            self._check_rows("negative_kv", "negative_lens")
+            if self.negative_kv.shape[1] != self.width:
+                raise UserError(f"negative_kv is not {self.width} wide as kv: encode both alike")
+            if len(self.negative_lens) not in (1, len(self.lens)):
+                raise UserError(
+                    f"negative_lens has {len(self.negative_lens)} entries: give one for each of "
+                    f"the {len(self.lens)} prompts, or one for all"
+                )
+        empty = np.zeros(len(self.lens), bool) if self.unconditional is None else self.unconditional
+        flags = arguments.as_array("unconditional", empty)
+        if flags.shape != self.lens.shape or flags.dtype != bool or (self.lens[flags] != 1).any():
+            raise UserError(
+                f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false"
+                f" for each of the {len(self.lens)} prompts, true only for empty ones of 1 token"
+            )
+        object.__setattr__(self, "unconditional", flags)
         self._check_images()
         most = arguments.integer("text_maxlen", self.text_maxlen, 1)
         if self.longest > most:
             raise UserError(
                 f"a text has {self.longest} tokens, the model takes {most}: encode it with"
                 f" max_length={most}"
-            )
-
-    def _check_negative(self) -> None:
-        """Both arrays or none; a single text serves all prompts."""
-        if (self.negative_kv is None) != (self.negative_lens is None):
-            raise UserError("negative_kv and negative_lens belong together: give both or none")
-        if self.negative_kv is None:
-            return
-        self._check_rows("negative_kv", "negative_lens")
-        width, count = self.negative_kv.shape[1], len(self.negative_lens)
-        if width != self.width:
-            raise UserError(f"negative_kv is {width} wide, kv {self.width}: encode both alike")
-        if count not in (1, len(self.lens)):
-            raise UserError(
-                f"negative_lens has {count} entries: give one for each of the {len(self.lens)}"
-                " prompts, or one for all"
             )
 
     def _check_rows(self, kv_name: str, lens_name: str) -> None:
@@ -104,8 +102,8 @@ class TextFeatures(PromptSet):
             )
         if int(lens.astype(object).sum()) != len(kv):
             raise UserError(f"{lens_name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
-        _set(self, kv_name, kv)
-        _set(self, lens_name, lens.astype(np.int32))
+        object.__setattr__(self, kv_name, kv)
+        object.__setattr__(self, lens_name, lens.astype(np.int32))
 
     # --- images -----------------------------------------------------------------------------------
 
@@ -197,47 +195,11 @@ def load(
     `UserError` if there is no such file, it is damaged, or its arrays do not fit each other or the
     model.
     """
-    arrays = _read(path)
-    if "prompts" in arrays:
-        arrays["prompts"] = tuple(map(str, arrays["prompts"].reshape(-1)))
+    arrays = read_arrays("text features", path, ("kv", "lens"), _OPTIONAL)
     with about(f"text features {path}"):
         found = TextFeatures(**arrays, text_maxlen=2**31 - 1)
         channels = found.width if text_channels is None else text_channels
         return found.fitted(channels, text_maxlen or max(MAX_LENGTH, found.longest))
-
-
-def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    if not os.path.exists(arguments.path("text features", path)):
-        raise UserError(f"there is no file {path}")
-    arrays = npz.load(path, ("kv", "lens", *_OPTIONAL))
-    if missing := [name for name in ("kv", "lens") if name not in arrays]:
-        raise UserError(
-            f"text features {path}: {' and '.join(missing)} missing; needed are kv [sum of lens, C]"
-            " and lens [prompts], as `python -m experiments.encode_text` writes them"
-        )
-    return arrays
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def _set(features: TextFeatures, name: str, value) -> None:
-    object.__setattr__(features, name, value)
-
-
-def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
-    flags = arguments.as_array("unconditional", unconditional)
-    if flags.shape != lens.shape or flags.dtype != bool:
-        raise UserError(
-            f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false for"
-            f" each of the {len(lens)} prompts"
-        )
-    if (long := np.flatnonzero(flags & (lens != 1))).size:
-        raise UserError(
-            f"prompt {long[0]} is marked unconditional but has {lens[long[0]]} tokens: an empty"
-            " prompt has 1"
-        )
-    return flags
 
 
 def _encoders(width: int) -> str:

@@ -12,7 +12,6 @@ Letters: P prompts, N images, B images of a batch, M places for a prompt.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol, Self
 
 import numpy as np
@@ -21,16 +20,14 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
 from varjax.errors import UserError, about
-from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.text import unknown
-from varjax.text.prompt_set import PromptSet
+from varjax.text.prompt_set import PromptSet, read_arrays
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
 IDS_WANTED = "give a list of lists of token ids, one for each image, or PromptIds"
 LONGEST = 2**20  # ids of a prompt, before a model says how many it takes
-_ARRAYS = ("ids", "lens", "prompts")
 
 
 class TakesPrompts(Protocol):
@@ -68,7 +65,14 @@ class PromptIds(PromptSet):
     slots: int | None = None
 
     def __post_init__(self):
-        ids, lens = (_whole_numbers(name, getattr(self, name)) for name in ("ids", "lens"))
+        ids, lens = (arguments.as_array(name, getattr(self, name)) for name in ("ids", "lens"))
+        for name, array in (("ids", ids), ("lens", lens)):
+            if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+                given = f"shape {array.shape} and type {array.dtype}"
+                raise UserError(f"{name} has {given}: give a list of whole numbers")
+            if array.min() < -(2**31) or array.max() >= 2**31:
+                raise UserError(f"{name} holds numbers of more than 32 bits")
+        ids, lens = ids.astype(np.int64), lens.astype(np.int64)
         if (short := np.flatnonzero(lens < 1)).size:
             raise UserError(
                 f"lens[{short[0]}] is {lens[short[0]]}: a prompt has at least 1 token id"
@@ -96,9 +100,6 @@ class PromptIds(PromptSet):
             arguments.integers(f"prompt_ids[{i}]", one, words, LONGEST)
             for i, one in enumerate(lists)
         ]
-        for i, one in enumerate(found):
-            if not one.size:
-                raise UserError(f"prompt_ids[{i}] is empty: a prompt has at least 1 token id")
         texts = None if prompts is None else tuple(prompts)
         return cls(np.concatenate(found), np.array([len(one) for one in found]), texts)
 
@@ -115,12 +116,8 @@ class PromptIds(PromptSet):
 
     def of_prompt(self, number: int) -> Int[np.ndarray, " length"]:
         """Token ids of one prompt."""
-        end = self._ends[number]
+        end = int(self.lens[: number + 1].sum(dtype=np.int64))
         return self.ids[end - self.lens[number] : end]
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.lens, dtype=np.int64)
 
     @property
     def longest(self) -> int:
@@ -148,7 +145,7 @@ class PromptIds(PromptSet):
             it; a prompt that leaves no room for the image in the model's context.
         """
         for number in range(len(self.lens)):
-            with about(self._name(number, names)):
+            with about(names[number] if names else f"prompt {number}"):
                 config.check_prompt(self.of_prompt(number))
         return self
 
@@ -157,17 +154,14 @@ class PromptIds(PromptSet):
         `checked`, which raises the same errors; `UserError` also if there are too few places."""
         self.checked(config, names)
         if self.longest > config.prompt_tokens:
-            name = self._name(int(self.lens.argmax()), names)
+            number = int(self.lens.argmax())
+            name = names[number] if names else f"prompt {number}"
             raise UserError(
                 f"{name} is the longest and has {self.longest} token ids, the model is prepared for"
                 f" {config.prompt_tokens}: take model.with_prompt_tokens({self.longest}), or"
                 f" --prompt_tokens={self.longest}"
             )
         return replace(self, slots=config.prompt_tokens)
-
-    @staticmethod
-    def _name(number: int, names: Sequence[str] | None) -> str:
-        return names[number] if names else f"prompt {number}"
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the ids of the prompts (not how often each is repeated) as npz, which `load`
@@ -184,16 +178,7 @@ def load(path: str | os.PathLike) -> PromptIds:
     int [P]; if need be also `prompts` texts [P]. `UserError` if there is no such file, it is
     damaged, or its arrays do not fit each other.
     """
-    if not os.path.exists(arguments.path("prompt ids", path)):
-        raise UserError(f"there is no file {path}")
-    arrays = npz.load(path, _ARRAYS)
-    if missing := [name for name in ("ids", "lens") if name not in arrays]:
-        raise UserError(
-            f"prompt ids {path}: {' and '.join(missing)} missing; needed are ids [sum of lens] and"
-            " lens [prompts]"
-        )
-    if "prompts" in arrays:
-        arrays["prompts"] = tuple(map(str, arrays["prompts"].reshape(-1)))
+    arrays = read_arrays("prompt ids", path, ("ids", "lens"), ("prompts",))
     with about(f"prompt ids {path}"):
         return PromptIds(**arrays)
 
@@ -219,16 +204,10 @@ class PromptIdKind(ConditionKind):
     name = "prompt_ids"
     arguments = ("prompts", "prompt_ids")
 
-    def count(
-        self,
-        model: TakesCondition,
-        *,
-        prompts: Sequence[str] | None = None,
-        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
-    ) -> int:
+    def count(self, model: TakesCondition, *, prompts=None, prompt_ids=None) -> int:
         if prompts is not None:
             return len(arguments.texts("prompts", prompts, PROMPTS_WANTED))
-        return len(_given(prompt_ids))
+        return len(self._ids(model, prompt_ids=prompt_ids))
 
     def resolve(self, model: TakesCondition, **given) -> PromptIds:
         """Prompts that fit the model and its places. `UserError` also without a tokenizer."""
@@ -241,28 +220,10 @@ class PromptIdKind(ConditionKind):
 
     def _ids(self, model, warn=unknown.warn, *, prompts=None, prompt_ids=None) -> PromptIds:
         if prompts is None:
-            return _given(prompt_ids)
+            return prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
         texts = arguments.texts("prompts", prompts, PROMPTS_WANTED)
         tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
         return encode(texts, model.config, tokenizer, warn=warn)
 
 
 PROMPT_IDS = PromptIdKind()
-
-
-def _given(prompt_ids: PromptIds | Sequence[Sequence[int]]) -> PromptIds:
-    return prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def _whole_numbers(name: str, values) -> np.ndarray:
-    """Values as int64 [n], of which int32 holds all."""
-    array = arguments.as_array(name, values)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        given = f"shape {array.shape} and type {array.dtype}"
-        raise UserError(f"{name} has {given}: give a list of whole numbers")
-    if array.min() < -(2**31) or array.max() >= 2**31:
-        raise UserError(f"{name} holds numbers of more than 32 bits")
-    return array.astype(np.int64)

@@ -4,6 +4,7 @@ Letters: P prompts, N images, B images of a batch.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
@@ -14,6 +15,24 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import MOST_IMAGES
 from varjax.errors import UserError
+from varjax.storage import npz
+
+
+def read_arrays(
+    what: str, path: str | os.PathLike, needed: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, np.ndarray]:
+    """The arrays of an npz file of prompts, with `prompts` as a tuple of texts. `UserError` if
+    there is no such file, it is damaged, or one that is needed is missing."""
+    if not os.path.exists(arguments.path(what, path)):
+        raise UserError(f"there is no file {path}")
+    arrays = npz.load(path, (*needed, *optional))
+    if missing := [name for name in needed if name not in arrays]:
+        raise UserError(
+            f"{what} {path}: {' and '.join(missing)} missing; needed are {' and '.join(needed)}"
+        )
+    if "prompts" in arrays:
+        arrays["prompts"] = tuple(map(str, arrays["prompts"].reshape(-1)))
+    return arrays
 
 
 class PromptSet:

@@ -65,15 +65,11 @@ class T5Config(published.Configuration):
         self.check_sizes("vocab_size", "d_model", "d_kv", "d_ff", "num_heads")
         self.check_real("layer_norm_epsilon")
         self.check_sizes("relative_attention_num_buckets", least=4)
-        buckets, distance = (
-            self.relative_attention_num_buckets,
-            self.relative_attention_max_distance,
-        )
-        if buckets % 4 or distance <= buckets // 4:
+        buckets = self.relative_attention_num_buckets
+        if buckets % 4 or self.relative_attention_max_distance <= buckets // 4:
             raise self.wrong(
-                f"relative_attention_num_buckets is {buckets} and relative_attention_max_distance"
-                f" {distance}: the first must be a multiple of 4, the second more than a quarter of"
-                " it"
+                f"relative_attention_num_buckets is {buckets}: it must be a multiple of 4, and"
+                " relative_attention_max_distance more than a quarter of it"
             )
 
     @classmethod
@@ -88,12 +84,8 @@ class T5Config(published.Configuration):
                 " and flan-t5)"
             )
         found = cls.arguments(arguments, ignored=arguments)
-        needed = [f.name for f in fields(cls) if f.default is MISSING]
-        if missing := [name for name in needed if name not in found]:
-            raise cls.wrong(
-                f"{', '.join(missing)} not given: take the config.json that is published beside the"
-                " weights"
-            )
+        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]:
+            raise cls.wrong(f"{', '.join(missing)} not given: take the published config.json")
         return cls(**found)
 
     def to_published(self) -> dict:
@@ -101,23 +93,18 @@ class T5Config(published.Configuration):
         return {**super().to_published(), "feed_forward_proj": FEED_FORWARD}
 
 
-def _flan(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> T5Config:
-    return T5Config(
-        vocab_size=32128,
-        d_model=d_model,
-        d_kv=64,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
-
-
+_FLAN = {  # d_model, d_ff, num_layers, num_heads
+    "small": (512, 1024, 8, 6),
+    "base": (768, 2048, 12, 12),
+    "large": (1024, 2816, 24, 16),
+    "xl": (2048, 5120, 24, 32),
+    "xxl": (4096, 10240, 24, 64),
+}
 PRESETS = {
-    "flan-t5-small": _flan(512, 1024, 8, 6),
-    "flan-t5-base": _flan(768, 2048, 12, 12),
-    "flan-t5-large": _flan(1024, 2816, 24, 16),
-    "flan-t5-xl": _flan(2048, 5120, 24, 32),
-    "flan-t5-xxl": _flan(4096, 10240, 24, 64),
+    f"flan-t5-{name}": T5Config(
+        vocab_size=32128, d_model=d, d_kv=64, d_ff=f, num_layers=layers, num_heads=heads
+    )
+    for name, (d, f, layers, heads) in _FLAN.items()
 }
 
 

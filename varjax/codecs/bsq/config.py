@@ -1,7 +1,8 @@
 """Configuration of the binary spherical VAE, readable and writable in published argument names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
@@ -26,6 +27,7 @@ class BSQConfig(published.Configuration):
     patch_size: int = 16  # pixels per latent position along each axis
     image_channels: int = 3
     cnn_attention: str = "no"
+    downsample = property(attrgetter("patch_size"))
 
     def __post_init__(self):
         self.check_sizes("base_ch", "image_channels")
@@ -41,28 +43,21 @@ class BSQConfig(published.Configuration):
                 f'cnn_attention is {self.cnn_attention!r:.40}; only "no" is supported, as in the'
                 " released tokenizers"
             )
-        for name in ("encoder_ch_mult", "decoder_ch_mult"):
-            self._check_levels(name, getattr(self, name))
-
-    def _check_levels(self, name: str, multipliers: tuple[int, ...]) -> None:
         least = self.num_resamplings + 1
-        if not least <= len(multipliers) <= LARGEST_LEVELS or min(multipliers) < 1:
-            raise self.wrong(
-                f"{name} is {list(multipliers)[:12]}: patch_size {self.patch_size} needs {least} to"
-                f" {LARGEST_LEVELS} levels, each at least 1"
-            )
-        self.check_size(f"base_ch * {name}", self.base_ch * max(multipliers))
-        for width in {self.base_ch, *(self.base_ch * m for m in multipliers)}:
-            if all(width % groups for groups in GROUP_CHOICES):
+        for name in ("encoder_ch_mult", "decoder_ch_mult"):
+            multipliers = getattr(self, name)
+            if not least <= len(multipliers) <= LARGEST_LEVELS or min(multipliers) < 1:
                 raise self.wrong(
-                    f"a level has {width} channels, which neither 32 nor 24 normalisation groups"
-                    " divide: choose base_ch as a multiple of 24 or 32"
+                    f"{name} is {list(multipliers)[:12]}: patch_size {self.patch_size} needs"
+                    f" {least} to {LARGEST_LEVELS} levels, each at least 1"
                 )
-
-    @property
-    def downsample(self) -> int:
-        """Pixels per latent position along each axis."""
-        return self.patch_size
+            self.check_size(f"base_ch * {name}", self.base_ch * max(multipliers))
+            for width in {self.base_ch, *(self.base_ch * m for m in multipliers)}:
+                if all(width % groups for groups in GROUP_CHOICES):
+                    raise self.wrong(
+                        f"a level has {width} channels, which neither 32 nor 24 normalisation"
+                        " groups divide: choose base_ch as a multiple of 24 or 32"
+                    )
 
     @property
     def num_resamplings(self) -> int:
@@ -71,22 +66,20 @@ class BSQConfig(published.Configuration):
 
     @property
     def encoder(self) -> CoderSizes:
-        return self._sizes(self.encoder_ch_mult, self.num_res_blocks)
-
-    @property
-    def decoder(self) -> CoderSizes:
-        return self._sizes(self.decoder_ch_mult, self.num_res_blocks + 1)
-
-    def _sizes(self, multipliers: tuple[int, ...], num_blocks: int) -> CoderSizes:
         return CoderSizes(
             image_channels=self.image_channels,
             latent_channels=self.codebook_dim,
             base=self.base_ch,
-            widths=tuple(self.base_ch * m for m in multipliers),
-            num_blocks=num_blocks,
+            widths=tuple(self.base_ch * m for m in self.encoder_ch_mult),
+            num_blocks=self.num_res_blocks,
             num_resamplings=self.num_resamplings,
             group_choices=GROUP_CHOICES,
         )
+
+    @property
+    def decoder(self) -> CoderSizes:
+        widths = tuple(self.base_ch * m for m in self.decoder_ch_mult)
+        return replace(self.encoder, widths=widths, num_blocks=self.num_res_blocks + 1)
 
     @classmethod
     def from_published(cls, values: Mapping) -> "BSQConfig":
@@ -95,15 +88,8 @@ class BSQConfig(published.Configuration):
 
 
 # The released tokenizers, by bits per transformer token: 56 bits are 2x2 positions of 14.
-PRESETS = {
-    "bsq-d16": BSQConfig(codebook_dim=16),
-    "bsq-d24": BSQConfig(codebook_dim=24),
-    "bsq-d32": BSQConfig(codebook_dim=32),
-    "bsq-d64": BSQConfig(codebook_dim=64),
-    "bsq-d56": BSQConfig(
-        codebook_dim=14,
-        encoder_ch_mult=(1, 2, 4, 4),
-        decoder_ch_mult=(1, 2, 4, 4),
-        patch_size=8,
-    ),
-}
+LEVELS_P8 = (1, 2, 4, 4)
+PRESETS = {f"bsq-d{bits}": BSQConfig(codebook_dim=bits) for bits in (16, 24, 32, 64)}
+PRESETS["bsq-d56"] = BSQConfig(
+    codebook_dim=14, encoder_ch_mult=LEVELS_P8, decoder_ch_mult=LEVELS_P8, patch_size=8
+)

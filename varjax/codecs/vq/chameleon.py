@@ -7,9 +7,9 @@ only where the configuration says so (the released one: nowhere), and names are 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import attrgetter
 
-from varjax.codecs.autoencoder import CoderSizes
 from varjax.codecs.vq.config import GROUPS, CodebookConfig
 from varjax.codecs.vq.model import VQ
 
@@ -43,6 +43,8 @@ class ChameleonVQConfig(CodebookConfig):
     attn_resolutions: tuple[int, ...] = ()
     has_encoder: bool = False
     l2_norm = False
+    codebook_size = property(attrgetter("n_embed"))
+    codebook_embed_dim = property(attrgetter("embed_dim"))
 
     def __post_init__(self):
         self.check_sizes("n_embed", "embed_dim", "ch", "z_channels", "resolution")
@@ -73,34 +75,18 @@ class ChameleonVQConfig(CodebookConfig):
     def to_published(self) -> dict:
         """The layout of the published file: the inverse of `from_published`."""
         own = ("n_embed", "embed_dim", "has_encoder")
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        values = super().to_published()
         inner = {k: v for k, v in values.items() if k not in own}
         return {"ddconfig": inner, **{name: values[name] for name in own}}
-
-    @property
-    def codebook_size(self) -> int:
-        return self.n_embed
-
-    @property
-    def codebook_embed_dim(self) -> int:
-        return self.embed_dim
 
     @property
     def _sides(self) -> list[int]:
         """Sides of the levels' maps in training pictures, finest first."""
         return [self.resolution // 2**i for i in range(len(self.ch_mult))]
 
-    def _sizes(self, num_blocks: int) -> CoderSizes:
+    def sizes(self) -> dict:
         attended = [i for i, side in enumerate(self._sides) if side in self.attn_resolutions]
-        return self.sizes_of(
-            num_blocks,
-            image_channels=3,
-            latent_channels=self.z_channels,
-            group_choices=(GROUPS,),
-            attended_levels=tuple(attended),
-            attend_middle=True,
-        )
+        return super().sizes() | {"attended_levels": tuple(attended)}
 
 
 class ChameleonVQ(VQ):

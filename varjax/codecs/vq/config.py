@@ -3,8 +3,8 @@ published argument names; and what codecs with one codebook have in common."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
-from varjax.codecs.autoencoder import CoderSizes
 from varjax.codecs.levels import Levels
 from varjax.nn import published
 
@@ -26,25 +26,23 @@ class CodebookConfig(Levels):
 
     codebook_size, codebook_embed_dim: number and width of the codes.
     l2_norm: codes and features have unit length.
-    z_channels: width of the map between the encoder and the codes.
     has_encoder: whether pictures can be turned into tokens. Generation only decodes.
     """
 
     codebook_size: int
     codebook_embed_dim: int
     l2_norm: bool
-    z_channels: int
     has_encoder: bool
+    code_channels = property(attrgetter("codebook_embed_dim"))  # of the latent map of codes
+    vocab_size = property(attrgetter("codebook_size"))  # as transformers call it
 
-    @property
-    def code_channels(self) -> int:
-        """Channels of the latent map of codes."""
-        return self.codebook_embed_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of codes, by the name that transformers have for it."""
-        return self.codebook_size
+    def sizes(self) -> dict:
+        return {
+            "image_channels": 3,
+            "group_choices": (GROUPS,),
+            "attended_levels": (len(self.ch_mult) - 1,),
+            "attend_middle": True,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +82,3 @@ class VQConfig(CodebookConfig):
                     f"{alias} is {values[alias]!r:.60}, another name says {found[name]}"
                 )
         return cls(**found)
-
-    def _sizes(self, num_blocks: int) -> CoderSizes:
-        return self.sizes_of(
-            num_blocks,
-            image_channels=3,
-            latent_channels=self.z_channels,
-            group_choices=(GROUPS,),
-            attended_levels=(len(self.ch_mult) - 1,),
-            attend_middle=True,
-        )

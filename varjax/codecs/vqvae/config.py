@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import CoderSizes
 from varjax.codecs.levels import Levels
 from varjax.schedule import Schedule
 
@@ -54,16 +53,14 @@ class VQVAEConfig(Levels):
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
             raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
 
-    def _sizes(self, num_blocks: int) -> CoderSizes:
-        return self.sizes_of(
-            num_blocks,
-            image_channels=self.in_channels,
-            latent_channels=self.z_channels,
-            group_choices=(self.group_norm_groups,),
-            epsilon=self.group_norm_eps,
-            attended_levels=(len(self.ch_mult) - 1,) if self.using_sa else (),
-            attend_middle=self.using_mid_sa,
-        )
+    def sizes(self) -> dict:
+        return {
+            "image_channels": self.in_channels,
+            "group_choices": (self.group_norm_groups,),
+            "epsilon": self.group_norm_eps,
+            "attended_levels": (len(self.ch_mult) - 1,) if self.using_sa else (),
+            "attend_middle": self.using_mid_sa,
+        }
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -51,12 +51,6 @@ def phi_index(num_scales: int, share_quant_resi: int, default_qresi_counts: int 
     return np.array([np.argmin(np.abs(ticks - position)) for position in where], np.int32)
 
 
-def _identity_kernels(count: int, channels: int) -> Array:
-    """[count, 3, 3, C, C] convolutions that return their input: training starts with phi(x) = x."""
-    centre = jnp.zeros((3, 3, 1, 1)).at[1, 1].set(1) * jnp.eye(channels)
-    return jnp.tile(centre, (count, 1, 1, 1, 1))
-
-
 class Quantizer(nnx.Module):
     """Codes `embedding` [V, C] and stacked phis `phi_kernel` [n, 3, 3, C, C], `phi_bias` [n, C].
 
@@ -67,7 +61,9 @@ class Quantizer(nnx.Module):
         self.config = config
         vocabulary, channels, count = config.vocab_size, config.z_channels, config.num_phi
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocabulary, channels)))
-        self.phi_kernel = nnx.Param(_identity_kernels(count, channels)) if count else None
+        # training starts with phi(x) = x: convolutions that return their input
+        centre = jnp.zeros((3, 3, 1, 1)).at[1, 1].set(1) * jnp.eye(channels)
+        self.phi_kernel = nnx.Param(jnp.tile(centre, (count, 1, 1, 1, 1))) if count else None
         self.phi_bias = nnx.Param(jnp.zeros((count, channels))) if count else None
 
     # --- the pieces that generation uses ---
@@ -104,9 +100,9 @@ class Quantizer(nnx.Module):
 
     def features_to_tokens(self, f: Float[Array, "B P Q C"]) -> Int[Array, "B L"]:
         """Tokens of all scales, coarse to fine, each map row-major."""
-        return jnp.concatenate([tokens for tokens, _, _ in self._steps(f)], axis=1)
+        return jnp.concatenate([tokens for tokens, _, _ in self.steps(f)], axis=1)
 
-    def _steps(self, f: Float[Array, "B P Q C"]) -> Iterator[tuple[Array, Array, Array]]:
+    def steps(self, f: Float[Array, "B P Q C"]) -> Iterator[tuple[Array, Array, Array]]:
         """Per scale: tokens [B, t_k], the pooled residual [B, h, w, C] that they stand for, and the
         part [B, P, Q, C] of the map that they explain.
 
@@ -165,7 +161,7 @@ class Quantizer(nnx.Module):
         """
         fixed = jax.lax.stop_gradient(f)
         total, loss, tokens = jnp.zeros_like(f), 0.0, []
-        for found, _, part in self._steps(f):
+        for found, _, part in self.steps(f):
             total = total + part
             commitment = jnp.square(f - jax.lax.stop_gradient(total)).mean()
             loss = loss + self.config.beta * commitment + jnp.square(fixed - total).mean()
@@ -173,12 +169,8 @@ class Quantizer(nnx.Module):
         straight = f + jax.lax.stop_gradient(total - f)
         return straight, jnp.concatenate(tokens, axis=1), loss / len(tokens)
 
-    def pooled_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """The vectors that codes have to stand for, scale by scale; they re-seed unused codes."""
-        return flatten_maps([pooled for _, pooled, _ in self._steps(f)])
-
     def exact_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """`pooled_residuals` as if every vector were a code; they give the first codes."""
+        """The pooled residuals of `steps` as if every vector were a code."""
         rest, found = f.astype(jnp.float32), []
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
@@ -238,7 +230,7 @@ class VQVAE(ImageCodec):
 
     def vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
         """The vectors that codes have to stand for; unused codes are re-seeded with them."""
-        return self.quantizer.pooled_residuals(f)
+        return flatten_maps([pooled for _, pooled, _ in self.quantizer.steps(f)])
 
     def first_vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
         """The vectors that the first codes have to stand for, before there are codes."""
