@@ -144,15 +144,11 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
         if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
             raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
         head, layer = entry
-        if not (0 <= head < heads and 0 <= layer < layers):
+        again = seen.setdefault((head, layer), i) != i
+        if again or not (0 <= head < heads and 0 <= layer < layers):
             raise UserError(
-                f"{name}, entry {i} is [{head}, {layer}]: heads go from 0 to {heads - 1}, layers "
-                f"from 0 to {layers - 1}"
-            )
-        if seen.setdefault((head, layer), i) != i:
-            raise UserError(
-                f"{name}, entry {i} is [{head}, {layer}] again (first at entry "
-                f"{seen[head, layer]}): every head appears once"
+                f"{name}, entry {i} is [{head}, {layer}]{' again' * again}: heads go from 0 to "
+                f"{heads - 1}, layers from 0 to {layers - 1}, and every head appears once"
             )
     return np.array(entries, np.int32)
 

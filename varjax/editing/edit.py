@@ -252,31 +252,27 @@ class Editor:
         half, count = self.generator.batch_size // 2, len(pictures)
         self.generator.policy.check_images(len(condition))
         source = source_tokens(self.model, pictures)
-        found, same, scales = [], [], self.model.config.schedule.num_scales
+        found, same, every = [], [], self.model.config.schedule.num_scales
         # all scales are kept: the pictures as the codec reproduces them
-        nothing = replace(how, keep_scales=scales, mix_scales=scales)
+        nothing = replace(how, keep_scales=every, mix_scales=every)
         self._progress(0, count)
         for start in range(0, count, half):
             index = np.arange(start, min(start + half, count))
             padded = np.pad(index, (0, half - len(index)), mode="edge").astype(np.int32)
+            twice = np.concatenate([padded, padded])  # the second half: under their own texts
+            arrays = condition.take(np.concatenate([padded, padded + count]))
             for results, way in ((found, how), (same, nothing)):
-                drawn = self._batch(condition, count, padded, source, way, seed)
-                results.append({name: drawn[name][: len(index)] for name in ("images", "tokens")})
+                scales = (way.keep_scales, way.mix_scales, way.probability)
+                given = Mixture.of_scales(source[twice], self.model.config.schedule, *scales)
+                drawn, _ = self.generator.run_batch(
+                    arrays, twice, seed=seed, given=given, keep_cache=False
+                )
+                results.append(
+                    {n: np.asarray(drawn[n])[: len(index)] for n in ("images", "tokens")}
+                )
             self._progress(int(index[-1]) + 1, count)
         images, tokens = (np.concatenate([part[n] for part in found]) for n in ("images", "tokens"))
         return Edited(images, np.concatenate([p["images"] for p in same]), tokens, source, None)
-
-    def _batch(self, condition, count, index, source, how: ByText, seed) -> dict:
-        """Results of a batch, whose second half are the same images under their own texts."""
-        tokens = np.concatenate([source[index], source[index]])
-        scales = (how.keep_scales, how.mix_scales, how.probability)
-        given = Mixture.of_scales(tokens, self.model.config.schedule, *scales)
-        arrays = condition.take(np.concatenate([index, index + count]))
-        twice = np.concatenate([index, index])
-        results, _ = self.generator.run_batch(
-            arrays, twice, seed=seed, given=given, keep_cache=False
-        )
-        return {name: np.asarray(results[name]) for name in ("images", "tokens")}
 
 
 def source_tokens(model: Model, pictures: Float[np.ndarray, "N H W 3"]) -> np.ndarray:

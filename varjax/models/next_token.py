@@ -26,12 +26,13 @@ heads of keys and values, H head size, D width, V vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
@@ -43,18 +44,6 @@ from varjax.sequence import TokenSequence
 def as_it_is(branch: Array, number: int) -> Array:
     """Returns what a branch adds, without dropout."""
     return branch
-
-
-class Projected(Protocol):
-    """Finished projections of a layer: queries carry the attention scale, queries and keys are
-    rotated. `pallas_kernels.projection.Projection` is one. Q query heads may share N heads of keys.
-    """
-
-    def queries(self) -> Float[Array, "R Q T H"]: ...
-
-    def keys(self) -> Float[Array, "R N T H"]: ...
-
-    def values(self) -> Float[Array, "R N T H"]: ...
 
 
 class NextTokenTransformer(Transformer):
@@ -100,8 +89,10 @@ class NextTokenTransformer(Transformer):
         have a leading axis over rows only where rows differ."""
         raise NotImplementedError
 
-    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projected:
-        """Queries, keys and values of one layer."""
+    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
+        """Finished queries, keys and values of one layer: queries carry the attention scale, they
+        and keys are rotated. What answers as a `Projection` will do; Q query heads may share N
+        heads of keys."""
         raise NotImplementedError
 
     def post_attention(

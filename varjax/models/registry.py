@@ -212,8 +212,7 @@ def own_parts(
         if not isinstance(module, type(abstract)):
             raise UserError(f"{name}: its weights have no {type(abstract).__name__} as {part}")
         arrays, shapes = parameters.named(module), parameters.named(abstract)
-        sizes = {n: a.shape for n, a in arrays.items()}
-        if other := [n for n in shapes if sizes.get(n) != shapes[n].shape]:
+        if other := [n for n in shapes if n not in arrays or arrays[n].shape != shapes[n].shape]:
             raise UserError(f"{name}: parameters {', '.join(other[:4])} of its {part} do not fit")
         kind = dtypes.get(part, "float32")
         cast = {

@@ -82,18 +82,24 @@ class StepInputs:
         maps = np.array([schedule.maps[s] for s in scales])
         # Heights and widths may peak at different scales; the grid covers all of them.
         grid = tuple(int(n) for n in maps.max(0))
-        cells = [_cell(h, w, grid, length) for h, w in maps]
+        starts, tokens = np.array(schedule.starts)[index], maps.prod(1)
+        # padding repeats the last token: a valid number, so that gathers stay inside the array
+        local = np.minimum(np.arange(length), tokens[:, None] - 1)
+        row, column = np.divmod(local, maps[:, 1:])
+        cells = (np.arange(n) for n in grid)
+        turns = [np.minimum(n, maps[:, i, None] - 1) for i, n in enumerate(cells)]
+        token = turns[0][:, :, None] * maps[:, 1, None, None] + turns[1][:, None]
         axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
         (down_rows, up_rows), columns = axes
         if np.array_equal(maps[:, 0], maps[:, 1]):
             columns = None, None
         return cls(
             scale=index.astype(np.int32),
-            length=maps.prod(1).astype(np.int32),
+            length=tokens.astype(np.int32),
             ratio=(index / max(1, schedule.num_scales - 1)).astype(np.float32),
-            token_index=_token_index(schedule, scales, length),
-            cell=np.stack(cells),
-            token=np.stack([_token(h, w, grid) for h, w in maps]),
+            token_index=(starts[:, None] + local).astype(np.int32),
+            cell=(row * grid[1] + column).astype(np.int32),
+            token=token.reshape(len(index), -1).astype(np.int32),
             down_rows=down_rows,
             up_rows=up_rows,
             down_columns=columns[0],
@@ -117,14 +123,6 @@ class StepInputs:
         return resize(unpatchify(grid, self.patch), self.up_rows, columns)
 
 
-def _token_index(schedule: Schedule, scales: range, length: int) -> np.ndarray:
-    """int32 [S, T]: global position of every padded token; padding repeats the scale's last."""
-    starts = np.array([schedule.starts[s] for s in scales])
-    last = np.array([schedule.tokens[s] for s in scales]) - 1
-    local = np.minimum(np.arange(length)[None], last[:, None])
-    return (starts[:, None] + local).astype(np.int32)
-
-
 def _resizing(
     sides: np.ndarray, grid: int, final: int, resampling: Resampling
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -138,14 +136,3 @@ def _resizing(
         np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),
         np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in sides]),
     )
-
-
-def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
-    # padding repeats the last token: a valid number, so that gathers stay inside the array
-    cells = (np.arange(h)[:, None] * grid[1] + np.arange(w)).reshape(-1)
-    return np.pad(cells, (0, length - cells.size), mode="edge").astype(np.int32)
-
-
-def _token(h: int, w: int, grid: tuple[int, int]) -> np.ndarray:
-    row, column = (np.minimum(np.arange(g), n - 1) for g, n in zip(grid, (h, w), strict=True))
-    return (row[:, None] * w + column).reshape(-1).astype(np.int32)

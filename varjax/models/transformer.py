@@ -15,6 +15,16 @@ from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
 
+def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of what `TextFeatures.take` gives, without negative texts: these double what is read
+    and change nothing later."""
+    return {
+        "kv": jax.ShapeDtypeStruct((images, length, channels), np.float32),
+        "length": jax.ShapeDtypeStruct((images,), np.int32),
+        "unconditional": jax.ShapeDtypeStruct((images,), bool),
+    }
+
+
 class Transformer(nnx.Module):
     """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
     `head` is the last linear layer, `blocks` are the stacked layers."""

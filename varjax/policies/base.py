@@ -149,7 +149,15 @@ class Policy(ScaleRule):
                     f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: "
                     f"{', '.join(known)}"
                 )
-        return {name: parse_value(name, text, known[name]) for name, text in arguments.items()}
+        found = {}
+        for name, text in arguments.items():
+            kind = known[name]
+            read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
+            try:
+                found[name] = read(text)
+            except (ValueError, KeyError):
+                raise UserError(f"policy argument {name}={show(text)} is not {wanted}") from None
+        return found
 
     @classmethod
     def open_arguments(cls) -> dict[str, Kind]:
@@ -259,17 +267,6 @@ def per_layer(geometry: Geometry, values: ArrayLike) -> np.ndarray:
     """[K, L, ...]: the same values for every scale and layer, as `ScaleRule.inputs` wants them."""
     shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
     return np.broadcast_to(values, shape)
-
-
-def parse_value(name: str, text: str, kind: Kind) -> int | float | str | bool:
-    """Reads one `--policy_args` value as the type of its field, which may be given by name."""
-    read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
-    if not isinstance(text, str):
-        raise UserError(f"policy argument {name}={show(text)}: give its value as a text")
-    try:
-        return read(text)
-    except (ValueError, KeyError):
-        raise UserError(f"policy argument {name}={show(text)} is not {wanted}") from None
 
 
 def _name_of(kind: Kind) -> str:

@@ -50,19 +50,14 @@ def apportion(tokens: int, weights: np.ndarray, lower: int, upper: int) -> np.nd
     """
     flat = np.asarray(weights, np.float64).ravel()
     tokens = int(np.clip(tokens, lower * flat.size, upper * flat.size))
-    exact = np.clip(_water_level(tokens, flat, lower, upper) * flat, lower, upper)
+    low, level = 0.0, (upper + 1) / flat.min()
+    for _ in range(_HALVINGS):  # of the factor at which clipped multiples add up to `tokens`
+        middle = (low + level) / 2
+        enough = np.clip(middle * flat, lower, upper).sum() >= tokens
+        low, level = (low, middle) if enough else (middle, level)
+    exact = np.clip(level * flat, lower, upper)
     shares = np.floor(exact + 1e-9).astype(np.int64)
     fraction = np.where(shares < upper, exact - shares, -1.0)
     for i in np.argsort(-fraction, kind="stable")[: max(0, tokens - shares.sum())]:
         shares[i] += 1
     return shares.reshape(np.shape(weights))
-
-
-def _water_level(tokens: int, weights: np.ndarray, lower: int, upper: int) -> float:
-    """The factor at which the clipped multiples of the weights add up to `tokens`."""
-    low, high = 0.0, (upper + 1) / weights.min()
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        enough = np.clip(middle * weights, lower, upper).sum() >= tokens
-        low, high = (low, middle) if enough else (middle, high)
-    return high

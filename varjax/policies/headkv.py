@@ -148,21 +148,17 @@ class HeadKV(StagedPolicy, SinkPolicy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self._queries, window_mass=True, regroup_mass=True)
-
-    @property
-    def _queries(self) -> int:
-        """Queries of a scale that score the history."""
-        return QUERIES if self.window is None else self.window
+        queries = QUERIES if self.window is None else self.window
+        return Needs(window=queries, window_mass=True, regroup_mass=True)
 
     # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeadKV":
-        return replace(self, window=self._queries)
+        return replace(self, window=self.needs.window)
 
     def check(self, geometry: Geometry) -> None:
         most = max(*geometry.schedule.tokens, 16)
-        self.require("window", 1 <= self._queries <= most, f" must be 1 to {most}")
+        self.require("window", 1 <= self.needs.window <= most, f" must be 1 to {most}")
         self.check_quota(geometry)
         super().check(geometry)
 
@@ -171,21 +167,19 @@ class HeadKV(StagedPolicy, SinkPolicy):
         fits, heads = 0 <= self.global_heads <= geometry.num_heads, geometry.num_heads
         self.require("global_heads", fits, f", but a layer has {heads} heads")
 
-    def _num_global(self, geometry: Geometry) -> int:
-        heads = geometry.num_heads
-        local = max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
-        return self.global_heads or heads - local
-
     def region_sizes(self, geometry: Geometry, budget: float) -> np.ndarray:
         """int [N]: tokens of the regions of a layer, the global ones first. The remainder of an
         uneven division goes to the first regions, whose heads need most."""
-        full, wide = geometry.schedule.persistent_tokens, self._num_global(geometry)
-        narrow, total = geometry.num_heads - wide, capacities.of_layer(geometry, budget)
-        share = int(self.local_share * total / geometry.num_heads + 1e-6)
+        full, heads = geometry.schedule.persistent_tokens, geometry.num_heads
+        wide = self.global_heads or heads - (
+            max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
+        )
+        narrow, total = heads - wide, capacities.of_layer(geometry, budget)
+        share = int(self.local_share * total / heads + 1e-6)
         local = max(self.protected(geometry, budget), share)
         if narrow and total - narrow * local >= wide * full:
             local = min(full, (total - wide * full) // narrow)
-        regions = np.full(geometry.num_heads, local)
+        regions = np.full(heads, local)
         left = min(wide * full, total - narrow * local)
         regions[:wide] = (left + np.arange(wide)[::-1]) // wide
         return regions
@@ -200,8 +194,8 @@ class HeadKV(StagedPolicy, SinkPolicy):
     ) -> RegionAllocation:
         schedule, heads = geometry.schedule, geometry.num_heads
         mean = capacities.of_layer(geometry, budget) / heads
-        reached = (end >= self.group_after or end > mean for end in schedule.ends)
-        grouping = list(reached).index(True)
+        reached = [end >= self.group_after or end > mean for end in schedule.ends]
+        grouping = reached.index(True)
         before = np.array(schedule.starts)[:, None, None]
         after = np.arange(schedule.num_scales)[:, None, None] > grouping
         regions = self.region_sizes(geometry, budget)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.arguments import integer, number
 from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
@@ -78,11 +77,8 @@ def prune_schedule(
         the current scale already.
 
     Raises:
-      UserError: no such number of sinks; they alone exceed the budget: the message names the
-        smallest feasible one.
+      UserError: the sinks alone exceed the budget: the message names the smallest feasible one.
     """
-    integer("sinks", sinks, 0, geometry.schedule.num_scales - 1)
-    number("budget", budget, 0, 1, above=True)
     lowest = minimum_budget(sinks, geometry)
     if budget + 1e-12 < lowest:
         raise UserError(

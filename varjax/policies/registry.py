@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from varjax import own_modules
-from varjax.arguments import number, text
+from varjax.arguments import text
 from varjax.errors import UserError, choose, show
-from varjax.policies.base import BUDGET, Policy
+from varjax.policies.base import Policy
 from varjax.policies.rule import Rule
 from varjax.sequence import SCALES, TOKENS
 
@@ -49,9 +49,8 @@ def get_policy(
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping) or not all(isinstance(n, str) for n in arguments):
         raise UserError(f"policy arguments {show(arguments)}: give names and texts")
-    for argument, value in arguments.items():
-        text(f"policy argument {argument}", value)
-    values = cls.from_arguments(dict(arguments))
+    given = {name: text(f"policy argument {name}", value) for name, value in arguments.items()}
+    values = cls.from_arguments(given)
     return cls(**values if budget is None else values | {"budget": budget})
 
 
@@ -59,8 +58,6 @@ def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
     """A policy from its name and a budget; policies pass through."""
     if not isinstance(policy, str | Policy):
         raise UserError(f"policy={show(policy)}: give a policy or a name: {', '.join(POLICIES)}")
-    if budget is not None:
-        number("budget", budget, **BUDGET)
     if isinstance(policy, str):
         return get_policy(policy, budget)
     if budget is not None:
@@ -86,10 +83,8 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
     """Policies that are new, or that this module registered when it was imported elsewhere."""
-    names = (
-        n for n, cls in POLICIES.items() if n not in before or cls.__module__ == module.__name__
-    )
-    return tuple(names)
+    new = {n for n, cls in POLICIES.items() if n not in before}
+    return tuple(n for n, c in POLICIES.items() if n in new or c.__module__ == module.__name__)
 
 
 OWN = own_modules.Kind(

@@ -8,6 +8,7 @@ Most policies write some of six members and nothing else: `needs`, `prepare`, `c
 `inputs` and `select`. The others are rare hooks, which few policies override.
 """
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -54,18 +55,12 @@ class Rule:
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__} of {self.policy!r}"
-
     @property
     def selects(self) -> bool:
         """Whether the policy can decide on the device."""
         return type(self).select is not Rule.select
 
-    @property
-    def uses_calibration(self) -> bool:
-        """Whether this rule decides from measurements of the model."""
-        return self.policy.uses_calibration
+    uses_calibration = property(attrgetter("policy.uses_calibration"))  # measurements decide
 
     # --- host: arguments --------------------------------------------------------------------------
 
@@ -184,9 +179,9 @@ class ScaleRule(Rule):
         """int32 [K, L, N]: what heads hold when each scale starts; None where that is decided while
         generating."""
         given = self.allocate(geometry, budget, calibration)
-        if isinstance(given, RegionAllocation):
-            if given.ragged or given.regroup_scale is not None:
-                return None
+        region = isinstance(given, RegionAllocation)
+        if region and (given.ragged or given.regroup_scale is not None):
+            return None
         return given.capacity(geometry)
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:

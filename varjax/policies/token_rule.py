@@ -52,7 +52,6 @@ class TokenRule(Rule):
     uses_calibration = False
     decides: ClassVar[bool] = True  # after every stage; else contents are known
     local_window: int | None = None  # tokens; None where no head is local
-    always_newest: int = 0  # newest tokens that no decision drops, for printed plans
 
     # --- arguments --------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class TokenRule(Rule):
     def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
         if not self.decides:
             return []
-        newest = self.always_newest
+        newest = getattr(self.policy, "window", 0)
         kept = f", the newest {newest} always stay" if newest else ""
         return [f"stages    a decision after every {self.policy.period} tokens{kept}"]
 
@@ -142,10 +141,6 @@ class ObservingRule(TokenRule):
     """
 
     most_queries: ClassVar[int]
-
-    @property
-    def always_newest(self) -> int:
-        return self.policy.window
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
         policy = super().prepare(geometry, calibration)
@@ -169,10 +164,6 @@ class ObservingRule(TokenRule):
 class WindowedRule(TokenRule):
     """Base of rules that never drop the newest `window` image tokens, nor the first `sinks`; the
     policy has both fields. A `window` of None becomes two lines of the image, or less."""
-
-    @property
-    def always_newest(self) -> int:
-        return self.policy.window
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
         policy = super().prepare(geometry, calibration)

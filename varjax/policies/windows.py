@@ -211,15 +211,11 @@ class NewestTokens(TokenRule):
     """`Newest` on models that draw token by token: the first `sinks` image tokens and the newest
     stay."""
 
-    @property
-    def _first(self) -> int:
-        return self.policy.sinks if self.policy.protects else 0
-
     def stay_always(self, geometry: Geometry) -> int:
-        return 1 + self._first
+        return 1 + self.policy.sinks * self.policy.protects
 
     def select(self, obs: Observation):
-        first = obs.live & (obs.position < self._first)
+        first = obs.live & (obs.position < self.policy.sinks * self.policy.protects)
         count = obs.capacity - first.sum(-1)
         return first | stage_blocks.newest(obs, obs.live & ~first, count)
 

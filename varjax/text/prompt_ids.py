@@ -12,7 +12,7 @@ Letters: P prompts, N images, B images of a batch, M places for a prompt.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -25,22 +25,12 @@ from varjax.text import unknown
 from varjax.text.prompt_set import PromptSet, read_arrays
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
+if TYPE_CHECKING:
+    from varjax.models.llama.config import LlamaConfig
+
 PROMPTS_WANTED = "give a list of texts, one for each image"
 IDS_WANTED = "give a list of lists of token ids, one for each image, or PromptIds"
 LONGEST = 2**20  # ids of a prompt, before a model says how many it takes
-
-
-class TakesPrompts(Protocol):
-    """A model's configuration, as prompts use it. prompt_tokens: M."""
-
-    prompt_tokens: int
-
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raises `UserError` if these ids are no prompt of the model, or leave no room for the
-        image in its context."""
-
-    def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
-        """The ids of a text in the format in which the model was trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +127,7 @@ class PromptIds(PromptSet):
 
     # --- fitting a model, files -------------------------------------------------------------------
 
-    def checked(self, config: TakesPrompts, names: Sequence[str] | None = None) -> Self:
+    def checked(self, config: "LlamaConfig", names: Sequence[str] | None = None) -> Self:
         """These prompts. names: how messages call each of them, such as "line 3 of prompts.txt".
 
         Raises:
@@ -149,7 +139,7 @@ class PromptIds(PromptSet):
                 config.check_prompt(self.of_prompt(number))
         return self
 
-    def fitted(self, config: TakesPrompts, names: Sequence[str] | None = None) -> Self:
+    def fitted(self, config: "LlamaConfig", names: Sequence[str] | None = None) -> Self:
         """These prompts in the places that a model of this configuration has. names: as in
         `checked`, which raises the same errors; `UserError` also if there are too few places."""
         self.checked(config, names)
@@ -185,7 +175,7 @@ def load(path: str | os.PathLike) -> PromptIds:
 
 def encode(
     prompts: Sequence[str],
-    config: TakesPrompts,
+    config: "LlamaConfig",
     tokenizer: PromptTokenizer,
     names: Sequence[str] | None = None,
     warn: unknown.Tell = unknown.warn,

@@ -247,7 +247,17 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | os.PathLike, vocab_size: int):
-        self._processor = _open(Path(path))
+        module = require("sentencepiece", extra="text", purpose="turning prompts into tokens")
+        if not Path(path).is_file():
+            raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
+        self._processor = module.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(ordinary.read(path, LARGEST_FILE))
+        except (RuntimeError, OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0][:200]
+            raise UserError(
+                f"cannot read {path} as a SentencePiece model ({reason}): {_ADVICE}"
+            ) from None
         pieces = self._processor.get_piece_size()
         if not vocab_size - MOST_SPARE <= pieces <= vocab_size:
             raise UserError(
@@ -269,18 +279,3 @@ class Tokenizer:
         """Whether it knows a word of a text (`varjax.text.unknown.is_known`)."""
         own = self._processor
         return is_known(tokens.ids[:-1], own.unk_id(), own.decode)
-
-
-def _open(path: Path):
-    module = require("sentencepiece", extra="text", purpose="turning prompts into tokens")
-    if not path.is_file():
-        raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
-    try:
-        processor = module.SentencePieceProcessor()
-        processor.LoadFromSerializedProto(ordinary.read(path, LARGEST_FILE))
-        return processor
-    except (RuntimeError, OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(
-            f"cannot read {path} as a SentencePiece model ({reason}): {_ADVICE}"
-        ) from None

@@ -29,6 +29,7 @@ from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
+from varjax.models.transformer import text_shapes
 from varjax.nn import layers, split, stacked
 from varjax.nn.parameters import drawn
 from varjax.nn.split import Split
@@ -151,14 +152,9 @@ class Infinity(NextScaleTransformer):
         return Resampling("bilinear", "bilinear", self.config.patch)
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
-        """Negative prompts are left out: they double what is read and change nothing later."""
         config = self.config
         length = config.text_maxlen if text_tokens is None else text_tokens
-        return {
-            "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), jnp.float32),
-            "length": jax.ShapeDtypeStruct((images,), jnp.int32),
-            "unconditional": jax.ShapeDtypeStruct((images,), jnp.bool_),
-        }
+        return text_shapes(images, length, config.text_channels)
 
     def encode_condition(
         self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None

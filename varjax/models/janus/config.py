@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from varjax.errors import UserError, about, nearest, show
-from varjax.models.janus import prompts
 from varjax.models.llama.config import LlamaConfig
 from varjax.nn import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 RELEASED_GRID = (24, 24)  # 384 pixels
+USER, ASSISTANT = "<|User|>", "<|Assistant|>"
+BEGIN, IMAGE_START = "<｜begin▁of▁sentence｜>", "<begin_of_image>"
 PAD = 100002  # id of `<|_pad_|>` in the released tokenizer
 # Sections of config.json, and what this class calls the values that generation needs.
 SECTIONS = {
@@ -114,7 +115,16 @@ class JanusConfig(LlamaConfig):
         return self.shaped(grid=grid)
 
     def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
-        return prompts.encode(text, tokenizer)
+        """Ids of the conditional row, as `generation_inference.py` of deepseek-ai/Janus and its
+        README for Janus-Pro make them: one turn of the user and the begin of the assistant's in the
+        format "deepseek" without a system prompt, then the tag that begins an image. A turn without
+        a text has no colon and space. `UserError` if the tokenizer is another model's."""
+        text = text.strip()
+        turn = f"{USER}: {text}\n\n" if text else f"{USER}:"
+        ids = tokenizer.ids(f"{turn}{ASSISTANT}:{IMAGE_START}")
+        found = [tokenizer.id_of(BEGIN), *ids]
+        tokenizer.check_end(found, IMAGE_START)
+        return found
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         super().check_prompt(ids)

@@ -134,6 +134,8 @@ class Decoder(NextTokenTransformer):
 
     def why_no_token_products(self) -> str | None:
         """Why a layer for one token cannot be `TokenProducts`, whatever its sizes, or None."""
+        if getattr(self.config, "norm_after", False) or getattr(self.config, "norm_shards", 0):
+            return "its layers normalise queries and keys, or what a branch gives"
         if self.model_axis is not None:
             return "its weights are divided over devices"
         kernel = self.blocks.qkv.kernel.get_value()  # several, where layers are apart
@@ -195,11 +197,6 @@ class Llama(Decoder):
     """
 
     halves = True
-
-    def why_no_token_products(self) -> str | None:
-        if self.config.norm_after or self.config.norm_shards:
-            return "its layers normalise queries and keys, or what a branch gives"
-        return super().why_no_token_products()
 
     def condition_shapes(self, images: int, text_tokens: int | None = None):
         slots = self.config.prompt_tokens

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.projection import Projection
 from varjax.models.llama.decoder import Block, Decoder, linear, ones, table
 from varjax.models.llamagen.config import PRESETS, LlamaGenConfig
+from varjax.models.transformer import text_shapes
 from varjax.nn import stacked
 
 __all__ = ["PRESETS", "Block", "LlamaGen", "LlamaGenConfig"]
@@ -54,16 +55,11 @@ class LlamaGen(Decoder):
     # --- once per image ---------------------------------------------------------------------------
 
     def condition_shapes(self, images: int, text_tokens: int | None = None):
-        """Negative texts are left out: they change nothing later."""
         config = self.config
         if config.condition == "labels":
             return jax.ShapeDtypeStruct((images,), jnp.int32)
         length = config.text_maxlen if text_tokens is None else text_tokens
-        return {
-            "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), jnp.float32),
-            "length": jax.ShapeDtypeStruct((images,), jnp.int32),
-            "unconditional": jax.ShapeDtypeStruct((images,), bool),
-        }
+        return text_shapes(images, length, config.text_channels)
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
         """The unconditional rows have the null class. With texts they have the negative text, or

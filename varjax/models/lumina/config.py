@@ -8,11 +8,14 @@ from operator import attrgetter
 
 from varjax.errors import UserError, about, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.lumina import prompts, sizes, vocabulary
+from varjax.models.lumina import sizes, vocabulary
 from varjax.nn import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
+BEGIN, END_OF_TURN, IMAGE_START = "<s>", "<reserved08706>", "<racm3:break>"
+UNIT = 32  # pixels, in the sentence that the model was trained on
+SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
 GRAMMAR = {  # names in the file of a custom model: ours
     "boi": "image_start",
     "newline": "new_line",
@@ -151,7 +154,19 @@ class LuminaConfig(LlamaConfig):
     # --- prompts and sizes ------------------------------------------------------------------------
 
     def encode_prompt(self, text: str, tokenizer: PromptTokenizer) -> list[int]:
-        return prompts.encode(text, self.units, tokenizer)
+        """Token ids as `generate_examples/generate.py` of Alpha-VLLM/Lumina-mGPT makes them: the
+        begin of a sentence, the user's turn with the size in pixels, its separator. The model draws
+        what follows there; here image start, height and width are part of the prompt, so that all
+        images have the shape that was asked for. `UserError` if the tokenizer is another model's.
+        """
+        height, width = (UNIT * count for count in self.units)
+        request = (
+            f"Generate an image of {width}x{height} according to the following prompt:\n{text}"
+        )
+        turn = tokenizer.ids(request + END_OF_TURN)
+        tokenizer.check_end(turn, END_OF_TURN)
+        opening = (IMAGE_START, *(f"<reserved{SIZES_FROM + n:05d}>" for n in self.units))
+        return [tokenizer.id_of(BEGIN), *turn, *map(tokenizer.id_of, opening)]
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         super().check_prompt(ids)
