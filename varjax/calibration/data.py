@@ -77,6 +77,7 @@ class Calibration:
                     f"model has {wanted}; calibrate this model"
                 )
         self._check_arrays(geometry)
+        self._check_examples(geometry)
         if self.orders is not None:
             lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
             if read_orders(lists, geometry).shape != np.shape(self.orders):
@@ -105,6 +106,25 @@ class Calibration:
                     f"the calibration's {name} holds nothing but zeros, which no model gives: "
                     f"calibrate this model again"
                 )
+
+    def _check_examples(self, geometry: Geometry) -> None:
+        """Checks arrays that reports show and no policy reads."""
+        scales = geometry.schedule.num_scales
+        names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges", "pattern_scale")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        found = {n: measured(f"the calibration's {n}", a, 2**31 - 1) for n, a in given.items()}
+        fits = found.get("rank_dispersion", np.zeros(0)).shape < (scales,)
+        fits = fits and found.get("pattern_scale", 0) < scales
+        if names[1] in found or names[2] in found or names[3] in found:
+            maps, heads, edges = (found.get(name, np.zeros(0)) for name in names[1:4])
+            shapes = [heads.shape, edges.shape] == [(len(maps), 2), (maps.shape[-1] + 1,)]
+            fits = fits and maps.ndim == 3 and shapes and (np.diff(edges) > 0).all()
+            fits = fits and (heads < (geometry.num_heads, geometry.num_layers)).all()
+            fits = fits and edges[-1] <= geometry.schedule.total_tokens
+        if not fits:
+            raise UserError(
+                f"the calibration's {', '.join(found)} do not fit each other or the model"
+            )
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raises `UserError` if this was measured on other weights, or with other guidance

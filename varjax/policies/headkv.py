@@ -171,9 +171,8 @@ class HeadKV(StagedPolicy, SinkPolicy):
         """int [N]: tokens of the regions of a layer, the global ones first. The remainder of an
         uneven division goes to the first regions, whose heads need most."""
         full, heads = geometry.schedule.persistent_tokens, geometry.num_heads
-        wide = self.global_heads or heads - (
-            max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
-        )
+        few = max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
+        wide = self.global_heads or heads - few
         narrow, total = heads - wide, capacities.of_layer(geometry, budget)
         share = int(self.local_share * total / heads + 1e-6)
         local = max(self.protected(geometry, budget), share)

@@ -45,7 +45,11 @@ def encode_texts(
     """
     encoder = TextEncoder.load(directory, dtype)
     features = encoder.encode(prompts, negative, batch_size=batch_size, **options)
-    peak = encoder.peak_bytes(features, batch_size)
+    texts, peak = int((~features.unconditional).sum()), None
+    texts += 0 if features.negative_lens is None else len(features.negative_lens)
+    if texts:  # JAX keeps what it compiled for these shapes: nothing is compiled a second time
+        ids, lengths = _padded([], min(batch_size, texts), padded_size(features.longest))
+        peak = peak_bytes(_program.lower(encoder.module, ids, lengths).compile())
     del encoder
     gc.collect()  # modules refer to themselves, and their arrays should go now
     return features, peak
@@ -130,17 +134,6 @@ class TextEncoder:
                 warn(unknown.message(name, text))
         return found
 
-    def peak_bytes(self, features: TextFeatures, batch_size: int) -> int | None:
-        """Bytes on the device while the largest program ran that made these features. None: all
-        texts are empty, so that no program ran."""
-        negative = () if features.negative_lens is None else features.negative_lens
-        texts = int((~features.unconditional).sum()) + len(negative)
-        if not texts:
-            return None
-        ids, lengths = _padded([], min(batch_size, texts), padded_size(features.longest))
-        # JAX keeps what it compiled for these shapes: nothing is compiled a second time
-        return peak_bytes(_program.lower(self.module, ids, lengths).compile())
-
 
 def negative_texts(
     given: Sequence[str] | None, count: int, names: Sequence[str] | None = None
@@ -154,18 +147,15 @@ def negative_texts(
         return [], []
     given = texts("negative_prompts", given, "give a list of texts")
     found = [text.strip() for text in given]
+    names = list(names or [f"negative prompt {i}" for i in range(len(found))])
     if not any(found):
         return [], []
-    names = list(names or [f"negative prompt {i}" for i in range(len(found))])
     if len(found) not in (1, count):
         raise UserError(
             f"{len(found)} negative prompts for {count} prompts: give one for each, or one for all"
         )
     if "" in found:
-        raise UserError(
-            f"{names[found.index('')]} is empty and others are not: give every prompt a negative"
-            " one, or none at all"
-        )
+        raise UserError(f"{names[found.index('')]} is empty and others are not: give all or none")
     return found, names
 
 

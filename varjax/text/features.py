@@ -18,7 +18,6 @@ from varjax import arguments
 from varjax.errors import UserError, about
 from varjax.storage.atomic import new_file
 from varjax.text.prompt_set import PromptSet, read_arrays
-from varjax.text.t5 import PRESETS
 
 MAX_LENGTH = 512  # tokens of the released models
 LENGTH_STEP = 16  # lengths are padded to a multiple: few shapes, few programs
@@ -164,9 +163,8 @@ class TextFeatures(PromptSet):
         if they have another width or a text is too long."""
         if self.width != text_channels:
             raise UserError(
-                f"features are {self.width} wide{_encoders(self.width)}, the model takes"
-                f" {text_channels}{_encoders(text_channels)}: encode the prompts with the encoder"
-                " that the model was trained with"
+                f"features are {self.width} wide, the model takes {text_channels}: encode the"
+                " prompts with the encoder that the model was trained with"
             )
         return replace(self, text_maxlen=text_maxlen)
 
@@ -200,9 +198,3 @@ def load(
         found = TextFeatures(**arrays, text_maxlen=2**31 - 1)
         channels = found.width if text_channels is None else text_channels
         return found.fitted(channels, text_maxlen or max(MAX_LENGTH, found.longest))
-
-
-def _encoders(width: int) -> str:
-    """Published encoders that give features of this width, in brackets."""
-    names = [name for name, config in PRESETS.items() if config.d_model == width]
-    return f" ({', '.join(names)})" if names else ""

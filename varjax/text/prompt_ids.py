@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from varjax import arguments
-from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
+from varjax.conditions import ConditionKind, TakesCondition
 from varjax.errors import UserError, about
 from varjax.storage.atomic import new_file
 from varjax.text import unknown
@@ -83,13 +83,11 @@ class PromptIds(PromptSet):
         known."""
         if isinstance(lists, (str, bytes)) or not hasattr(lists, "__len__") or not len(lists):
             raise arguments.wrong("prompt_ids", lists, IDS_WANTED)
-        if len(lists) > MOST_IMAGES:
-            raise UserError(f"prompt_ids holds {len(lists)} prompts: at most {MOST_IMAGES}")
-        words = "give a list of token ids"
-        found = [
-            arguments.integers(f"prompt_ids[{i}]", one, words, LONGEST)
-            for i, one in enumerate(lists)
-        ]
+        words, found = "give a list of token ids", []
+        for i, one in enumerate(lists):
+            found.append(arguments.integers(f"prompt_ids[{i}]", one, words, LONGEST))
+            if not found[-1].size:
+                raise UserError(f"prompt_ids[{i}] is empty: a prompt has at least 1 token id")
         texts = None if prompts is None else tuple(prompts)
         return cls(np.concatenate(found), np.array([len(one) for one in found]), texts)
 

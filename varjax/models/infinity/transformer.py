@@ -138,14 +138,12 @@ class Infinity(NextScaleTransformer):
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.config.norm_eps)
         normal = (wide * self.text_norm[...]).astype(self.dtype)
         hidden = jax.nn.gelu(self.text_proj1(normal), approximate=True)
-        return self._pool(normal, visible), self.text_proj2(hidden)
-
-    def _pool(self, normal: Float[Array, "R M E"], visible: Bool[Array, "R M"]):
         pool, heads = self.text_pool, self.config.pool_heads
         k, v = jnp.split(pool.kv(normal), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
-        return pool.proj(layers.merge_heads(attend_visible(q, k, v, visible)))[:, 0]
+        pooled = layers.merge_heads(attend_visible(q, k, v, visible))
+        return pool.proj(pooled)[:, 0], self.text_proj2(hidden)
 
     @property
     def resampling(self) -> Resampling:
