@@ -1,7 +1,7 @@
 """Conditions, which images are drawn from: one per image.
 
 A kind of condition belongs to the families that take it: class labels are `varjax.models.labels`,
-texts are `varjax.text.condition`, prompts as token ids are `varjax.text.prompt_ids`. Each kind
+texts are `varjax.text.encoder`, prompts as token ids are `varjax.text.prompt_ids`. Each kind
 brings its checks, its arguments of the Python API and its file format. This module holds what the
 kinds have in common, and `check`, `fitted` and `resolve`, which ask the kind that a model takes.
 """

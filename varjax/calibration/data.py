@@ -113,7 +113,8 @@ class Calibration:
         names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges", "pattern_scale")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         found = {n: measured(f"the calibration's {n}", a, 2**31 - 1) for n, a in given.items()}
-        fits = found.get("rank_dispersion", np.zeros(0)).shape < (scales,)
+        dispersion = found.get("rank_dispersion", np.zeros(0))
+        fits = dispersion.ndim == 1 and dispersion.size < scales
         fits = fits and found.get("pattern_scale", 0) < scales
         if names[1] in found or names[2] in found or names[3] in found:
             maps, heads, edges = (found.get(name, np.zeros(0)) for name in names[1:4])

@@ -25,8 +25,7 @@ from varjax.models.var import transformer as var
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
-from varjax.text.condition import TEXT
-from varjax.text.encoder import TEXT_ENCODER
+from varjax.text.encoder import TEXT, TEXT_ENCODER
 from varjax.text.prompt_ids import PROMPT_IDS
 
 

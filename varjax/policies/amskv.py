@@ -145,12 +145,8 @@ class AMSKV(Policy):
         if isinstance(self.budget, NotGiven):
             budget = planner.cost(geometry, allocation, self.block_size)
             return dataclasses.replace(self, budget=budget)
-        peak, dense = planner.peak_tokens(geometry, allocation), max(1, geometry.dense_tokens)
-        if peak > self.budget * dense + 1e-6:
-            self.refuse(
-                f"the given sizes hold up to {peak / dense:.4f} of the full cache, more than "
-                f"budget={self.budget:g}: raise the budget, leave it out, or choose smaller sizes"
-            )
+        peak = planner.peak_tokens(geometry, allocation)
+        self.refuse_more(geometry, self.budget, peak, f"cmin={self.cmin}, cmax={self.cmax}")
         return self
 
     # --- demanding layers -------------------------------------------------------------------------

@@ -193,6 +193,15 @@ class Policy(ScaleRule):
         if not fits:
             self.refuse(f"{name}={getattr(self, name)}{rule}")
 
+    def refuse_more(self, geometry: Geometry, budget: float, held: float, what: str) -> None:
+        """Refuses given contents that hold more tokens, in all layers and heads, than the budget."""
+        share = held / max(1, geometry.dense_tokens)
+        if share > budget + 1e-9:
+            self.refuse(
+                f"{what} keeps up to {share:.4f} of the full cache, more than budget={budget:g}: "
+                f"give budget={np.ceil(share * 1e4) / 1e4:g}, leave it out, or keep less"
+            )
+
     def measured(
         self,
         calibration: Calibration | None,

@@ -100,18 +100,13 @@ class HeatKV(SinkPolicy):
         return orders, sinks
 
     def _implied_sinks(self, lists: int, num_scales: int) -> int:
-        stored, most = num_scales - 1, MOST_AUTOMATIC_SINKS  # the last scale is never stored
-        implied, given = stored - lists, f"{lists} order lists for {num_scales} scales"
-        if self.sinks and implied != self.sinks:
+        stored, most = num_scales - 1, self.sinks or MOST_AUTOMATIC_SINKS
+        implied = stored - lists
+        if not (self.sinks or 1) <= implied <= most:
             self.refuse(
-                f"{given}, but sinks={self.sinks} leaves {stored - self.sinks} source scales (the "
-                f"last scale is never stored): one list for each"
-            )
-        if not 1 <= implied <= max(most, self.sinks):
-            self.refuse(
-                f"{given}; with 1 to {most} sink scales there are {max(0, stored - most)} to "
-                f"{stored - 1} (the last scale is never stored)"
-                + (f", or say sinks={implied}" if implied > most else "")
+                f"{lists} order lists for {num_scales} scales; with {self.sinks or '1 to 3'} sink "
+                f"scales there are {max(0, stored - most)} to {stored - (self.sinks or 1)} (the "
+                f"last scale is never stored): give one list for each, or say sinks={implied}"
             )
         return implied
 

@@ -11,7 +11,6 @@ from varjax.cache import planner
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.base import CALIBRATE, NotGiven, Policy, within
@@ -110,7 +109,7 @@ class ScaleKV(Policy):
         if self.budgets and isinstance(budget, NotGiven):
             held = self._published(geometry)
             if self.accounting == "tokens":
-                budget = self._share(geometry, held)
+                budget = self._tokens(geometry, held) / geometry.dense_tokens
             else:
                 budget = planner.cost(geometry, held, self.block_size)
         elif not (self.grid or self.budgets or self.faithful):
@@ -145,12 +144,7 @@ class ScaleKV(Policy):
     ) -> RegionAllocation:
         if self.budgets:
             held = self._published(geometry)
-            if (share := self._share(geometry, held)) > budget + 1e-9:
-                enough = np.ceil(share * 1e4) / 1e4
-                raise UserError(
-                    f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
-                    f"budget={budget:g}: the file decides, give budget={enough:g}"
-                )
+            self.refuse_more(geometry, budget, self._tokens(geometry, held), self.budgets)
             return held
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
@@ -170,11 +164,11 @@ class ScaleKV(Policy):
         tokens = self._file.tokens(geometry)
         return RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
 
-    def _share(self, geometry: Geometry, held: RegionAllocation) -> float:
-        """Its most tokens, as a fraction of the full cache, counted as `accounting` says."""
+    def _tokens(self, geometry: Geometry, held: RegionAllocation) -> int:
+        """Its most tokens, counted as `accounting` says."""
         if self.accounting == "bytes":
-            return planner.peak_tokens(geometry, held) / geometry.dense_tokens
-        return float(held.region_capacity.sum((1, 2)).max() / geometry.dense_tokens)
+            return planner.peak_tokens(geometry, held)
+        return int(held.region_capacity.sum((1, 2)).max())
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID

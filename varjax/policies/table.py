@@ -90,7 +90,7 @@ class TableTokens(TokenRule):
         if (needed >= sequence.steps).all():  # nothing is ever dropped
             return StageAllocation.known(geometry, sequence.steps)
         held = geometry.num_heads * (needed + sequence.condition).sum()
-        self.policy.refuse_more(geometry, budget, held)
+        self.policy.refuse_more(geometry, budget, held, self.policy.path)
         return StageAllocation(needed, self.policy.period)
 
     def inputs(
@@ -199,15 +199,6 @@ class Table(StagedPolicy):
         images = self.stored[1].shape[2] // 2
         return np.concatenate([image_index + i * images for i in range(geometry.rows_per_image)])
 
-    def refuse_more(self, geometry: Geometry, budget: float, held: int) -> None:
-        """Raises `UserError` if the tokens held in all layers and heads are more than the
-        budget."""
-        if held > budget * geometry.dense_tokens + 1e-6:
-            self.refuse(
-                f"{self.path} keeps up to {held / geometry.dense_tokens:.4f} of the full cache, "
-                f"more than budget={budget:g}: raise the budget or drop more"
-            )
-
     # --- what runs ask ----------------------------------------------------------------------------
 
     def content(self) -> str:
@@ -246,7 +237,8 @@ class Table(StagedPolicy):
             counts = visible.sum(-1)
             ragged = bool((counts != counts[:, :, :1]).any())
             allocation = RegionAllocation(counts.max(2).astype(np.int32), ragged=ragged)
-        self.refuse_more(geometry, budget, allocation.capacity(geometry).sum((1, 2)).max())
+        held = allocation.capacity(geometry).sum((1, 2)).max()
+        self.refuse_more(geometry, budget, held, self.path)
         return allocation
 
     def known_capacity(

@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from varjax.arguments import integer, path, texts
+from varjax.arguments import instance, integer, path, texts
+from varjax.conditions import ConditionKind, TakesCondition
 from varjax.errors import UserError
 from varjax.nn.compiled import peak_bytes
 from varjax.nn.families import Catalogue, Part
+from varjax.nn.parameters import default_dtype
 from varjax.storage import arrays, checkpoint
 from varjax.text import unknown
 from varjax.text.features import MAX_LENGTH, TextFeatures
@@ -26,6 +28,7 @@ PART = "text_encoder"  # its name in a family, and its folder in a checkpoint
 TEXT_ENCODER = Part("T5", T5Config, T5Encoder, own_folder=True)
 CATALOGUE = Catalogue(parts={PART: TEXT_ENCODER})
 DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
+FEATURES_WANTED = "TextFeatures, as varjax.text.features.load reads"
 SMALLEST = 16  # tokens of the smallest program; further sizes are powers of two
 
 
@@ -224,3 +227,39 @@ def _program(
     module: T5Encoder, ids: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> Float[Array, "B T D"]:
     return module(ids, lengths)
+
+
+# --- what models ask ---------------------------------------------------------------------------
+
+
+class TextKind(ConditionKind):
+    """The `ConditionKind` of texts. Exactly one of the two arguments is given."""
+
+    name = "text"
+    arguments = ("prompts", "text_features")
+
+    def count(self, model: TakesCondition, *, prompts=None, text_features=None) -> int:
+        if prompts is not None:
+            return len(texts("prompts", prompts, "give a list of texts, one for each image"))
+        found = instance("text_features", text_features, TextFeatures, FEATURES_WANTED)
+        return len(found)
+
+    def resolve(
+        self,
+        model: TakesCondition,
+        *,
+        prompts: Sequence[str] | None = None,
+        text_features: TextFeatures | None = None,
+    ) -> TextFeatures:
+        """Features that fit the model. The text encoder is on the device only while this runs.
+        `UserError` also if there is no encoder, or it is another model's."""
+        self.count(model, prompts=prompts, text_features=text_features)
+        config = model.config
+        if prompts is not None:
+            text_features, _ = encode_texts(
+                model.directory or "", prompts, dtype=default_dtype(), max_length=config.text_maxlen
+            )
+        return text_features.fitted(config.text_channels, config.text_maxlen)
+
+
+TEXT = TextKind()

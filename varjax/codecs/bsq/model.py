@@ -22,7 +22,6 @@ Letters: B images of H x W pixels, L latent positions of all scales, P x Q the f
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt8
 
@@ -33,7 +32,6 @@ from varjax.codecs.maps import (
     patchify,
     resize_area,
     resize_bilinear,
-    unpatchify,
 )
 from varjax.errors import UserError
 from varjax.schedule import Schedule
@@ -146,40 +144,3 @@ def teacher_inputs(
     ]
     empty = jnp.zeros((len(bits), 0, 1, bits.shape[-1] * patch**2), jnp.float32)
     return flatten_maps([empty, *inputs])
-
-
-def tokens_to_bits(tokens: np.ndarray, schedule: Schedule, patch: int) -> np.ndarray:
-    """Tokens on a transformer's schedule, uint8 [N, L, C * patch**2], as bits of the codec, which
-    files hold: uint8 [N, L * patch**2, C], row-major on the finer maps."""
-    width, parts = tokens.shape[-1], []
-    for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-        maps = np.asarray(tokens[:, start : start + h * w], np.uint8).reshape(-1, h, w, width)
-        parts.append(unpatchify(maps, patch).reshape(len(maps), -1, width // patch**2))
-    return np.concatenate(parts, axis=1)
-
-
-def tokens_from_bits(
-    array: np.ndarray, num_images: int, scales: int, schedule: Schedule, patch: int, bits: int
-) -> np.ndarray:
-    """The inverse of `tokens_to_bits`: uint8 [num_images, L, bits * patch**2]. `UserError` unless
-    the array holds bits of at least the first `scales` scales; bits that it lacks are 0."""
-    least, most = (schedule.ends[max(0, n - 1)] * patch**2 for n in (scales, schedule.num_scales))
-    fits = array.ndim == 3 and array.shape[::2] == (num_images, bits)
-    if not fits or not (least if scales else 0) <= array.shape[1] <= most:
-        raise UserError(
-            f"bits have the shape {array.shape}, needed is ({num_images}, {least} to {most}, "
-            f"{bits}): images, bits of at least the first {scales} scales, bits per code"
-        )
-    if (
-        not (array.dtype == bool or np.issubdtype(array.dtype, np.integer))
-        or not np.isin(array, (0, 1)).all()
-    ):
-        raise UserError(f"bits are {array.dtype}, needed are integers that are 0 or 1")
-    padded = np.zeros((num_images, most, bits), np.uint8)
-    padded[:, : array.shape[1]] = array
-    parts = []
-    for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-        rows = padded[:, start * patch**2 : (start + h * w) * patch**2]
-        maps = rows.reshape(num_images, h * patch, w * patch, bits)
-        parts.append(patchify(maps, patch).reshape(num_images, h * w, bits * patch**2))
-    return np.concatenate(parts, axis=1)

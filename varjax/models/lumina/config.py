@@ -1,18 +1,20 @@
 """Configuration of Lumina-mGPT's transformer (Chameleon's), in the names of its published
 config.json, with the ids of the tokens that an image is written in."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
-from varjax.errors import UserError, about, some
+from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.lumina import sizes, vocabulary
+from varjax.models.lumina import sizes
 from varjax.nn import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
+IMAGE_TOKEN, DIGITS = re.compile(r"IMGIMG([A-J]{1,9})Z"), str.maketrans("ABCDEFGHIJ", "0123456789")
 BEGIN, END_OF_TURN, IMAGE_START = "<s>", "<reserved08706>", "<racm3:break>"
 UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
@@ -104,7 +106,7 @@ class LuminaConfig(LlamaConfig):
         found |= cls.arguments(ids, ())
         if names is not None:
             with about("vocabulary"):
-                ids = vocabulary.image_ids(names)
+                ids = image_ids(names)
             found |= {"image_ids": ids, "vocab_size": len(ids), "first_image": min(ids)}
         return cls(**found)
 
@@ -201,6 +203,31 @@ class LuminaConfig(LlamaConfig):
         if aspect is None and size is None:
             return self
         return self.shaped(units=sizes.resolve(aspect, size, self.units, PATCH * cell))
+
+
+def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
+    """The id of every code, in the order of codes. names: {name: id}, of all tokens. Published
+    vocabularies name the token of a code by its number: `IMGIMG`, a letter per digit (A is 0, J is
+    9), and `Z`. The ids of these names are in no order.
+
+    Raises:
+      UserError: there are no codes, some are missing, or two names have one id or stand for one
+        code.
+    """
+    if not isinstance(names, Mapping):
+        raise UserError(f"{show(names)} given: names and ids are needed")
+    found: dict[int, int] = {}
+    for name, number in names.items():
+        if match := IMAGE_TOKEN.fullmatch(name):
+            code = int(match[1].translate(DIGITS))
+            if type(number) is not int or number < 0 or code in found:
+                raise UserError(f"{name} has the id {show(number)}: give one number for each code")
+            found[code] = number
+    missing = sorted(set(range(max(1, len(found)))) - found.keys())
+    if missing or len(set(found.values())) < len(found):
+        lacking = f"codes {some(map(str, missing), 8)} have no name IMGIMG...Z"
+        raise UserError(f"{lacking if missing else 'some codes share an id'}: it is incomplete")
+    return tuple(found[code] for code in range(len(found)))
 
 
 LARGE = {  # the 34B family's shape
