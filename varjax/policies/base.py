@@ -194,7 +194,7 @@ class Policy(ScaleRule):
             self.refuse(f"{name}={getattr(self, name)}{rule}")
 
     def refuse_more(self, geometry: Geometry, budget: float, held: float, what: str) -> None:
-        """Refuses given contents that hold more tokens, in all layers and heads, than the budget."""
+        """Refuses contents that hold more tokens, in all layers and heads, than the budget."""
         share = held / max(1, geometry.dense_tokens)
         if share > budget + 1e-9:
             self.refuse(
