@@ -74,17 +74,6 @@ def test_other_arrays_are_refused(tmp_path, images):
     assert not list(tmp_path.iterdir())
 
 
-def test_labels_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(UserError, match="2 labels for 5 images"):
-        save_grid(tmp_path / "grid.png", some_images(), labels=["a", "b"])
-    with pytest.raises(UserError, match="each of the 5 images"):
-        save_samples_npz(tmp_path / "samples.npz", some_images(), [1, 2])
-    with pytest.raises(UserError, match="each of the 5 images"):
-        save_samples_npz(tmp_path / "samples.npz", some_images(), [0.5] * 5)
-    with pytest.raises(UserError, match="at least 1 column"):
-        grid(some_images(), 0)
-
-
 def test_missing_pillow_names_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtra, match=r"needs the package PIL.*pip install -e '.\[eval\]'"):
