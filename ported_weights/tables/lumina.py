@@ -14,8 +14,7 @@ from ported_weights.tables import llama
 from ported_weights.tables.codecs import vq_rules
 from varjax.codecs.vq.chameleon import ChameleonVQConfig
 from varjax.errors import UserError, about
-from varjax.models.lumina import vocabulary
-from varjax.models.lumina.config import PATCH, LuminaConfig
+from varjax.models.lumina.config import PATCH, LuminaConfig, image_ids
 from varjax.storage.manifest import read_json
 
 _N = r"model\.layers\.(\d+)\."
@@ -94,7 +93,7 @@ def with_image_ids(config: LuminaConfig, file: str | None, folders: Sequence[Pat
                 "no vocabulary in it: expected a config.json with vocabulary_map, or a tokenizer"
                 " file with model and vocab in it"
             )
-        ids = vocabulary.image_ids(names)
+        ids = image_ids(names)
         if len(ids) != config.vocab_size:
             raise UserError(f"it names {len(ids)} codes, the model has {config.vocab_size}")
         return dataclasses.replace(config, image_ids=ids, first_image=min(ids))

@@ -144,10 +144,10 @@ def test_vocabulary():
         (JANUS, [5], "at least the first one"),
         (JANUS, [1] * 123, "123 tokens and 6 image tokens are 129"),
         (LUMINA, [1, 30, 34], "image start, height and width, here"),
-        (LUMINA, [30, 34, 33], "no text before image start, height and width"),
+        (LUMINA, [30, 34, 33], "have no text before image start, height"),
         (LUMINA, [1, 30, 33, 34], "ask for an image of 1x2 units, the model draws 2x1"),
-        (LUMINA, [1, 5, 30, 34, 33], r"prompt ids \[5\] are image tokens"),
-        (LUMINA, [1, 30, 2, 30, 34, 33], "several image starts: a prompt asks for one image"),
+        (LUMINA, [1, 5, 30, 34, 33], r"have image tokens \[5\]"),
+        (LUMINA, [1, 30, 2, 30, 34, 33], r"have image tokens \[30\].* asks for one image"),
     ],
 )
 def test_prompts_that_cannot_be(config, ids, message):

@@ -53,7 +53,7 @@ REFUSED = {
     "not finite": (dict(kv=np.full((27, 8), np.nan)), "kv holds values that are NaN"),
     "negative width": (
         dict(negative_kv=_rows(2, 9), negative_lens=[2]),
-        "negative_kv is not 8 wide as kv",
+        "is not 8 wide as kv",
     ),
     "flags": (dict(unconditional=[1, 0, 0, 0]), "unconditional has shape"),
     "long and empty": (dict(unconditional=[True] * 4), "true only for empty ones"),

@@ -45,7 +45,12 @@ def resolve(
     asked = arguments.dtype(name, decode_dtype, CHOICES)
     if asked == AUTO:
         return FLOAT32 if platform == "cpu" else BFLOAT16
-    if asked == TF32 and (why := _why_no_tf32(platform, capability)):
+    major = (capability or "").partition(".")[0]
+    if asked == TF32 and not (platform == "gpu" and major.isdecimal() and int(major) >= AMPERE):
+        # results would say that it was used where it was not
+        known = f"compute capability {capability}" if capability else "an unknown capability"
+        needed = f"TF32 needs an NVIDIA GPU of compute capability 8.0 or higher, not {known}"
+        why = needed if platform == "gpu" else f"a {platform.upper()} has no TF32"
         raise UserError(f"{name}={TF32}: {why} ({machine}): choose {AUTO}, {BFLOAT16} or {FLOAT32}")
     return asked
 
@@ -53,19 +58,6 @@ def resolve(
 def resolve_here(decode_dtype: object, name: str = "decode_dtype") -> str:
     """`resolve` for this machine's default platform."""
     return resolve(decode_dtype, target.platform(), target.capability(), name=name)
-
-
-def _why_no_tf32(platform: str, capability: str | None) -> str | None:
-    """Why a device has no TF32, or None. Results would say that it was used where it was not."""
-    if platform == "cpu":
-        return "a CPU has no TF32, its products are float32"
-    if platform == "tpu":
-        return "a TPU has no TF32, its products are bfloat16 or sums of several of these"
-    major = (capability or "").partition(".")[0]
-    if not major.isdecimal() or int(major) < AMPERE:
-        known = f"compute capability {capability}" if capability else "an unknown capability"
-        return f"TF32 needs an NVIDIA GPU of compute capability 8.0 or higher, not {known}"
-    return None
 
 
 def arrays(decode_dtype) -> jnp.dtype:

@@ -91,7 +91,13 @@ def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarr
     """
     maps = [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps
     keep = (~drawn).astype(np.float64)
-    parts = [_kept(keep, size, whole=not model.draws_tokens) for size in maps]
+    parts = []
+    for size in maps:
+        rows, columns = (bilinear_matrix(n, m) for n, m in zip(keep.shape[1:], size, strict=True))
+        resized = np.einsum("nhw,ph,qw->npq", keep, rows.astype(float), columns.astype(float))
+        parts.append(resized.reshape(len(keep), -1) > CUT)
+        if not model.draws_tokens and size[0] * size[1] <= WHOLE:  # kept where anything is
+            parts[-1][:] = keep.any(axis=(1, 2))[:, None]
     kept = np.concatenate(parts, axis=1)
     if model.draws_tokens and (kept[:, 1:] & ~kept[:, :-1]).any():
         raise UserError(
@@ -100,18 +106,6 @@ def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarr
             f" pixel that is to be drawn"
         )
     return kept
-
-
-def _kept(
-    keep: Float[np.ndarray, "N H W"], size: tuple[int, int], *, whole: bool
-) -> Bool[np.ndarray, "N t"]:
-    """Kept places of a token map. whole: maps of few tokens are kept where anything is."""
-    rows, columns = (bilinear_matrix(n, m) for n, m in zip(keep.shape[1:], size, strict=True))
-    resized = np.einsum("nhw,ph,qw->npq", keep, rows.astype(float), columns.astype(float))
-    found = resized.reshape(len(keep), -1) > CUT
-    if whole and size[0] * size[1] <= WHOLE:
-        found[:] = keep.any(axis=(1, 2))[:, None]
-    return found
 
 
 def paste(

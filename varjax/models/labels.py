@@ -8,7 +8,7 @@ import numpy as np
 
 from varjax import arguments
 from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
-from varjax.errors import UserError, show
+from varjax.errors import UserError, show, some
 
 MOST_NAMED = 10  # wrong labels that a message names
 MOST_SHOWN = 200  # characters of a wrong name, in a message
@@ -31,11 +31,9 @@ class Labels:
         given = arguments.integers("labels", labels, LABELS_WANTED, MOST_IMAGES)
         if given.size == 0:
             raise UserError("no labels given: name at least one class")
-        wrong = np.unique(given[(given < 0) | (given >= num_classes)]).tolist()
-        if wrong:
-            more = "" if len(wrong) <= MOST_NAMED else f" and {len(wrong) - MOST_NAMED} more"
+        if wrong := np.unique(given[(given < 0) | (given >= num_classes)]).tolist():
             raise UserError(
-                f"labels {', '.join(map(show, wrong[:MOST_NAMED]))}{more} are outside the model's "
+                f"labels {some(map(show, wrong), MOST_NAMED)} are outside the model's "
                 f"{num_classes} classes: choose 0 to {num_classes - 1}"
             )
         return cls(given.astype(np.int32), names)

@@ -178,18 +178,19 @@ class LuminaConfig(LlamaConfig):
                 f"prompt ids end with {ids[-3:]}: a prompt of Lumina-mGPT has text, then image "
                 f"start, height and width, here {list(self.opening)}"
             )
-        if len(ids) == len(self.opening):
-            raise UserError(f"prompt ids {ids} have no text before image start, height and width")
         if tuple(ids[-3:]) != self.opening:
             height, width = (i - self.size_zero for i in ids[-2:])
             raise UserError(
                 f"prompt ids ask for an image of {height}x{width} units, the model draws "
                 f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
             )
-        if ids.count(self.image_start) > 1:
-            raise UserError("prompt ids have several image starts: a prompt asks for one image")
-        if found := [i for i in ids if i in self._not_text]:
-            raise UserError(f"prompt ids {found[:8]} are image tokens: prompts hold text only")
+        wrong = [i for i in ids[:-3] if i == self.image_start or i in self._not_text]
+        if wrong or len(ids) == 3:
+            found = f"have image tokens {wrong[:8]}" if wrong else "have no text"
+            raise UserError(
+                f"prompt ids {found} before image start, height and width: a prompt has text "
+                f"there, and asks for one image"
+            )
 
     def with_grid(self, grid: tuple[int, int]) -> "LuminaConfig":
         """The configuration for images of height x width units (32 pixels in released models)."""
