@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 
 from varjax import arguments
 from varjax.errors import UserError, about
-from varjax.storage.atomic import new_file
 from varjax.text.prompt_set import PromptSet, read_arrays
 
 MAX_LENGTH = 512  # tokens of the released models
@@ -145,16 +144,8 @@ class TextFeatures(PromptSet):
         return min(-(-self.longest // LENGTH_STEP) * LENGTH_STEP, self.text_maxlen)
 
     def describe(self) -> dict:
-        """A report's entry about the texts; equal for equal texts."""
-        return {
-            "kind": "text",
-            "images": len(self),
-            "prompts": len(self.lens),
-            "tokens": int(self.lens.sum()),
-            "longest": self.longest,
-            "negative_texts": 0 if self.negative_lens is None else len(self.negative_lens),
-            "sha256": self._digest(self._arrays().values()),
-        }
+        negative = 0 if self.negative_lens is None else len(self.negative_lens)
+        return self._described("text", negative_texts=negative)
 
     # --- fitting a model, files -------------------------------------------------------------------
 
@@ -167,11 +158,6 @@ class TextFeatures(PromptSet):
                 " prompts with the encoder that the model was trained with"
             )
         return replace(self, text_maxlen=text_maxlen)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the features of the prompts (not how often each is repeated) as npz."""
-        with new_file(path) as file:
-            np.savez(file, **self._arrays())
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {name: getattr(self, name) for name in ("kv", "lens", *_OPTIONAL)}

@@ -20,7 +20,6 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import ConditionKind, TakesCondition
 from varjax.errors import UserError, about
-from varjax.storage.atomic import new_file
 from varjax.text import unknown
 from varjax.text.prompt_set import PromptSet, read_arrays
 from varjax.text.prompt_tokenizer import PromptTokenizer
@@ -113,15 +112,10 @@ class PromptIds(PromptSet):
         return int(self.lens.max())
 
     def describe(self) -> dict:
-        """A report's entry about the prompts; equal for equal ids."""
-        return {
-            "kind": "prompt_ids",
-            "images": len(self),
-            "prompts": len(self.lens),
-            "tokens": int(self.lens.sum()),
-            "longest": self.longest,
-            "sha256": self._digest((self.ids, self.lens)),
-        }
+        return self._described("prompt_ids")
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {"ids": self.ids, "lens": self.lens}
 
     # --- fitting a model, files -------------------------------------------------------------------
 
@@ -150,13 +144,6 @@ class PromptIds(PromptSet):
                 f" --prompt_tokens={self.longest}"
             )
         return replace(self, slots=config.prompt_tokens)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the ids of the prompts (not how often each is repeated) as npz, which `load`
-        reads."""
-        texts = {} if self.prompts is None else {"prompts": np.array(self.prompts, dtype=str)}
-        with new_file(path) as file:
-            np.savez(file, ids=self.ids, lens=self.lens, **texts)
 
 
 def load(path: str | os.PathLike) -> PromptIds:

@@ -5,7 +5,6 @@ Letters: P prompts, N images, B images of a batch.
 
 import hashlib
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
 
@@ -16,6 +15,7 @@ from varjax import arguments
 from varjax.conditions import MOST_IMAGES
 from varjax.errors import UserError
 from varjax.storage import npz
+from varjax.storage.atomic import new_file
 
 
 def read_arrays(
@@ -75,9 +75,23 @@ class PromptSet:
         """The prompt of every image, where known."""
         return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
 
-    def _digest(self, arrays: Iterable[np.ndarray]) -> str:
-        """SHA-256 of arrays of the prompts, and of the images' numbers."""
+    def _described(self, kind: str, **more: int) -> dict:
+        """A report's entry about the prompts; equal for equal arrays and images."""
         digest = hashlib.sha256()
-        for array in (*arrays, self.numbers):
+        for array in (*self._arrays().values(), self.numbers):
             digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
+        return {
+            "kind": kind,
+            "images": len(self),
+            "prompts": len(self.lens),
+            "tokens": int(self.lens.sum()),
+            "longest": self.longest,
+            **more,
+            "sha256": digest.hexdigest(),
+        }
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the arrays of the prompts (not how often each is repeated) as npz."""
+        texts = {} if self.prompts is None else {"prompts": np.array(self.prompts, dtype=str)}
+        with new_file(path) as file:
+            np.savez(file, **self._arrays() | texts)
