@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
     sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
     policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
     plan, calibration = POLICY.plan(policy, model)
-    steady = plan.rule.steady_tokens(geometry, calibration)
+    steady = plan.rule.steady_tokens(geometry)
     remarks = of_budget + plan_remarks(plan, calibration)
     remarks += memory_lines(plan, batch_size, kv_dtype, steady)
     print(summary(name, plan, batch_size, kv_dtype, remarks))

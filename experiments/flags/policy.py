@@ -223,7 +223,7 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 
 def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
     """Return lines to print with a plan."""
-    lines, measured = list(plan.rule.plan_lines(plan.geometry, calibration)), calibration
+    lines, measured = list(plan.rule.plan_lines(plan.geometry)), calibration
     if measured is not None and measured.digest is None:  # a `stand_in`
         lines.append(UNMEASURED)
     if measured is not None and measured.orders is not None:

@@ -151,7 +151,7 @@ def pruning(
         for budget in budgets:
             try:
                 policy = cls(budget=budget).prepare(geometry, calibration)
-                last_use = policy.schedule(geometry, policy.budget, calibration).last_use()
+                last_use = policy.schedule(geometry, policy.budget).last_use()
             except UserError as error:
                 yield name, f"{budget:g}", str(error)
                 continue

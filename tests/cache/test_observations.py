@@ -53,7 +53,7 @@ class Spy(Policy):
         later = schedule.scale_of_token < np.arange(schedule.num_scales)[:, None]
         return visible_tokens(schedule) if self.evict else later
 
-    def allocate(self, geometry, budget, calibration=None):
+    def allocate(self, geometry, budget):
         count = self.visible(geometry).sum(-1)[:, None, None]
         shape = (len(count), geometry.num_layers, geometry.num_heads)
         return RegionAllocation(np.broadcast_to(count, shape).astype(np.int32), ragged=True)

@@ -23,7 +23,7 @@ class Device:
     def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
         self.schedule, self.rows = geometry.schedule, rows
         self.policy = policy.prepare(geometry, found)
-        self.allocation = self.policy.allocate(geometry, self.policy.budget, found)
+        self.allocation = self.policy.allocate(geometry, self.policy.budget)
         self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
         self.state = self.policy.init_state(geometry, rows)
         self.held = [np.zeros(0, int)] * rows
@@ -88,7 +88,7 @@ def test_an_assumed_threshold_is_said():
 
     def said(found=None, **arguments):
         policy = AMSKV(mode="online", **arguments).prepare(DEMO, found).prepare(DEMO, found)
-        return [line for line in policy.plan_lines(DEMO, found) if "keys of norm 1" in line]
+        return [line for line in policy.plan_lines(DEMO) if "keys of norm 1" in line]
 
     (line,) = said()
     assert line.startswith("theta     -1 is assumed") and "calibrate it or give theta=" in line

@@ -116,7 +116,7 @@ class Undecided(Policy):
 class Nothing(Policy):
     """Allocates nothing."""
 
-    def allocate(self, geometry, budget, calibration=None):
+    def allocate(self, geometry, budget):
         return None
 
 

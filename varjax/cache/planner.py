@@ -91,7 +91,7 @@ def choose(
     rule.check_budget(geometry)
 
     def allocate(budget: float) -> Allocation | StageAllocation:
-        found = rule.allocate(geometry, budget, calibration)
+        found = rule.allocate(geometry, budget)
         kinds = PLANNING[geometry.kind].allocations
         words = f"a {' or '.join(kind.__name__ for kind in kinds)}"
         arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)

@@ -129,19 +129,19 @@ class AMSKV(Policy):
         if calibration is not None:
             calibration.check(geometry)
         values = rules.preset_values(self, geometry) if self.preset else {}
-        policy = dataclasses.replace(self, preset="", **values)
+        policy = dataclasses.replace(self, preset="", _calibration=calibration, **values)
         rules.check(policy, geometry)
-        policy = policy._with_layers(geometry, calibration, guess=bool(self.preset))
-        return policy if policy.budgeted else policy._with_cost(geometry, calibration)
+        policy = policy._with_layers(geometry, guess=bool(self.preset))
+        return policy if policy.budgeted else policy._with_cost(geometry)
 
     def check(self, geometry: Geometry) -> None:
         rules.check(self, geometry)
         super().check(geometry)
 
-    def _with_cost(self, geometry: Geometry, calibration: Calibration | None) -> "AMSKV":
+    def _with_cost(self, geometry: Geometry) -> "AMSKV":
         """The policy with the budget that its sizes cost. A budget that was given stays, and is
         checked."""
-        allocation = self.allocate(geometry, 1.0, calibration)
+        allocation = self.allocate(geometry, 1.0)
         if isinstance(self.budget, NotGiven):
             budget = planner.cost(geometry, allocation, self.block_size)
             return dataclasses.replace(self, budget=budget)
@@ -151,16 +151,15 @@ class AMSKV(Policy):
 
     # --- demanding layers -------------------------------------------------------------------------
 
-    def _with_layers(
-        self, geometry: Geometry, calibration: Calibration | None, guess: bool
-    ) -> "AMSKV":
+    def _with_layers(self, geometry: Geometry, guess: bool) -> "AMSKV":
         """The policy with its demanding layers named, or in online mode with theta. Where layers
         were measured, theta is half way between the `demanding` least similar ones and the others.
 
         guess: without a calibration take the first layers. If nothing says which layers, none are
         named and `_below` complains; for a `select` of `compose` nobody asks it.
         """
-        layers, mean = geometry.num_layers, rules.mean_discrepancy(calibration)
+        calibration, layers = self._calibration, geometry.num_layers
+        mean = rules.mean_discrepancy(calibration)
         number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
         if not self._online:
             known = mean is not None or number in (0, layers) or (guess and calibration is None)
@@ -180,28 +179,26 @@ class AMSKV(Policy):
             theta = -float(bounds[layers - number :][:2].mean())
         return dataclasses.replace(self, theta=theta, demanding=-1)
 
-    def _below(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
+    def _below(self, geometry: Geometry) -> np.ndarray:
         """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
         if self.layers:
             named = rules.named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
-        if not self.theta or rules.mean_discrepancy(calibration) is None:
+        if not self.theta or rules.mean_discrepancy(self._calibration) is None:
             self.refuse(
                 f"which layers are demanding is measured on the model: give {CALIBRATE} with "
                 f"key_discrepancy, or name them (layers=0;3;5), or choose mode=online"
             )
-        below = -np.asarray(calibration.key_discrepancy) < self.theta
+        below = -np.asarray(self._calibration.key_discrepancy) < self.theta
         below[:, 0] = False
         return below
 
-    def _wide(
-        self, geometry: Geometry, sizes: rules.Sizes, calibration: Calibration | None
-    ) -> np.ndarray:
+    def _wide(self, geometry: Geometry, sizes: rules.Sizes) -> np.ndarray:
         """bool [L]: layers that may end with Cmax."""
         if self._online:
             return np.ones(geometry.num_layers, bool)
-        return sizes.wide(geometry.schedule.tokens, self._below(geometry, calibration))
+        return sizes.wide(geometry.schedule.tokens, self._below(geometry))
 
     # --- sizes and contents -----------------------------------------------------------------------
 
@@ -218,13 +215,11 @@ class AMSKV(Policy):
         least = 1 + self.locked_tokens(geometry, 0)
         return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
 
-    def sizes(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> rules.Sizes:
+    def sizes(self, geometry: Geometry, budget: float) -> rules.Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
         if self.cmax or self._online:
             return self._sizes_for(geometry, budget, None)
-        below, stored = self._below(geometry, calibration)[:, :-1], geometry.schedule.tokens[:-1]
+        below, stored = self._below(geometry)[:, :-1], geometry.schedule.tokens[:-1]
         number = int(below.any(1).sum())
         found = self._sizes_for(geometry, budget, number)
         while self.theta:  # layers that Algorithm 1 does not come to test leave more to others
@@ -243,15 +238,13 @@ class AMSKV(Policy):
         locked = self.locked_tokens(geometry, cmin)
         return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> Allocation:
-        schedule, sizes = geometry.schedule, self.sizes(geometry, budget, calibration)
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
+        schedule, sizes = geometry.schedule, self.sizes(geometry, budget)
         if self._online:
             recent = min(sizes.cmin, schedule.persistent_tokens) - sizes.condensed
             held = capacities.capacity(geometry, sizes.cmax)
             return RegionAllocation(held, ragged=True, protected=sizes.condensed, recent=recent)
-        below = self._below(geometry, calibration)
+        below = self._below(geometry)
         kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
         held = np.stack([sizes.contents(schedule.tokens, kind)[0] for kind in kinds])
         last_use = (schedule.scale_of_token + held[:, :-1].sum(1)).astype(np.int16)
@@ -267,14 +260,14 @@ class AMSKV(Policy):
 
     # --- what a printed plan says -----------------------------------------------------------------
 
-    def steady_tokens(self, geometry: Geometry, calibration: Calibration | None = None) -> int:
-        sizes = self.sizes(geometry, self.budget, calibration)
-        wide = self._wide(geometry, sizes, calibration)
+    def steady_tokens(self, geometry: Geometry) -> int:
+        sizes = self.sizes(geometry, self.budget)
+        wide = self._wide(geometry, sizes)
         return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
-        sizes = self.sizes(geometry, self.budget, calibration)
-        return rules.size_lines(self, sizes, self._wide(geometry, sizes, calibration))
+    def plan_lines(self, geometry: Geometry) -> list[str]:
+        sizes = self.sizes(geometry, self.budget)
+        return rules.size_lines(self, sizes, self._wide(geometry, sizes))
 
     # --- device -----------------------------------------------------------------------------------
 

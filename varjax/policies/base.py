@@ -72,6 +72,8 @@ class Policy(ScaleRule):
     budget: float = 1.0
     accounting: str = "bytes"
     block_size: int = 0
+    # what `prepare` was given, for policies whose sizes follow from it
+    _calibration: Calibration | None = dataclasses.field(default=None, repr=False, compare=False)
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""

@@ -202,10 +202,8 @@ class Compose(Composed, StagedPolicy):
     def minimum_budget(self, geometry: Geometry) -> float:
         return self.allocating.minimum_budget(geometry)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> Allocation:
-        capacity = self.allocating.known_capacity(geometry, budget, calibration)
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
+        capacity = self.allocating.known_capacity(geometry, budget)
         if capacity is None:
             self.refuse(
                 f"allocate={self.allocator.name} with these arguments decides "
@@ -226,5 +224,5 @@ class Compose(Composed, StagedPolicy):
         kept = self.selecting.select(obs)
         return blocks.top(-obs.position, kept, obs.capacity)
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
-        return [self.named(), *self.allocating.plan_lines(geometry, calibration)]
+    def plan_lines(self, geometry: Geometry) -> list[str]:
+        return [self.named(), *self.allocating.plan_lines(geometry)]

@@ -123,15 +123,13 @@ class ComposeTokens(Composed, TokenRule):
     def stay_always(self, geometry: Geometry) -> int:
         return self.selecting.stay_always(geometry)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         if self.layer_slots(geometry) is None:
-            return super().allocate(geometry, budget, calibration)
-        return self.allocating.allocate(geometry, budget, calibration)
+            return super().allocate(geometry, budget)
+        return self.allocating.allocate(geometry, budget)
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
-        return [self.named(), *super().plan_lines(geometry, calibration)]
+    def plan_lines(self, geometry: Geometry) -> list[str]:
+        return [self.named(), *super().plan_lines(geometry)]
 
     def select(self, obs: Observation):
         return self.selecting.select(obs)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation, image_slots
-from varjax.calibration.data import Calibration
 from varjax.errors import choose
 from varjax.policies import stage_blocks as blocks
 from varjax.policies.base import within
@@ -100,9 +99,7 @@ class Diagonal(Ring, TokenPolicy):
             room = self.sinks + math.ceil((room - self.sinks) / self.share - 1e-6)
         return min(room, geometry.schedule.steps)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         slots = self.slots(geometry, budget)
         if self.accounting == "tokens":
             reads = image_slots(geometry, budget, self.accounting) - self.sinks

@@ -83,9 +83,7 @@ class HACK(SinkPolicy):
     def minimum_budget(self, geometry: Geometry) -> float:
         return max(super().minimum_budget(geometry), ScaleRule.minimum_budget(self, geometry))
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> RegionAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
         protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
         per_head = capacities.apportion(
             capacities.total(geometry, budget),

@@ -188,9 +188,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
         mean = capacities.of_layer(geometry, budget) / geometry.num_heads
         return int(self.recent_share * mean + 1e-6)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> RegionAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
         schedule, heads = geometry.schedule, geometry.num_heads
         mean = capacities.of_layer(geometry, budget) / heads
         reached = [end >= self.group_after or end > mean for end in schedule.ends]

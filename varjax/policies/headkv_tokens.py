@@ -6,7 +6,6 @@ from jaxtyping import Array, Int
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation
-from varjax.calibration.data import Calibration
 from varjax.errors import choose
 from varjax.policies import stage_blocks
 from varjax.policies.token_rule import SCORES, WindowedRule
@@ -60,9 +59,7 @@ class HeadKVTokens(WindowedRule):
         more = max(0, self.policy.group_after - geometry.schedule.condition) + 1
         return -(-more // self.policy.period) * self.policy.period
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         slots, period = self.slots(geometry, budget), self.policy.period
         kept, drawn = slots - period, self._drawn_until_grouping(geometry)
         if self.policy.grouping == "budget":
@@ -79,11 +76,11 @@ class HeadKVTokens(WindowedRule):
             group_stage=group,
         )
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+    def plan_lines(self, geometry: Geometry) -> list[str]:
         group, period = self.allocate(geometry, self.policy.budget).group_stage, self.policy.period
         when = "never" if group is None else f"after {(group + 1) * period} image tokens"
         grouping = f"grouping  {when}; local heads see the newest {self.policy.window}"
-        return [*super().plan_lines(geometry, calibration), grouping]
+        return [*super().plan_lines(geometry), grouping]
 
     # --- device -----------------------------------------------------------------------------------
 

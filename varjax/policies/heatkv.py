@@ -65,7 +65,7 @@ class HeatKV(SinkPolicy):
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
         _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self, sinks=sinks)
+        return dataclasses.replace(self, sinks=sinks, _calibration=calibration)
 
     def removal_orders(
         self, geometry: Geometry, calibration: Calibration | None
@@ -110,11 +110,9 @@ class HeatKV(SinkPolicy):
             )
         return implied
 
-    def schedule(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None
-    ) -> PruneSchedule:
+    def schedule(self, geometry: Geometry, budget: float) -> PruneSchedule:
         """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""
-        orders, sinks = self.removal_orders(geometry, calibration)
+        orders, sinks = self.removal_orders(geometry, self._calibration)
         return prune_schedule(
             geometry,
             orders,
@@ -124,10 +122,8 @@ class HeatKV(SinkPolicy):
             literal=self.literal,
         )
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StaticAllocation:
-        last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
+        last_use = self.schedule(geometry, budget).last_use().astype(np.int16)
         return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
 
 

@@ -99,9 +99,7 @@ class Rule:
 
     # --- host: sizes and tables -------------------------------------------------------------------
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> Allocation | StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation | StageAllocation:
         """The room of every head, for at most `budget` of the full cache. By default all
         heads get the same."""
         raise NotImplementedError
@@ -113,13 +111,11 @@ class Rule:
         Arrays [K, L, ...] by scale and layer, or [L, stages that end with a decision, ...]."""
         return None
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+    def plan_lines(self, geometry: Geometry) -> list[str]:
         """Lines of a printed plan about this (prepared) policy."""
         return []
 
-    def steady_tokens(
-        self, geometry: Geometry, calibration: Calibration | None = None
-    ) -> int | None:
+    def steady_tokens(self, geometry: Geometry) -> int | None:
         """Tokens per head, summed over layers, that the policy's paper counts as its memory; None:
         those that the last scale sees."""
         return None
@@ -159,9 +155,7 @@ class ScaleRule(Rule):
     def least(self, geometry: Geometry) -> str:
         return self.smallest_reason
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> Allocation:
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
         """The room of every head at every scale, in tokens."""
         return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
@@ -173,12 +167,10 @@ class ScaleRule(Rule):
 
     # --- composition (`varjax.policies.compose`) ---
 
-    def known_capacity(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None
-    ) -> np.ndarray | None:
+    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray | None:
         """int32 [K, L, N]: what heads hold when each scale starts; None where that is decided while
         generating."""
-        given = self.allocate(geometry, budget, calibration)
+        given = self.allocate(geometry, budget)
         region = isinstance(given, RegionAllocation)
         if region and (given.ragged or given.regroup_scale is not None):
             return None

@@ -115,7 +115,7 @@ class ScaleKV(Policy):
         elif not (self.grid or self.budgets or self.faithful):
             share = capacities.uniform(geometry, budget) // WINDOW_SHARE
             grid = min(GRID, max(1, math.isqrt(share)))
-        return dataclasses.replace(self, budget=budget, grid=grid)
+        return dataclasses.replace(self, budget=budget, grid=grid, _calibration=calibration)
 
     def check(self, geometry: Geometry) -> None:
         layers = geometry.num_layers
@@ -139,16 +139,15 @@ class ScaleKV(Policy):
         """SHA-256 of the budget file, so that a run is not continued with another one."""
         return f"budgets:{self._file.digest}" if self.budgets else None
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> RegionAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
         if self.budgets:
             held = self._published(geometry)
             self.refuse_more(geometry, budget, self._tokens(geometry, held), self.budgets)
             return held
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
-        measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
+        found = self._calibration
+        measured = self.measured(found, "selectivity", geometry, what="the layers", give=give)
         per_layer = scalekv_budgets.own_tokens(
             geometry,
             budget,

@@ -83,9 +83,7 @@ class TableTokens(TokenRule):
     def minimum_slots(self, geometry: Geometry) -> int:
         return self.slots(geometry, self.policy.budget)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         needed, sequence = self.layer_slots(geometry), geometry.schedule
         if (needed >= sequence.steps).all():  # nothing is ever dropped
             return StageAllocation.known(geometry, sequence.steps)
@@ -225,9 +223,7 @@ class Table(StagedPolicy):
         by_scale = self.stored[0] == "keep_scale"
         return keep[..., geometry.schedule.scale_of_token] if by_scale else keep
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> Allocation:
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
         visible = self._visible(geometry)
         if not self.per_row:
             allocation = StaticAllocation.from_visibility(geometry, visible)
@@ -241,11 +237,9 @@ class Table(StagedPolicy):
         self.refuse_more(geometry, budget, held, self.path)
         return allocation
 
-    def known_capacity(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None
-    ) -> np.ndarray:
+    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray:
         """Known even where rows hold less than others."""
-        return self.allocate(geometry, budget, calibration).capacity(geometry)
+        return self.allocate(geometry, budget).capacity(geometry)
 
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
         if not self.per_row:

@@ -111,14 +111,12 @@ class TokenRule(Rule):
             room += self.policy.period
         return min(room, geometry.schedule.steps)
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         """Image slots of every layer's heads; by default the same in all layers."""
         slots = self.slots(geometry, budget)
         return StageAllocation.uniform(geometry, slots, self.policy.period)
 
-    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+    def plan_lines(self, geometry: Geometry) -> list[str]:
         if not self.decides:
             return []
         newest = getattr(self.policy, "window", 0)

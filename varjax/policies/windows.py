@@ -8,7 +8,6 @@ import numpy as np
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
-from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
 from varjax.policies.base import Policy, per_layer
@@ -98,9 +97,7 @@ class Ring(TokenRule):
     def stay_always(self, geometry: Geometry) -> int:
         return self.stay_first + 1
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StageAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         return StageAllocation.known(geometry, self.slots(geometry, budget), self.stay_first)
 
 
@@ -132,9 +129,7 @@ class Full(StagedPolicy):
     def minimum_budget(self, geometry: Geometry) -> float:
         return 1.0
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StaticAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
 
 
@@ -159,9 +154,7 @@ class SlidingWindow(StagedPolicy):
     token_rule = Ring
     summary = "newest tokens only"
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StaticAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         return newest_and_sinks(geometry, capacities.uniform(geometry, budget), 0)
 
     def as_selection(self) -> Policy:
@@ -196,9 +189,7 @@ class Streaming(StagedPolicy, SinkPolicy):
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
 
-    def allocate(
-        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
-    ) -> StaticAllocation:
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         protected = self.protected(geometry, budget)
         window = capacities.uniform(geometry, budget) - protected
         return newest_and_sinks(geometry, window, protected)
