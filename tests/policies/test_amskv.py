@@ -111,7 +111,7 @@ def test_given_sizes_and_budget():
     ("arguments", "message"),
     [
         ({"preset": "d30-tabel3"}, "did you mean 'd30-table3'"),
-        ({"preset": "d36-table3"}, "another model: its schedule"),
+        ({"preset": "d36-table3"}, "another model, of 36 layers"),
         ({"preset": "d30-table3", "cmax": "500"}, "contradict"),
         ({"cmin": "50", "cmax": "40"}, "cmin <= cmax"),
         ({"cmax": "40"}, "give both"),

@@ -129,15 +129,6 @@ def test_infeasible_budget():
     assert plan.fraction <= 0.0331
 
 
-def test_sinks_that_do_not_exist():
-    problem = Problem("synth_1")
-    sinks = problem.geometry.schedule.num_scales
-    for given in ({"sinks": -1}, {"sinks": 1.0}, {"sinks": sinks}, {"budget": float("nan")}):
-        given = {"sinks": problem.sinks, "budget": 0.9} | given
-        with pytest.raises(UserError, match="sinks=|budget=nan"):
-            prune_schedule(problem.geometry, problem.orders, **given)
-
-
 # --- through the planner ---
 
 
