@@ -38,14 +38,6 @@ def area_matrix(source: int, target: int) -> np.ndarray:
     return matrix
 
 
-def _cubic_weights(offset: np.ndarray) -> np.ndarray:
-    """Weights [4, n] of the neighbours -1, 0, 1, 2 at `offset` in [0, 1) past neighbour 0."""
-    a = CUBIC_CONSTANT
-    near = [((a + 2) * x - (a + 3)) * x * x + 1 for x in (offset, 1 - offset)]  # |x| <= 1
-    far = [((a * x - 5 * a) * x + 8 * a) * x - 4 * a for x in (1 + offset, 2 - offset)]
-    return np.stack([far[0], *near, far[1]])
-
-
 @lru_cache(maxsize=256)
 def bicubic_matrix(source: int, target: int) -> np.ndarray:
     """float32 [target, source]: bicubic interpolation along one axis.
@@ -56,7 +48,10 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
     centre = (np.arange(target) + 0.5) * source / target - 0.5
     left = np.floor(centre).astype(np.int64)
     cells = [np.clip(left + shift, 0, source - 1) for shift in range(-1, 3)]
-    return _matrix(source, cells, _cubic_weights(centre - left))
+    a, past = CUBIC_CONSTANT, centre - left  # in [0, 1), past neighbour 0 of -1, 0, 1, 2
+    near = [((a + 2) * x - (a + 3)) * x * x + 1 for x in (past, 1 - past)]  # |x| <= 1
+    far = [((a * x - 5 * a) * x + 8 * a) * x - 4 * a for x in (1 + past, 2 - past)]
+    return _matrix(source, cells, [far[0], *near, far[1]])
 
 
 @lru_cache(maxsize=256)

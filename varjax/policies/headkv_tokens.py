@@ -1,7 +1,6 @@
 """HeadKV on models that draw token by token; its manual is `varjax.policies.headkv.HeadKV`."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
@@ -88,7 +87,13 @@ class HeadKVTokens(WindowedRule):
         """1 where a head is local: its newest `window` tokens gather `threshold` of the newest
         query's attention, or it is not among the `global_heads` neediest of its layer and row. Of
         query heads that share keys the neediest counts, so one global head makes all global."""
-        policy, need = self.policy, self._needed(obs)
+        policy, threshold = self.policy, self.policy.threshold
+        if obs.group_mass is None:
+            mass = obs.newest_mass
+            need = stage_blocks.tokens_needed(mass, obs.position, obs.live, threshold)
+        else:  # an axis for the query heads of a group, which hold the same
+            position, live = obs.position[:, :, None], obs.live[:, :, None]
+            need = stage_blocks.tokens_needed(obs.group_mass, position, live, threshold).max(-1)
         if not policy.global_heads:
             return (need < policy.window).astype(jnp.int32)
         number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
@@ -101,15 +106,6 @@ class HeadKVTokens(WindowedRule):
             tie=number[:, None],
         )[:, 0]
         return local.astype(jnp.int32)
-
-    def _needed(self, obs: Observation) -> Int[Array, "R N"]:
-        """Newest tokens that gather `threshold` of the newest query's attention."""
-        threshold = self.policy.threshold
-        if obs.group_mass is None:
-            return stage_blocks.tokens_needed(obs.newest_mass, obs.position, obs.live, threshold)
-        # an axis for the query heads of a group, which hold the same
-        position, live = obs.position[:, :, None], obs.live[:, :, None]
-        return stage_blocks.tokens_needed(obs.group_mass, position, live, threshold).max(-1)
 
     def select(self, obs: Observation):
         """Tokens are ranked twice: by age among all live tokens, and by score within their part.

@@ -169,15 +169,6 @@ class Quantizer(nnx.Module):
         straight = f + jax.lax.stop_gradient(total - f)
         return straight, jnp.concatenate(tokens, axis=1), loss / len(tokens)
 
-    def exact_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """The pooled residuals of `steps` as if every vector were a code."""
-        rest, found = f.astype(jnp.float32), []
-        for scale, size in enumerate(self.config.schedule.maps):
-            pooled = resize_area(rest, size)
-            rest = rest - self.phi(resize_bicubic(pooled, f.shape[1:3]), scale)
-            found.append(pooled)
-        return flatten_maps(found)
-
 
 class VQVAE(ImageCodec):
     """Encoder, quantiser, decoder."""
@@ -233,8 +224,13 @@ class VQVAE(ImageCodec):
         return flatten_maps([pooled for _, pooled, _ in self.quantizer.steps(f)])
 
     def first_vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """The vectors that the first codes have to stand for, before there are codes."""
-        return self.quantizer.exact_residuals(f)
+        """The vectors that the first codes have to stand for: as if every vector were a code."""
+        rest, found = f.astype(jnp.float32), []
+        for scale, size in enumerate(self.config.schedule.maps):
+            pooled = resize_area(rest, size)
+            rest = rest - self.quantizer.phi(resize_bicubic(pooled, f.shape[1:3]), scale)
+            found.append(pooled)
+        return flatten_maps(found)
 
     # --- both together ---
 

@@ -191,7 +191,10 @@ class Infinity(NextScaleTransformer):
         condition, source = self.encode_text(text, visible)
         active = jax.nn.silu(condition)
         shared = self.shared_modulation(active).reshape(-1, 6, config.embed_dim)
-        keys, values = self._text_keys_and_values(source)
+        found = self.blocks.cross_kv.of_all_layers(source)
+        k, v = jnp.split(found.reshape(*found.shape[:3], -1, config.head_dim), 2, axis=3)
+        bias = self.blocks.cross_v_bias[...].reshape(config.depth, 1, 1, *v.shape[3:])
+        keys, values = k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)  # each [L, R, N, M, H]
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -201,14 +204,6 @@ class Infinity(NextScaleTransformer):
                 "number": jnp.arange(config.depth),
             },
         }
-
-    def _text_keys_and_values(self, source: Float[Array, "R M D"]):
-        """Keys and values of the text for all layers, each [L, R, N, M, H]."""
-        depth = self.config.depth
-        found = self.blocks.cross_kv.of_all_layers(source)
-        k, v = jnp.split(found.reshape(*found.shape[:3], -1, self.config.head_dim), 2, axis=3)
-        bias = self.blocks.cross_v_bias[...].reshape(depth, 1, 1, *v.shape[3:])
-        return k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)
 
     # --- once per scale ---------------------------------------------------------------------------
 
