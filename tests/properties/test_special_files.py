@@ -49,7 +49,7 @@ READERS = {
     "old weights": ("a.pth", legacy.LegacyTorchFile),
     "picture": ("a.png", lambda path: pictures.size(path, "picture")),
     "tokenizer": ("tokenizer.json", PromptTokenizer),
-    "pieces": ("spiece.model", t5._open),
+    "pieces": ("spiece.model", lambda path: t5.Tokenizer(path, 100)),
     "lock": (lock.NAME, lambda path: lock.held(path.parent, "busy").__enter__()),
 }
 GIVES_NOTHING = {"manifest": set()}  # as without a file
