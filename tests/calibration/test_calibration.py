@@ -99,7 +99,7 @@ def changed(entry: int, value) -> list:
         ([], "no removal orders"),
         ([order(0), order(0)[:5]], "order list 1 holds 5 entries; this model needs 6"),
         ([order(0), 3], "order list 1 holds 3"),
-        (changed(4, order(1)[2]), r"order list 1, entry 4 .* \(first at entry 2\)"),
+        (changed(4, order(1)[2]), r"order list 1, entry 4 .* again"),
         (changed(0, [3, 0]), r"entry 0 is \[3, 0\]: heads go from 0 to 2"),
         (changed(0, [0, 2]), "layers from 0 to 1"),
         (changed(3, [0, -1]), "entry 3"),

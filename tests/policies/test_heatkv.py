@@ -187,7 +187,7 @@ def test_lists_fix_the_sinks():
         (policies.HeatKV(), None, "give a calibration"),
         (policies.HeatKV(), 5, r"5 order lists for 10 scales.*or say sinks=4"),
         (policies.HeatKV(), 9, r"9 order lists for 10 scales.*there are 6 to 8"),
-        (policies.HeatKV(sinks=2), 6, r"sinks=2 leaves 7"),
+        (policies.HeatKV(sinks=2), 6, r"with 2 sink scales there are 7 to 7"),
         (policies.BinaryHeatKV(), 6, r"one order of heads"),
         (policies.HeatKV(), 0, r"neither orders nor beta"),
     ],

@@ -104,7 +104,7 @@ def test_a_file_says_how_much_is_kept():
     plan_cache(INFINITY["2b"], tokens)
     with pytest.raises(UserError, match=r"keeps up to 0.1012 .* give budget=0.1012"):
         plan_cache(INFINITY["2b"], dataclasses.replace(tokens, budget=0.1))
-    with pytest.raises(UserError, match="the file decides") as error:
+    with pytest.raises(UserError, match="give budget=0.1171") as error:
         plan_cache(INFINITY["2b"], file_policy("2b", budget=0.1012))
     enough = float(str(error.value).rsplit("=", 1)[1])
     plan = plan_cache(INFINITY["2b"], file_policy("2b", budget=enough))
@@ -120,12 +120,12 @@ def test_a_file_says_how_much_is_kept():
         ('{"Scale x": {}}', "no budget file"),
         ('{"Scale 5": {"Max": 1.5}}', "whole numbers"),
         ('{"Scale 5": {}}', "consecutive ones that end at 6"),
-        ('{"Scale 6": {"Block 0": 1}}', "names 1 blocks, this model has 3 layers"),
+        ('{"Scale 6": {"Block 0": 1}}', "names other blocks than 3 layers"),
         ('{"Scale 6": {"Block 0": 1, "Block 1": 0, "Block 2": 0}}', "needs Max and Min"),
         (
             '{"Scale 6": {"Block 0": 1, "Block 1": 0, "Block 2": 0, "Max": 9, "Min": 4, '
             '"Limit": 67}}',
-            "counts on 67 tokens, on this model's schedule there are 66",
+            "counts on 67 tokens, this schedule has",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_there_and_back(tmp_path):
 
 
 REFUSED = {
-    "width": (dict(kv=_rows(27, 2048)), r"2048 wide \(flan-t5-xl\), the model takes 8: encode"),
+    "width": (dict(kv=_rows(27, 2048)), r"2048 wide, the model takes 8: encode"),
     "longest": (dict(kv=_rows(40), lens=[40]), "has 40 tokens, the model takes 32"),
     "no lens": (dict(lens=None), "lens missing; needed are kv"),
     "zero": (dict(lens=[27, 0]), r"lens\[1\] is 0"),

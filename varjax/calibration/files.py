@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,6 @@ from varjax.schedule import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json
-
-if TYPE_CHECKING:
-    from varjax.model import Model
-    from varjax.policies.base import Policy
 
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
@@ -44,15 +40,15 @@ _SCALARS = {
 
 
 def find(
-    policy: "Policy",
-    model: "Model | Geometry",
+    policy: Any,
+    model: Any,
     given: Calibration | str | os.PathLike | None = None,
     guidance: float | str | None = None,
 ) -> Calibration | None:
     """Finds the calibration that a policy plans with, if there is one.
 
     Args:
-      policy: the checkpoint folder is searched only if it uses a calibration.
+      policy: a `Policy`; the checkpoint folder is searched only if it uses a calibration.
       model: a model, or a `Geometry` alone.
       given: a calibration, its file, or None for `calibration.json` in the checkpoint folder.
       guidance: the guidance of the run (`Sampling.guidance`); None accepts any.

@@ -12,7 +12,7 @@ Letters: P prompts, N images, B images of a batch, M places for a prompt.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -23,9 +23,6 @@ from varjax.errors import UserError, about
 from varjax.text import unknown
 from varjax.text.prompt_set import PromptSet, read_arrays
 from varjax.text.prompt_tokenizer import PromptTokenizer
-
-if TYPE_CHECKING:
-    from varjax.models.llama.config import LlamaConfig
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
 IDS_WANTED = "give a list of lists of token ids, one for each image, or PromptIds"
@@ -119,8 +116,9 @@ class PromptIds(PromptSet):
 
     # --- fitting a model, files -------------------------------------------------------------------
 
-    def checked(self, config: "LlamaConfig", names: Sequence[str] | None = None) -> Self:
-        """These prompts. names: how messages call each of them, such as "line 3 of prompts.txt".
+    def checked(self, config: Any, names: Sequence[str] | None = None) -> Self:
+        """These prompts. config: a `LlamaConfig`. names: how messages call each of them, such as
+        "line 3 of prompts.txt".
 
         Raises:
           UserError: ids that a model of this configuration does not know or that are no prompt of
@@ -131,7 +129,7 @@ class PromptIds(PromptSet):
                 config.check_prompt(self.of_prompt(number))
         return self
 
-    def fitted(self, config: "LlamaConfig", names: Sequence[str] | None = None) -> Self:
+    def fitted(self, config: Any, names: Sequence[str] | None = None) -> Self:
         """These prompts in the places that a model of this configuration has. names: as in
         `checked`, which raises the same errors; `UserError` also if there are too few places."""
         self.checked(config, names)
@@ -160,7 +158,7 @@ def load(path: str | os.PathLike) -> PromptIds:
 
 def encode(
     prompts: Sequence[str],
-    config: "LlamaConfig",
+    config: Any,
     tokenizer: PromptTokenizer,
     names: Sequence[str] | None = None,
     warn: unknown.Tell = unknown.warn,

@@ -4,6 +4,7 @@ Letters: R rows, M slots of the condition, T tokens, N heads of keys and values,
 each of them, H head size, D width, F hidden width, V codes of image tokens, S sets of norm weights.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,9 +220,7 @@ class Llama(Decoder):
         """Cosines and sines of every row's own positions, float32. Numbers j and j + H / 2 share an
         angle; the first half of the sines is negative, as `rotate_half` takes them."""
         position = (index + context["length"][:, None]).astype(jnp.float32)
-        size = self.config.head_dim
-        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-        frequencies = jnp.asarray(1 / np.float32(self.config.rope_theta) ** exponents)
+        frequencies = jnp.asarray(_frequencies(self.config.head_dim, self.config.rope_theta))
         angles = position[:, None, :, None] * frequencies
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
@@ -240,6 +239,14 @@ class Llama(Decoder):
         # both in float32, rounded once
         q, k = rotate_half(q, *rotation) * scale, rotate_half(k, *rotation)
         return Finished(q.astype(self.dtype), k.astype(self.dtype), v)
+
+
+@functools.lru_cache(maxsize=32)
+def _frequencies(size: int, theta: float) -> np.ndarray:
+    """float32 [H / 2]: radians per position of each pair. The same array for all calls, so that a
+    program holds it once."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return 1 / np.float32(theta) ** exponents
 
 
 def rotate_half(
