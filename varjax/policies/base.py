@@ -201,7 +201,7 @@ class Policy(ScaleRule):
         if share > budget + 1e-9:
             self.refuse(
                 f"{what} keeps up to {share:.4f} of the full cache, more than budget={budget:g}: "
-                f"give budget={np.ceil(share * 1e4) / 1e4:g}, leave it out, or keep less"
+                f"keep less, leave the budget out, or give budget={np.ceil(share * 1e4) / 1e4:g}"
             )
 
     def measured(
