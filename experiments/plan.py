@@ -52,6 +52,7 @@ from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.model import Model
+from varjax.sequence import SCALES
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags(
@@ -94,10 +95,13 @@ def summary(
     """Return the printed plan. remarks: lines that only some policies have."""
     g = plan.geometry
     excess = plan.fraction - plan.budget
+    scales = f"{g.schedule.num_scales} scales" if g.kind == SCALES else "token by token"
+    if g.kind != SCALES:
+        scales += f", condition of {g.schedule.condition}"
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, kv_dtype)
     lines = [
         f"{name}: {g.num_layers} layers, {g.heads}, "
-        f"{g.schedule.counted()}{g.schedule.total_tokens} tokens "
+        f"{scales}, {g.schedule.total_tokens} tokens "
         f"({g.schedule.persistent_tokens} per head in a full cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "

@@ -12,18 +12,16 @@ from varjax import arguments, conditions, jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan, pool_dtype
 from varjax.cache.planner import plan_cache
-from varjax.cache.state import KVState
-from varjax.cache.token_state import LayerCache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
 from varjax.engine import cost, memory, program
-from varjax.engine.drawing import BuildOptions, drawing
+from varjax.engine.drawing import drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
+from varjax.engine.program import BuildOptions
 from varjax.engine.segments import Segment
-from varjax.engine.timing import Timing
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
@@ -40,19 +38,7 @@ from varjax.text.prompt_ids import PromptIds
 MATMUL_PRECISIONS = ("default", "highest")
 
 
-def _planned(
-    model: Model,
-    policy: Policy,
-    sampling: Sampling,
-    calibration: str | os.PathLike | Calibration | None,
-    mesh: MeshSpec,
-) -> CachePlan:
-    """Plans the cache of a policy for what will be drawn, and where."""
-    found = calibration_lib.find(policy, model, calibration, sampling.guidance)
-    return plan_cache(model.geometry_for(sampling), policy, found, groups=mesh.model)
-
-
-class Generator:
+class Generator(Runner):
     """A generation program for one model, policy, sampling and batch size: compiled at its first
     call, then run as often as you like.
 
@@ -119,24 +105,24 @@ class Generator:
     ):
         check_model(model)
         most = arguments.LARGEST_BATCH
-        self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
+        batch_size = arguments.integer("batch_size", batch_size, 1, most)
         if decode_batch is not None:
             decode_batch = arguments.integer("decode_batch", decode_batch, 1, most)
-        self.decoding = Decoding(arithmetic.resolve_here(decode_dtype), decode_batch)
+        decoding = Decoding(arithmetic.resolve_here(decode_dtype), decode_batch)
         sampling = model.resolve_sampling(sampling)
         program.check_attention(attention)
-        self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
-        self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
+        choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
         words = "a MeshSpec of varjax.parallel.split"
         mesh = arguments.instance("mesh", MeshSpec() if mesh is None else mesh, MeshSpec, words)
         if keep_contents and mesh.num_devices > 1:
             raise UserError("keep_contents works on one device: leave out mesh")
         if plan is None:
             chosen = resolve_policy(policy, budget)
-            plan = _planned(model, chosen, sampling, calibration, mesh)
-        self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
+            found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
+            plan = plan_cache(model.geometry_for(sampling), chosen, found, groups=mesh.model)
+        arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
-        self.policy, self.keep_contents = self.plan.policy, keep_contents
+        self.policy, self.keep_contents = plan.policy, keep_contents
         options = BuildOptions(
             segments=segments,
             layers=choose("layers", layers, program.LAYERS),
@@ -146,35 +132,43 @@ class Generator:
             unroll=arguments.flag("unroll", unroll),
             watch=watch,
         )
-        self.drawing = drawing(
+        how = drawing(
             model.networks,
-            self.plan,
+            plan,
             sampling,
             options,
-            batch_size=self.batch_size,
+            batch_size=batch_size,
             mesh=mesh,
             platform=jax.default_backend(),
         )
-        self.spec, self.mesh = self.drawing.spec, self._check_mesh(mesh)
+        if mesh.num_devices > 1:
+            plans.check_plan(plan, mesh)
+        mesh = mesh.check(
+            batch_size=batch_size,
+            num_heads=plan.geometry.num_heads,
+            available=len(jax.devices()),
+            where=processes.where(),
+        )
+        kv_type = pool_dtype(kv_dtype, model.dtype)
         predict_for = partial(
             memory.predict,
             model,
-            self.plan.divide(mesh.model)[0],
-            self.batch_size // mesh.data,
+            plan.divide(mesh.model)[0],
+            batch_size // mesh.data,
             model.dtype,
-            self.kv_dtype,
+            kv_type,
             kernels=attention and attention != "reference",
-            decoding=self.decoding,
+            decoding=decoding,
         )
-        self.runner = Runner(
+        super().__init__(
             model,
-            self.drawing,
-            batch_size=self.batch_size,
-            mesh=self.mesh,
+            how,
+            batch_size=batch_size,
+            mesh=mesh,
             layers=memory.layers_that_fit(layers, predict_for, memory.device_bytes()),
-            kv_dtype=self.kv_dtype,
-            precision=self.precision,
-            decoding=self.decoding,
+            kv_dtype=kv_type,
+            precision=matmul_precision,
+            decoding=decoding,
         )
 
     def __repr__(self) -> str:
@@ -184,50 +178,7 @@ class Generator:
             f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
         )
 
-    def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
-        if mesh.num_devices > 1:
-            plans.check_plan(self.plan, mesh)
-        return mesh.check(
-            batch_size=self.batch_size,
-            num_heads=self.plan.geometry.num_heads,
-            available=len(jax.devices()),
-            where=processes.where(),
-        )
-
-    @jax_settings.pinned()
-    def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compiles both programs (codes, pixels) ahead of time.
-
-        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
-          texts as long as the model takes.
-        given: tokens of a batch if some will be given.
-
-        Raises:
-          UserError: a kernel that cannot take these shapes, or a device without enough memory.
-        """
-        self.runner.compile(condition, given)
-
     # --- what is known ----------------------------------------------------------------------------
-
-    @property
-    def model(self) -> Model:
-        """The model; once its weights are divided over several devices, of shapes alone."""
-        return self.runner.model
-
-    @property
-    def compiled(self) -> jax.stages.Compiled | None:
-        """The program that draws codes; None before it is compiled."""
-        return self.runner.compiled
-
-    @property
-    def compiled_decoder(self) -> jax.stages.Compiled | None:
-        """The program that decodes pixels; None before it is compiled."""
-        return self.runner.compiled_decoder
-
-    @property
-    def timing(self) -> Timing:
-        """Seconds of compiling and of every batch."""
-        return self.runner.timing
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -237,7 +188,7 @@ class Generator:
     @property
     def layers(self) -> str:
         """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
-        apart = stacked.is_separate(self.runner.networks["transformer"])
+        apart = stacked.is_separate(self.networks["transformer"])
         return program.UNROLL if apart else program.SCAN
 
     @property
@@ -341,10 +292,4 @@ class Generator:
         if self.compiled is None:
             self.compile(condition, given)
         options = {"given": given, "given_scales": given_scales, "keep_cache": keep_cache}
-        return self.runner.run(condition, image_index, seed=seed, **options)
-
-    @jax_settings.pinned()
-    def empty_state(self) -> KVState | tuple[LayerCache, ...]:
-        """An empty cache, which lies as the compiled program takes it; over several devices each
-        makes its own share."""
-        return self.runner.empty_state()
+        return self.run(condition, image_index, seed=seed, **options)

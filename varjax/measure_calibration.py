@@ -59,7 +59,12 @@ def measure(
         total = None
         for start in range(0, len(condition), batch_size):
             index = np.arange(start, min(start + batch_size, len(condition)))
-            state = _probe_state(generator, condition, index, seed + run)
+            _, cache = generator.run_images(condition, index, seed=seed + run)
+            # float64 [L, images, ...]: the conditional rows, which come first
+            state = {
+                name: np.asarray(array, np.float64)[:, : index.size]
+                for name, array in cache.policy_state.items()
+            }
             patterns = state.pop("pattern")[:, 0] if patterns is None else patterns
             sums = {name: state[name].sum(1) for name in SUMMED}
             total = sums if total is None else {n: total[n] + sums[n] for n in SUMMED}
@@ -77,14 +82,6 @@ def check_scales(model: Model) -> None:
             f"{model.name} draws token by token: no policy for such models uses a "
             "calibration, they decide from what they see while drawing: run them without"
         )
-
-
-def _probe_state(
-    generator: Generator, condition: Condition, index: np.ndarray, seed: int
-) -> dict[str, np.ndarray]:
-    """float64 [L, images, ...]: the probe's state in the conditional rows of one batch."""
-    _, state = generator.run_images(condition, index, seed=seed)
-    return {k: np.asarray(a, np.float64)[:, : index.size] for k, a in state.policy_state.items()}
 
 
 def _summarise(model, sampling, probe, means, patterns, num_samples: int) -> Calibration:

@@ -255,8 +255,8 @@ class Model:
     @jax_settings.pinned()
     def load_weights(self, dtype: str | None = None, *, on_disk: bool = False) -> "Model":
         """This model with the weights of its checkpoint. dtype, on_disk: see `load`."""
+        dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         if self.directory is None and self.has_weights:
-            dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
             own = registry.own_parts(self.name, self.parts, {"transformer": dtype})
             return replace(self, parts=own).with_config(self.config)
         if self.directory is None:
@@ -264,7 +264,6 @@ class Model:
                 f"{self.name} is the name of a published model, whose weights are not here: "
                 f"`{convert_command(self.name)}` converts them; then give the name, or the folder"
             )
-        dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}
         kernels = quantized.matrices(self.transformer).items()
@@ -310,7 +309,12 @@ def describe(
         if preset.class_names:
             metadata["class_names"] = list(preset.class_names)
     else:
-        name, directory = _place(name_or_directory)
+        # a folder of that name comes before an embedded checkpoint
+        name = os.path.expanduser(name_or_directory or "demo")
+        if name in checkpoint.DEMOS and not (name_or_directory and Path(name).exists()):
+            directory = checkpoint.demo_directory(name)
+        else:
+            name, directory = Path(name).resolve().name, Path(name)
         parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
@@ -319,14 +323,6 @@ def describe(
         raise UserError("grid and size (or aspect) exclude each other: both say the shape")
     found = Model(name, parts, metadata, directory).with_template(aspect, size)
     return found.with_grid(grid).with_prompt_tokens(prompt_tokens)
-
-
-def _place(given: str | Path | None) -> tuple[str, Path]:
-    """Names and folder of a checkpoint. A folder of that name comes before an embedded one."""
-    name = os.path.expanduser(given or "demo")
-    if name in checkpoint.DEMOS and not (given and Path(name).exists()):
-        return name, checkpoint.demo_directory(name)
-    return Path(name).resolve().name, Path(name)
 
 
 @jax_settings.pinned()
@@ -382,10 +378,9 @@ def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
 
     `UserError`: two types are given that contradict each other, or no such type.
     """
-    if weights_dtype is None:
-        return dtype
-    arguments.dtype("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
-    if weights_dtype in SCHEMES:
+    if weights_dtype is not None:
+        arguments.dtype("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
+    if weights_dtype is None or weights_dtype in SCHEMES:
         return dtype
     if dtype is not None and arguments.dtype("dtype", dtype, DTYPES) != weights_dtype:
         raise UserError(

@@ -1,4 +1,5 @@
-"""`Runner`: the two programs of a batch, compiled ahead of time, and the arrays they run with."""
+"""`Runner`: the two programs of a batch, compiled ahead of time, and the arrays they run with. A
+`Generator` is one whose arguments have been checked."""
 
 import contextlib
 import time
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import implementations
+from varjax import jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
@@ -27,8 +29,7 @@ from varjax.parallel.split import MeshSpec
 
 
 class Runner:
-    """The programs of a `Generator`, which has checked what it is given: one draws the codes of a
-    batch, one decodes their pixels.
+    """Two programs: one draws the codes of a batch, one decodes their pixels.
 
     Args:
       model: its weights are arranged as the programs take them, and divided over the mesh.
@@ -40,6 +41,7 @@ class Runner:
       decoding: how pixels are decoded.
 
     Attributes:
+      model: once its weights are divided over several devices, of shapes alone.
       compiled, compiled_decoder: the programs (`jax.stages.Compiled`), None before `compile`.
       timing: seconds of compiling, and of every batch.
 
@@ -63,7 +65,7 @@ class Runner:
         self.batch_size, self.mesh, self.kv_dtype = batch_size, mesh, kv_dtype
         self.precision, self.decoding, self.timing = precision, decoding, Timing()
         self.networks, self._layers = model.networks, layers
-        self._arrange()
+        drawing.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
         weights.check_weights(self.networks, mesh)
         weights.check_widths(self.networks["transformer"], mesh.model)
@@ -72,20 +74,25 @@ class Runner:
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
 
-    def _arrange(self) -> None:
-        """Arranges the weights as the program takes them. Another generator of the same model may
-        have arranged them differently meanwhile."""
-        self.drawing.arrange(self.networks, self._layers, jax.default_backend())
-
     # --- compiling --------------------------------------------------------------------------------
 
+    @jax_settings.pinned()
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compiles both programs, for arguments of these shapes (`Generator.compile`)."""
+        """Compiles both programs (codes, pixels) ahead of time.
+
+        condition: arrays of a batch, of the shapes that `Generator.run_batch` will get; None:
+          labels, or texts as long as the model takes.
+        given: tokens of a batch if some will be given.
+
+        Raises:
+          UserError: a kernel that cannot take these shapes, or a device without enough memory.
+        """
         start = time.perf_counter()
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:
             with self._explained("compiling"), compilation_cache.kept():
-                self._arrange()
+                # another generator of the same model may have arranged the weights differently
+                self.drawing.arrange(self.networks, self._layers, jax.default_backend())
                 state, arguments = self.traced_arguments(condition, given)
                 more = {"precision": self.precision, "auto_layout": automatic}
                 codes = program.trace_codes(
@@ -106,7 +113,7 @@ class Runner:
         self.timing.compile_s = time.perf_counter() - start
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        attention = self.spec.attention or implementations.preferred()
+        attention = self.spec.options.attention or implementations.preferred()
         return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def traced_arguments(
@@ -182,7 +189,7 @@ class Runner:
         """Draws and decodes one full batch (`Generator.run_batch`)."""
         with self._explained("drawing"):
             arguments = self._arguments(condition, image_index, seed, given, given_scales)
-            self._arrange()
+            self.drawing.arrange(self.networks, self._layers, jax.default_backend())
             if self._formats is not None:
                 program.place(self.networks, self._formats)
             if self._sharded is not None:
@@ -198,6 +205,7 @@ class Runner:
             self.timing.runs.append(time.perf_counter() - start)
         return results, state
 
+    @jax_settings.pinned()
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""

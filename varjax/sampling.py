@@ -5,6 +5,7 @@ What is drawn for an image depends on its own key only, never on the batch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -200,11 +201,9 @@ class Scores:
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
     """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not
     change samples."""
-    return jax.vmap(lambda key: _gumbel(key, (length, vocabulary)))(keys)
-
-
-def _gumbel(key: Array, shape: tuple[int, ...]) -> Array:
-    return jax.random.gumbel(key, shape, jnp.float32, mode="low")  # as JAX is set by itself
+    # the mode that JAX has by itself
+    draw = partial(jax.random.gumbel, shape=(length, vocabulary), dtype=jnp.float32, mode="low")
+    return jax.vmap(draw)(keys)
 
 
 def sample(
@@ -252,15 +251,11 @@ def smooth_codes(
     return jnp.einsum("btv,vc->btc", weights, codebook, precision=jax.lax.Precision.HIGHEST)
 
 
-def image_keys(seed: int | Int[AnyArray, " B"], image_index: Int[Array, " B"]) -> Array:
+@jax.jit  # one small program, where calling the functions would compile one for each
+def image_keys(seed: int | Int[AnyArray, "*images"], image_index: Int[Array, " B"]) -> Array:
     """One typed key per image: the image's index folded into the seed. seed: one for all images, or
     one for each."""
-    return _image_keys(jnp.asarray(seed, jnp.int32), image_index)
-
-
-@jax.jit  # one small program, where calling the functions would compile one for each
-def _image_keys(seed, image_index):
-    seeds = jnp.broadcast_to(seed, image_index.shape)
+    seeds = jnp.broadcast_to(jnp.asarray(seed, jnp.int32), image_index.shape)
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s, impl=KEYS), i))(
         seeds, image_index
     )

@@ -19,9 +19,6 @@ from varjax.errors import UserError, show
 
 LARGEST_SIDE = 4096  # of a token map
 LARGEST_COUNT = 64  # scales
-# What planning takes grows with these; the largest published model has a fifth to a third of each.
-LARGEST_PAIRS = 2**20  # heads of all layers times the square of the scales
-LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of an image
 
 
 @dataclass(frozen=True)
@@ -100,27 +97,9 @@ class Schedule:
         """Tokens of an image that the first `count` steps draw."""
         return sum(self.tokens[:count])
 
-    @property
-    def num_stages(self) -> int | None:
-        """Number of points at which the cache may change; None if the policy chooses the stages."""
-        return self.num_scales
-
-    def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
-        """Sizes that planning is limited by: (number, limit, what is counted). heads: heads of all
-        layers."""
-        scales, tokens = self.num_scales, self.total_tokens
-        return [
-            (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
-            (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of all scales"),
-        ]
-
     def outline(self) -> str:
         """The order of drawing, as a line of text."""
         return f"token maps {str(self).replace(';', ' ')}"
-
-    def counted(self) -> str:
-        """Text that opens a list of sizes: number of scales."""
-        return f"{self.num_scales} scales, "
 
     @property
     def total_tokens(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from varjax.arguments import integer
 from varjax.errors import UserError
-from varjax.schedule import LARGEST_TOKENS, Schedule
+from varjax.schedule import Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
 LARGEST_IMAGE = 2**17  # tokens
@@ -83,24 +83,9 @@ class TokenSequence:
         number = np.arange(self.image_tokens)
         return number[(number + 1) % self.line != 0] if self.new_lines else number
 
-    @property
-    def num_stages(self) -> int | None:
-        """Number of points at which the cache may change; None if the policy chooses the stages."""
-        return None
-
-    def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
-        """Sizes that planning is limited by: (number, limit, what is counted). heads: heads of all
-        layers."""
-        tokens = self.total_tokens
-        return [(heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens")]
-
     def outline(self) -> str:
         """The order of drawing, as a line of text."""
         return f"{self.image_tokens} tokens one by one, condition of {self.condition}"
-
-    def counted(self) -> str:
-        """Text that opens a list of sizes: kind of model and length of the condition."""
-        return f"token by token, condition of {self.condition}, "
 
     @property
     def total_tokens(self) -> int:

@@ -6,7 +6,6 @@ images of any requests share a program.
 """
 
 import threading
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import PyTree
@@ -23,16 +22,21 @@ MOST_CHARACTERS = 4000  # of a prompt
 EXAMPLES = ["a red apple on a white table", "a lighthouse at night", "a fox in the snow"]
 
 
-class Subjects(Protocol):
+class Subjects:
     """The way from words to a model's conditions. names: of all classes; None: prompts are free.
     examples: prompts to begin with."""
 
-    names: list[str] | None
-    examples: list[str]
+    names: list[str] | None = None
+    examples: list[str] = EXAMPLES
 
     def of(self, prompt: str | None, label: int | None) -> PyTree:
         """Arrays of one image, leading axis 1. `UserError` for what the model cannot draw."""
-        ...
+        if label is not None or prompt is None:
+            raise UserError("this model draws from text: give prompt")
+        return self._read(arguments.text("prompt", prompt))
+
+    def _read(self, prompt: str) -> PyTree:
+        raise NotImplementedError
 
 
 def subjects(model: Model) -> Subjects:
@@ -42,7 +46,7 @@ def subjects(model: Model) -> Subjects:
     return kinds[model.condition](model)
 
 
-class Classes:
+class Classes(Subjects):
     """Classes, by number, name, or a prompt that is one of both."""
 
     def __init__(self, model: Model):
@@ -56,18 +60,15 @@ class Classes:
         return Labels.of([label], len(self.names)).numbers
 
 
-class Texts:
+class Texts(Subjects):
     """Prompts that a text encoder reads."""
-
-    names, examples = None, EXAMPLES
 
     def __init__(self, model: Model):
         self._config, self._lock = model.config, threading.Lock()
         self._encoder = TextEncoder.load(model.directory, model.dtype.name)
 
-    def of(self, prompt: str | None, label: int | None) -> dict[str, np.ndarray]:
+    def _read(self, prompt: str) -> dict[str, np.ndarray]:
         most = self._config.text_maxlen
-        prompt = _only_prompt(prompt, label)
         with self._lock:  # it compiles programs by length
             found = self._encoder.encode([prompt], max_length=most, warn=lambda line: None)
         arrays = found.fitted(self._config.text_channels, most).take([0])
@@ -75,24 +76,14 @@ class Texts:
         return arrays | {"kv": np.pad(arrays["kv"], ((0, 0), (0, longer), (0, 0)))}
 
 
-class TokenIds:
+class TokenIds(Subjects):
     """Prompts that a tokenizer reads."""
-
-    names, examples = None, EXAMPLES
 
     def __init__(self, model: Model):
         self._config = model.config
         self._tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
 
-    def of(self, prompt: str | None, label: int | None) -> dict[str, np.ndarray]:
-        prompt = _only_prompt(prompt, label)
+    def _read(self, prompt: str) -> dict[str, np.ndarray]:
         quiet = {"warn": lambda line: None}
         found = prompt_ids.encode([prompt], self._config, self._tokenizer, **quiet)
         return found.fitted(self._config).take([0])
-
-
-def _only_prompt(prompt: str | None, label: int | None) -> str:
-    """The prompt. `UserError` without one, with a class, or for no text that can be written."""
-    if label is not None or prompt is None:
-        raise UserError("this model draws from text: give prompt")
-    return arguments.text("prompt", prompt)

@@ -35,7 +35,8 @@ from varjax.cache.token_state import LayerCache
 from varjax.engine import memory, pixels
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
-from varjax.engine.drawing import BuildOptions, drawing
+from varjax.engine.drawing import drawing
+from varjax.engine.program import BuildOptions
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes

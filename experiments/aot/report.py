@@ -36,7 +36,7 @@ def describe(case: Compilation) -> dict:
     return {
         "status": "compiled",
         "batch_size": case.batch_size,
-        "attention": case.spec.attention or "auto",
+        "attention": case.spec.options.attention or "auto",
         "segments": [[s.start, s.stop, s.length] for s in case.drawing.segments],
         "layers": case.layers,
         "decode_dtype": workload.program.decoding.dtype,

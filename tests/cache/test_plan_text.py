@@ -13,7 +13,6 @@ def test_a_plan_fits_a_screen(model, policy):
     assert len(lines) <= 10 and max(map(len, lines)) <= 120
     assert policy in lines[0] and f"budget {plan.budget:g}" in lines[0]
     assert str(plan.num_bytes(1, "bfloat16")) in repr(plan)
-    assert "<table" in plan._repr_html_()
 
 
 def test_generators_and_models_fit_a_screen():

@@ -44,7 +44,7 @@ def failing(message: str):
 
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
     """Let a step of `Runner.compile` fail: the arguments, or the compiler at either program."""
-    owner = {PLACES[0]: generator.runner, PLACES[2]: pixels}.get(place, program)
+    owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
     patch.setattr(program, "trace_codes", lambda *args, **options: None)  # takes long
     patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))
     patch.setattr(owner, place, failing(message))
@@ -61,7 +61,7 @@ def test_too_little_memory(place, message, generator, monkeypatch):
 
 
 def test_too_little_memory_while_drawing(generator, monkeypatch):
-    monkeypatch.setattr(generator.runner, "compiled", failing(MEMORY[0]))
+    monkeypatch.setattr(generator, "compiled", failing(MEMORY[0]))
     with pytest.raises(device_errors.OutOfMemory, match="out of memory drawing a batch of 2"):
         generator([0, 1])
 

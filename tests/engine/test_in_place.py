@@ -64,7 +64,8 @@ def test_pool_is_never_copied(policy, dtype, layers):
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
+    options = program.BuildOptions()
+    spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config, options)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     shared = inputs.shared_inputs([plan], segments, transformer.resampling)
     compiled = (

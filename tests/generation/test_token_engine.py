@@ -206,8 +206,8 @@ def test_policies_on_prompt_models(policy, name):
     results, state = found.run_batch(condition, np.arange(2))
     assert found.allocated_bytes <= 0.7 * found.plan.dense_bytes(2, "float32")
     poisoned = jax.tree.map(np.asarray, results)
-    empty_state = found.runner.empty_state
-    found.runner.empty_state = lambda: jax.tree.map(
+    empty_state = found.empty_state
+    found.empty_state = lambda: jax.tree.map(
         lambda a: np.full_like(a, np.nan) if a.ndim == 4 else a, empty_state()
     )
     again, _ = found.run_batch(condition, np.arange(2))

@@ -37,8 +37,8 @@ def count(compiled: jax.stages.Compiled) -> dict[str, int]:
 def automatic(generator: Generator) -> jax.stages.Compiled:
     """The program of codes, divided by the compiler. Only `data`: pools and tables of groups of
     heads have numbers of their own."""
-    state, arguments = generator.runner.traced_arguments(None, None)
-    traced = program.trace_codes(generator.runner.networks, state, arguments, generator.spec)
+    state, arguments = generator.traced_arguments(None, None)
+    traced = program.trace_codes(generator.networks, state, arguments, generator.spec)
     how = {"few_rows": generator.spec.few_rows, "weights_dtype": "float32"}
     return program.compile_codes(traced, **how)[0]
 

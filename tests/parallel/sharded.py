@@ -140,7 +140,7 @@ def check_weights(generator: Generator) -> None:
     """What is divided over `model` exists once over all devices of the axis: the first device holds
     its share of it, and nothing holds the whole model besides."""
     shards = generator.mesh.model
-    blocks = jax.tree.leaves(generator.runner.networks["transformer"].blocks)
+    blocks = jax.tree.leaves(generator.networks["transformer"].blocks)
     divided = [a for a in blocks if a.addressable_shards[0].data.size == a.size // shards]
     assert shards == 1 or sum(a.size for a in divided) > 0.5 * sum(a.size for a in blocks)
     assert generator.model.is_abstract

@@ -91,21 +91,21 @@ def start(generator):
     """Compile it for tokens that are given or not; nobody looks at pictures here."""
     model = generator.model
     generator.compile(models.arrays_of(model, LABELS), model.transformer.no_tokens(2))
-    generator.runner.compiled_decoder = lambda networks, code_map: code_map
+    generator.compiled_decoder = lambda networks, code_map: code_map
 
 
 def run(generator, labels=LABELS, numbers=(0, 1), tokens=None, pool=0.0):
     """(results, final state) of a free run, or of one with the tokens given. pool: what fills the
     pool at first; it is an argument of the program, so nothing is compiled again."""
     given = generator.model.transformer.no_tokens(2) if tokens is None else tokens
-    empty = generator.runner.empty_state
+    empty = generator.empty_state
 
     def filled():
         state = empty()
         return dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, pool))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator.runner, "empty_state", filled)
+        patch.setattr(generator, "empty_state", filled)
         return generator.run_batch(
             models.arrays_of(generator.model, labels),
             np.array(numbers),

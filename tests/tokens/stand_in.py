@@ -127,7 +127,8 @@ def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8, group=1)
 
 def traced(model: StandIn, plan, dtype="float32", decide=None, attention="reference"):
     """The jitted program of a plan, and its arguments. decide: wraps every layer's strategy."""
-    spec = engine.TokenSpec.of(plan, GREEDY, model.config, attention, keep_logits=True)
+    options = engine.BuildOptions(attention=attention, keep_logits=True)
+    spec = engine.TokenSpec.of(plan, GREEDY, model.config, options)
     if decide is not None:
         spec = dataclasses.replace(spec, layers=tuple(map(decide, spec.layers)))
     rows = model.q.shape[1]
@@ -141,7 +142,7 @@ def traced(model: StandIn, plan, dtype="float32", decide=None, attention="refere
 
     def program(state, keys):
         networks = {"transformer": model}
-        return engine.generate_tokens(networks, state, None, keys, None, inputs, spec=spec)
+        return spec.draw(networks, state, None, keys, inputs, None)
 
     return jax.jit(program, donate_argnums=0), (state, keys)
 

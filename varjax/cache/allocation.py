@@ -18,7 +18,9 @@ from varjax.sequence import TokenSequence
 
 LARGEST = 10**6  # size of a head
 NUMBERS = ("num_layers", "num_heads", "head_dim", "rows_per_image", "queries_per_head")
-LARGEST_HEADS = 2**12  # layers times heads; the largest published model has a third of them
+# The largest published models have a third and a fifth of these.
+LARGEST_HEADS = 2**12  # layers times heads
+LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of an image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,17 @@ class Geometry:
                 f"geometry: queries_per_head is {self.queries_per_head}, but models that draw "
                 f"scale by scale have a head of keys and values for every query head: it must be 1"
             )
-        self._check_size()
+        # Tables and searches grow with these numbers: refused before anything is made.
+        heads, tokens = self.num_layers * self.num_heads, self.schedule.total_tokens
+        for size, most, words in (
+            (heads, LARGEST_HEADS, "heads in all"),
+            (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of an image"),
+        ):
+            if size > most:
+                raise UserError(
+                    f"geometry: {self.num_layers} layers of {self.num_heads} heads are {size} "
+                    f"{words}, at most {most} can be planned"
+                )
 
     def __repr__(self) -> str:
         # It is part of the digest that identifies plans. Without groups it is what it was before
@@ -60,17 +72,6 @@ class Geometry:
         if self.queries_per_head == 1:
             names.remove("queries_per_head")
         return f"Geometry({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
-
-    def _check_size(self) -> None:
-        # Tables and searches grow with these numbers: refused here, before anything is made.
-        heads = self.num_layers * self.num_heads
-        sizes = [(heads, LARGEST_HEADS, "heads in all"), *self.schedule.planning_sizes(heads)]
-        for size, most, words in sizes:
-            if size > most:
-                raise UserError(
-                    f"geometry: {self.num_layers} layers of {self.num_heads} heads are {size} "
-                    f"{words}, at most {most} can be planned"
-                )
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
@@ -85,18 +86,11 @@ class Geometry:
         given = _parse_parts(text, (*needed, *optional))
         if missing := [name for name in needed if name not in given]:
             raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
+        sizes = {"num_layers": given.pop("layers"), "num_heads": given.pop("heads")}
+        sizes |= {n: given.pop(n) for n in ("head_dim", "queries_per_head") if n in given}
         if by_token:
-            more = {name: given[name] for name in ("condition", "line") if name in given}
-            schedule = TokenSequence(given["tokens"], **more)
-        else:
-            schedule = given["schedule"]
-        return cls(
-            schedule=schedule,
-            num_layers=given["layers"],
-            num_heads=given["heads"],
-            head_dim=given["head_dim"],
-            queries_per_head=given.get("queries_per_head", 1),
-        )
+            return cls(schedule=TokenSequence(given.pop("tokens"), **given), **sizes)
+        return cls(**given, **sizes)
 
     @property
     def kind(self) -> str:
@@ -155,16 +149,9 @@ class StaticAllocation:
 
     last_use: int16 [L, N, tokens]: the last scale that sees the token. j for a token of scale j
       that is never stored, K - 1 for one that stays to the end.
-    of_scales: int16 [L, N, K]: the last use of each scale, if all tokens of a scale share one; it
-      is counted faster.
     """
 
     last_use: np.ndarray
-    of_scales: np.ndarray | None = None
-
-    def __repr__(self) -> str:
-        layers, heads, tokens = self.last_use.shape
-        return f"StaticAllocation of {tokens} tokens in {layers} layers of {heads} heads"
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
@@ -218,16 +205,13 @@ class StaticAllocation:
         are never stored count nowhere."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
         # heads that share their contents were broadcast from one: it is counted once
-        heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
+        heads = distinct(self.last_use)
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         # scale by scale, which takes no array of all pairs of tokens and scales
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):
-                if self.of_scales is None:
-                    counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)
-                else:
-                    counts[:, :, j, scale] = (heads[:, :, j] == scale) * (end - start)
+                counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)
         return np.broadcast_to(counts, (*self.last_use.shape[:2], num_scales, num_scales))
 
 
@@ -249,14 +233,6 @@ class RegionAllocation:
     ragged: bool = False
     protected: int = 0
     recent: int = 0
-
-    def __repr__(self) -> str:
-        scales, layers, heads = self.region_capacity.shape
-        held = int(self.region_capacity[-1].sum())
-        return (
-            f"RegionAllocation of {layers} layers of {heads} regions, which hold {held} tokens "
-            f"when the last of {scales} scales starts"
-        )
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         return self.region_capacity.astype(np.int32)

@@ -5,8 +5,6 @@ Letters: L layers, N heads, F image tokens that are ever stored (all scales but 
 image tokens but the last).
 """
 
-from functools import singledispatch
-
 import numpy as np
 from jaxtyping import Bool, PyTree
 
@@ -15,7 +13,6 @@ from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 
 
-@singledispatch
 def at_the_end(plan: CachePlan, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
     """The tokens that each head holds when the last scale, or the last token, is drawn.
 
@@ -23,11 +20,11 @@ def at_the_end(plan: CachePlan, found: PyTree, row: int = 0) -> Bool[np.ndarray,
       token the final cache. Where contents are known beforehand it is not looked at.
     row: of the cache; row i of a batch is its image i with its condition.
     """
-    raise NotImplementedError(type(plan))
+    of_kind = _of_tokens if isinstance(plan, TokenPlan) else _of_scales
+    return of_kind(plan, found, row)
 
 
-@at_the_end.register
-def _(plan: ScalePlan, found: PyTree, row: int = 0) -> np.ndarray:
+def _of_scales(plan: ScalePlan, found: PyTree, row: int) -> np.ndarray:
     g, last = plan.geometry, plan.geometry.schedule.num_scales - 1
     if plan.static_content:
         return plan.allocation.visible(g, last)[..., : g.schedule.persistent_tokens]
@@ -51,8 +48,7 @@ def _(plan: ScalePlan, found: PyTree, row: int = 0) -> np.ndarray:
     return kept
 
 
-@at_the_end.register
-def _(plan: TokenPlan, found: PyTree, row: int = 0) -> np.ndarray:
+def _of_tokens(plan: TokenPlan, found: PyTree, row: int) -> np.ndarray:
     g, allocation, condition = plan.geometry, plan.allocation, plan.sequence.condition
     # the last token is drawn and never stored
     steps = plan.sequence.steps

@@ -83,24 +83,17 @@ def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
     if plan.static_content:
         # one program serves the segment, so it may store first only if every scale may
         apart = not any(map(plan.overwrites, scales))
-        return StaticInputs(read, write_table(plan, scales, length), apart)
+        starts, ends = plan.geometry.schedule.starts, plan.geometry.schedule.ends
+        slots = [plan.write_slots[..., starts[s] : ends[s]] for s in scales]
+        # the padding of a scale is never stored, like dropped tokens and the last scale: slot -1
+        padding = [((0, 0), (0, 0), (0, length - a.shape[-1])) for a in slots]
+        padded = [np.pad(a, p, constant_values=-1) for a, p in zip(slots, padding, strict=True)]
+        return StaticInputs(read, block_writes(np.stack(padded), plan.block_size), apart)
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(number + 1, last_scale)
     # No scale follows the last one: it gets its own table once more, and may keep nothing.
     capacity = np.where((number == last_scale)[:, None, None], 0, plan.capacity[following])
     return RegionInputs(read, _read_table(plan, following), capacity)
-
-
-def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
-    """Returns where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped
-    tokens, padding and the last scale are not stored."""
-    starts, ends = plan.geometry.schedule.starts, plan.geometry.schedule.ends
-    assert plan.write_slots is not None
-    slots = [plan.write_slots[..., starts[s] : ends[s]] for s in scales]
-    # the padding of a scale is never stored, like tokens that are dropped: slot -1
-    padding = [((0, 0), (0, 0), (0, length - a.shape[-1])) for a in slots]
-    padded = [np.pad(a, p, constant_values=-1) for a, p in zip(slots, padding, strict=True)]
-    return block_writes(np.stack(padded), plan.block_size)
 
 
 def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:

@@ -2,16 +2,13 @@
 observe on the device. A rule names its wishes in `Needs` and is shown an `Observation`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from varjax.cache.allocation import Allocation, Geometry
-
-if TYPE_CHECKING:
-    from varjax.cache.stages import StageAllocation
+from varjax.cache.allocation import Geometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +139,8 @@ class Rule(Protocol):
     def minimum_budget(self, geometry: Geometry) -> float: ...
     def slots(self, geometry: Geometry, budget: float) -> int: ...
     def minimum_slots(self, geometry: Geometry) -> int: ...
-    def allocate(self, geometry: Geometry, budget: float) -> "Allocation | StageAllocation": ...
-    def inputs(
-        self,
-        geometry: Geometry,
-        allocation: "Allocation | StageAllocation",
-        image_index: np.ndarray,
-    ) -> PyTree[np.ndarray]: ...
+    def allocate(self, geometry: Geometry, budget: float) -> Any: ...
+    def inputs(self, geometry: Geometry, allocation: Any, image_index: np.ndarray) -> PyTree: ...
     def window_tokens(self, height: int, width: int) -> np.ndarray: ...
     def init_state(self, geometry: Geometry, rows: int) -> PyTree: ...
     # traced: the rest runs on the device, per row

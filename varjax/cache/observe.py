@@ -53,23 +53,6 @@ class AttentionView:
             kv_scale=self.state.kv_scale,
         )
 
-    def sums_over_queries(
-        self, squares: bool
-    ) -> tuple[Float[Array, "R N K"], Float[Array, "R N K"] | None]:
-        """Attention that every key receives from all queries of the scale, and the sum of its
-        squares on request."""
-        # padded queries attend like others; only their weight keeps them out of the sums
-        weights = (jnp.arange(self.tokens) < self.step.length).astype(jnp.float32)
-        return attention_moments(
-            self.projection,
-            self.step.length,
-            self.state.kv_pool,
-            self.table,
-            QuerySums(weights, self.lse, squares),
-            kv_scale=self.state.kv_scale,
-            implementation=self.implementation,
-        )
-
 
 def observe(
     obs: Observation,
@@ -126,7 +109,17 @@ def _sum_over_queries(
 ) -> Observation:
     # Sums over all queries come from a second pass that is given the log-sum-exp of the first: it
     # needs no maximum and no division, and no scores are ever stored.
-    total, squares = view.sums_over_queries(needs.query_variance)
+    # Padded queries attend like others; only their weight keeps them out of the sums.
+    weights = (jnp.arange(view.tokens) < view.step.length).astype(jnp.float32)
+    total, squares = attention_moments(
+        view.projection,
+        view.step.length,
+        view.state.kv_pool,
+        view.table,
+        QuerySums(weights, view.lse, needs.query_variance),
+        kv_scale=view.state.kv_scale,
+        implementation=view.implementation,
+    )
     mean = total / view.step.length
     obs = replace(obs, scale_mass=mean)
     if needs.query_variance:

@@ -7,14 +7,13 @@ pool exceeds the budget.
 """
 
 import hashlib
-import html
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from varjax import arguments
 from varjax.cache.allocation import Allocation, Geometry
@@ -35,7 +34,22 @@ class CachePlan:
     """The pool and its bytes, and what everybody asks a plan, whichever way its model draws.
 
     Immutable; equal and hashed by content. A model that draws scale by scale has a
-    `scale_plan.ScalePlan`, one that draws token by token a `stages.TokenPlan`.
+    `scale_plan.ScalePlan`, one that draws token by token a `stages.TokenPlan`. Both add
+
+    static_content: whether the contents are known before the program starts.
+    chooses: whether the device ever has to choose which tokens stay.
+    live_tokens: int64 [K, L], tokens in the whole cache (one row) right after layer l of scale or
+      stage s has stored. used_slots: slots in use then, counted in whole blocks.
+    empty_state(batch_size, dtype, compute_dtype, groups): an empty cache for a batch of images, its
+      pool in `dtype` (int8 comes with scales), queries and keys that attention sees in
+      `compute_dtype`; the caches of `groups` devices, each with a group of heads, side by side.
+    kv_arrays(state): the arrays of a cache that hold K and V, and the scales of an int8 pool.
+    divide(groups): a plan for each of several groups of heads, all with pools of one size.
+    name_heads(names): names the axes of heads of a cache, which devices divide. names: a cache with
+      names (`varjax.logical_axes`) in place of every array, those of rows already.
+    arrays(): what `experiments.plan --save` writes beside sizes and capacities.
+    timeline(): lines of text that say what is held when, with a heading.
+    _decided(): the arrays that the compiled program reads or depends on.
 
     allocation: who may hold how much. Each kind of plan has its own kinds of allocation.
     capacity: int32 [K, L, N], tokens held when scale (or stage) s starts.
@@ -131,27 +145,6 @@ class CachePlan:
         """`read_tokens` in words."""
         return None
 
-    @property
-    def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale or stage s
-        has stored."""
-        raise NotImplementedError
-
-    @property
-    def used_slots(self) -> np.ndarray:
-        """int64 [K, L]: slots in use then, counted in whole blocks."""
-        raise NotImplementedError
-
-    @property
-    def static_content(self) -> bool:
-        """Whether the contents are known before the program starts."""
-        raise NotImplementedError
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the device ever has to choose which tokens stay."""
-        raise NotImplementedError
-
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
         """Returns what the policy knows beforehand about a batch of images, or None."""
         # tables say everything then: the policy is not asked again
@@ -159,46 +152,10 @@ class CachePlan:
             return None
         return self.rule.inputs(self.geometry, self.allocation, image_index)
 
-    # --- the cache on the device ------------------------------------------------------------------
-
-    def empty_state(self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1):
-        """An empty cache for a batch of images.
-
-        Args:
-          dtype: type of the pool; int8 comes with scales.
-          compute_dtype: type of the queries and keys that attention sees.
-          groups: devices that each hold a group of heads (`divide`); their caches lie side by side.
-        """
-        raise NotImplementedError
-
-    def kv_arrays(self, state: PyTree[Array]) -> list[Array]:
-        """The arrays of a cache that hold K and V, and the scales of an int8 pool."""
-        raise NotImplementedError
-
-    def divide(self, groups: int) -> tuple["CachePlan", ...]:
-        """A plan for each of several groups of heads, all with pools of one size."""
-        raise NotImplementedError
-
-    def name_heads(self, names: PyTree) -> PyTree:
-        """Names the axes of heads of a cache, which are divided over devices. names: a cache with
-        names (`varjax.logical_axes`) in place of every array, those of rows already."""
-        raise NotImplementedError
-
     # --- for people -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return "\n".join(f"{name:9s} {value}" for name, value in self.facts().items())
-
-    def _repr_html_(self) -> str:
-        """HTML: the facts, and the timeline of what is held."""
-        facts = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for name, value in self.facts().items()
-        )
-        table = html.escape("\n".join(self.timeline()))
-        details = f"<details><summary>held when</summary><pre>{table}</pre></details>"
-        return f"<table>{facts}</table>{details}"
 
     def facts(self) -> dict[str, str]:
         """Name, sizes and bytes of the plan."""
@@ -215,14 +172,6 @@ class CachePlan:
             + f" for an image ({g.rows_per_image} rows)",
         }
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Returns what `experiments.plan --save` writes beside sizes and capacities."""
-        raise NotImplementedError
-
-    def timeline(self) -> list[str]:
-        """Lines of text that say what is held when, with a heading."""
-        raise NotImplementedError
-
     @property
     def peak_live_fraction(self) -> float:
         """Largest number of live tokens at any time, as a fraction of the full cache."""
@@ -235,10 +184,6 @@ class CachePlan:
         return self.pool_tokens / max(1, self.geometry.dense_tokens)
 
     # --- identity ---------------------------------------------------------------------------------
-
-    def _decided(self) -> tuple[np.ndarray | None, ...]:
-        """The arrays that the compiled program reads or depends on."""
-        raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:

@@ -3,7 +3,7 @@ blocks of how many slots, when rounding is charged to the budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.scale_plan import build_plan
 from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError
-from varjax.sequence import SCALES, TOKENS
+from varjax.sequence import SCALES
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 # Kernels fetch whole blocks, and what a head holds need not begin where a block does. In blocks of
@@ -27,20 +27,6 @@ BLOCKS_PER_HEAD = 16
 USUAL_BLOCK = 16
 LOST_AT_MOST = 0.01
 SEARCH_STEPS = 14
-
-
-class Planning(NamedTuple):
-    """The two steps of planning that differ with the kind of model.
-
-    fit: takes a geometry, a rule, and the function from a budget to its allocation. It returns what
-      may be kept when rounding is charged to the budget, and the block size.
-    build: lays that allocation out.
-    allocations: what a rule may allocate.
-    """
-
-    fit: Callable[[Geometry, Rule, Callable], tuple[Allocation | StageAllocation, int]]
-    build: Callable[..., CachePlan]
-    allocations: tuple[type, ...]
 
 
 def plan_cache(
@@ -63,7 +49,8 @@ def plan_cache(
             f"choose a divisor of {geometry.num_heads}"
         )
     policy, allocation, block_size = choose(geometry, policy, calibration, groups)
-    plan = PLANNING[geometry.kind].build(
+    build = build_plan if geometry.kind == SCALES else stages.build_plan
+    plan = build(
         geometry,
         allocation,
         block_size=block_size,
@@ -92,12 +79,14 @@ def choose(
 
     def allocate(budget: float) -> Allocation | StageAllocation:
         found = rule.allocate(geometry, budget)
-        kinds = PLANNING[geometry.kind].allocations
+        by_scale = geometry.kind == SCALES
+        kinds = (StaticAllocation, RegionAllocation) if by_scale else (StageAllocation,)
         words = f"a {' or '.join(kind.__name__ for kind in kinds)}"
         arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)
         return found
 
-    allocation, block_size = PLANNING[geometry.kind].fit(geometry, rule, allocate)
+    fit = fit_blocks if geometry.kind == SCALES else stages.fit_slots
+    allocation, block_size = fit(geometry, rule, allocate)
     charged = policy.accounting == "bytes" and isinstance(allocation, StaticAllocation)
     if groups > 1 and charged:  # others are not divided, or have heads of one size
         parts = _Groups(geometry, rule, allocate, groups)
@@ -108,7 +97,7 @@ def choose(
 def fit_blocks(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
 ) -> tuple[Allocation, int]:
-    """`Planning.fit` where heads share the blocks of one pool."""
+    """What may be kept where heads share the blocks of one pool, and the block size."""
     # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
     # that the bytes of the pool, not a count of tokens, keep the promise.
     policy = rule.policy
@@ -119,12 +108,6 @@ def fit_blocks(
     else:
         allocation, block_size = _Search(geometry, rule, allocate).run()
     return allocation, check_block_size(block_size)
-
-
-PLANNING = {
-    SCALES: Planning(fit_blocks, build_plan, (StaticAllocation, RegionAllocation)),
-    TOKENS: Planning(stages.fit_slots, stages.build_plan, (StageAllocation,)),
-}
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:

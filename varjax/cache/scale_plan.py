@@ -64,15 +64,6 @@ class ScalePlan(CachePlan):
     def divide(self, groups: int) -> tuple["ScalePlan", ...]:
         if groups == 1:
             return (self,)
-        if groups not in self._divisions:  # laying out takes the time of a batch
-            self._divisions[groups] = self._divided(groups)
-        return self._divisions[groups]
-
-    @cached_property
-    def _divisions(self) -> dict[int, tuple["ScalePlan", ...]]:
-        return {}
-
-    def _divided(self, groups: int) -> tuple["ScalePlan", ...]:
         if not isinstance(self.allocation, StaticAllocation):
             raise UserError(f"policy {self.policy.name!r} {NOT_DIVIDED}")
         heads = self.geometry.num_heads // groups

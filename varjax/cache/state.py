@@ -106,14 +106,6 @@ class EncodedTokens:
     scales: Float[Array, "R N E 2"] | None = None
 
     @classmethod
-    def encode(
-        cls, k: Float[Array, "R N E H"], v: Float[Array, "R N E H"], dtype
-    ) -> "EncodedTokens":
-        """Converts tokens to the type of the pool. For int8, each token's key and value are divided
-        by their largest magnitude / 127 and rounded."""
-        return cls(*reference.encode(k, v, dtype))
-
-    @classmethod
     def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "EncodedTokens":
         """Reads slots without decoding them, so that moving a token never rounds it again."""
         # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU

@@ -11,17 +11,16 @@ projection and the rest of the layer.
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.cache_write import BlockWrites
+from pallas_kernels.cache_write import BlockWrites, reference
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend, store_and_attend
-from varjax.cache.layer_inputs import LayerInputs, RegionInputs, StaticInputs
+from varjax.cache.layer_inputs import RegionInputs, StaticInputs
 from varjax.cache.observation import Observation, Rule
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.scale_plan import ScalePlan
@@ -29,27 +28,7 @@ from varjax.cache.state import EncodedTokens, KVState, arrange, store, store_enc
 from varjax.models.step_inputs import StepInputs
 
 
-class CacheStep(Protocol):
-    """A strategy, as the engine calls it."""
-
-    def attend_and_store(
-        self,
-        projection: Projection,
-        *,
-        step: StepInputs,
-        layer: Int[Array, ""],
-        state: KVState,
-        inputs: LayerInputs,
-    ) -> tuple[Float[Array, "R T N H"], KVState]:
-        """The attention output of one layer, and the cache with the scale's survivors.
-
-        projection: queries, keys and values of the scale.
-        inputs: the layer's tables, and what its policy knows beforehand.
-        """
-        ...
-
-
-def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheStep:
+def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> "CacheStep":
     """The strategy of a plan for scales that share one program.
 
     attention: implementation of the kernels; None takes what the platform has.
@@ -83,7 +62,20 @@ class StaticStep:
     stores: bool
     attention: str | None
 
-    def attend_and_store(self, projection, *, step, layer, state, inputs: StaticInputs):
+    def attend_and_store(
+        self,
+        projection: Projection,
+        *,
+        step: StepInputs,
+        layer: Int[Array, ""],
+        state: KVState,
+        inputs: StaticInputs,
+    ) -> tuple[Float[Array, "R T N H"], KVState]:
+        """The attention output of one layer, and the cache with the scale's survivors.
+
+        projection: queries, keys and values of the scale.
+        inputs: the layer's tables, and what its policy knows beforehand.
+        """
         options = dict(kv_scale=state.kv_scale, implementation=self.attention)
         given = (projection, step.length, state.kv_pool, inputs.read)
         if self.stores and inputs.apart:
@@ -228,8 +220,8 @@ class DecidingStep:
         if self.update == Update.MOVE:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
-            new = EncodedTokens.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
-            both = EncodedTokens.read(state, held.slots), new
+            new = reference.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
+            both = EncodedTokens.read(state, held.slots), EncodedTokens(*new)
             tokens = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *both)
             tokens = jax.lax.optimization_barrier(tokens.take(contents))
             state = store_encoded(state, jnp.where(fresh, slots, state.num_slots), tokens)
@@ -242,6 +234,9 @@ class DecidingStep:
         if state.regions is not None and self.regroup_scale is not None:
             state = replace(state, regions=state.regions.at[layer].set(obs.regions))
         return state
+
+
+CacheStep = StaticStep | DecidingStep
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,7 @@ class StageDecision:
             parts = zip(caches, _apart(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
-        looks = Look(
-            _together([look.window_logits for look in looks]),
-            _together([look.window_scores for look in looks]),
-            _together([look.keys for look in looks]),
-        )
+        looks = Look(*map(_together, zip(*looks, strict=True)))
         obs = self._observation(position, mass, reach, looks, stage)
         if inputs is not None:
             # a row for each stage that ends with a decision
@@ -204,8 +200,13 @@ class StageDecision:
         needs = self.needs
         position = position[:, :, self.condition :] - self.condition
         live, heads = position >= 0, position.shape[:2]
-        mass = None if mass is None else self._mean_mass(mass, live)
         total, scale = needs.total_mass, needs.scale_mass and not needs.total_mass
+        if mass is not None:
+            # A mean over the query heads of a group, and over the queries that count; `total_mass`
+            # is a sum over queries.
+            queries = needs.window if needs.window_mass else self.period
+            queries = self.queries_per_head * (1 if total else queries)
+            mass = jnp.where(live, mass[:, :, self.condition :] / queries, 0)
         window_logits, window_scores, keys = looks
         if window_logits is not None:
             window_logits = jnp.where(live, window_logits, -jnp.inf)
@@ -236,30 +237,25 @@ class StageDecision:
             implementation=self.attention,
         )
 
-    def _mean_mass(self, mass, live) -> Float[Array, "LR N K"]:
-        """Sums of attention as a mean over the query heads of a group, and over the queries that
-        count, `total_mass` apart; 0 outside of `live`."""
-        queries = self.needs.window if self.needs.window_mass else self.period
-        queries = self.queries_per_head * (1 if self.needs.total_mass else queries)
-        mass = mass[:, :, self.condition :] / queries
-        return jnp.where(live, mass, 0)
-
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:
         """Caches in which kept tokens of the buffer lie in the first slots that others have left.
 
         position, mass, keep: of all these layers, [L R, N, ...].
         """
         moves = self._moves(_made_once(keep))
-        target = self._targets(moves)
+        place = jnp.arange(self.main, dtype=jnp.int32)
+        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
+        # slots outside the array are skipped; numbers are unique there, too
+        outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
+        # once, and not in every layer's move
+        slot = jax.lax.optimization_barrier(jnp.where(moves.fits, slot, outside))
         # the buffer awaits the tokens of the next stage, whose positions are known
         position = self._moved(moves, position, -1, self.coming(stage + 1))
         if mass is not None and self.needs.total_mass:
             mass = self._moved(moves, mass, 0.0, jnp.float32(0))
         elif mass is not None:
             mass = jnp.zeros_like(mass)  # the next stage has sums of its own
-        moved = slot_moves.move_all(
-            caches, target, below=self.buffer, implementation=self.attention
-        )
+        moved = slot_moves.move_all(caches, slot, below=self.buffer, implementation=self.attention)
         layers = (_apart(array, len(caches)) for array in (position, mass))
         return tuple(
             replace(cache, position=position, mass=mass)
@@ -284,35 +280,23 @@ class StageDecision:
         decision waits for memory there."""
         return jnp.int16 if target.platform() == "gpu" and count < 2**15 else jnp.int32
 
-    def _targets(self, moves: Moves) -> Int[Array, "LR N P"]:
-        """The slot that each token of the buffer goes to."""
-        place = jnp.arange(self.main, dtype=jnp.int32)
-        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
-        # slots outside the array are skipped; numbers are unique there, too
-        outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        slot = jnp.where(moves.fits, slot, outside)
-        return jax.lax.optimization_barrier(slot)  # once, and not in every layer's move
-
     def _moved(self, moves: Moves, values, nothing, buffer):
         """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
         that are left empty. buffer: what the buffer holds afterwards."""
         image = values[:, :, self.condition :]
-        left = jnp.where(moves.filled, self._coming_in(moves, image[..., self.main :]), nothing)
+        last = image[..., self.main :]
+        if target.platform() != "gpu" or self.period > MOST_CHOSEN:
+            # at most one token goes to a slot, so the sum is its number
+            found = jnp.where(moves.goes, last[..., None], 0).sum(-2)
+        else:  # XLA for GPUs makes and cuts this by one kernel, but a sum by one for each layer
+            found = jnp.zeros((), last.dtype)
+            for token in range(self.period):
+                here = moves.turn == moves.number[..., token, None]
+                found = jnp.where(here, last[..., token, None], found)
+        left = jnp.where(moves.filled, found, nothing)
         stay = jnp.where(moves.stays, image[..., : self.main], left)
         buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
         return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
-
-    def _coming_in(self, moves: Moves, last):
-        """For every slot the one of `last`, numbers of the buffer's tokens, that comes to it."""
-        if target.platform() != "gpu" or self.period > MOST_CHOSEN:
-            # at most one token goes to a slot, so the sum is its number
-            return jnp.where(moves.goes, last[..., None], 0).sum(-2)
-        # XLA for GPUs makes and cuts this into layers by one kernel, but a sum by one for each
-        found = jnp.zeros((), last.dtype)
-        for token in range(self.period):
-            here = moves.turn == moves.number[..., token, None]
-            found = jnp.where(here, last[..., token, None], found)
-        return found
 
 
 def _made_once(array: Array) -> Array:

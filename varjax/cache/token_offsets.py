@@ -47,14 +47,22 @@ class OffsetStep(RingStep):
 
     def attend(self, cache, heads, current):
         # a stage is one token here: after the last decision there is no place in a stage
-        choosing = current.place is not None
+        choosing, first = current.place is not None, self.first
         skipped = jnp.roll(cache.skipped, 1, axis=-1)  # every offset is one slot further on
-        slots = replace(
-            cache,
-            position=self._seen(current.position, skipped),
-            used=current.used,
-            mass=self._sums(cache.mass) if choosing else None,
-        )
+        # Skipped slots have no position: kernels then leave them out, whatever they know of
+        # offsets. Positions are the same in all heads until that makes them differ.
+        fixed, ring = current.position[..., :first], current.position[..., first:]
+        fixed = jnp.broadcast_to(fixed, (*skipped.shape[:2], first))
+        position = jnp.concatenate([fixed, jnp.where(skipped, -1, ring)], axis=-1)
+        # the sums that this query's weights are added to: those of the offsets so far, or zeros
+        mass = None
+        if choosing and self.rule.needs.total_mass:
+            # what comes around is 0: the last slot is empty as long as offsets are chosen
+            ring = jnp.roll(cache.mass[..., first:], 1, axis=-1)
+            mass = jnp.concatenate([cache.mass[..., :first], ring], axis=-1)
+        elif choosing:
+            mass = jnp.zeros_like(cache.mass)
+        slots = replace(cache, position=position, used=current.used, mass=mass)
         out, found = token_attention.store_and_attend(
             # sums of a group of queries become their mean
             Query(heads.q, first_bias=heads.bias, mass_weight=1.0 / cache.group_size(heads.q)),
@@ -65,25 +73,6 @@ class OffsetStep(RingStep):
         mass = found.mass if choosing else cache.mass
         own = dict(position=cache.position, used=None, mass=mass, skipped=skipped)
         return out, replace(found, **own)
-
-    def _seen(
-        self, position: Int[Array, "R 1 C"], skipped: Bool[Array, "R N _"]
-    ) -> Int[Array, "R N C"]:
-        """Positions, of which skipped slots have none: kernels then leave them out, whatever they
-        know of offsets."""
-        # positions are the same in all heads until skipped slots make them differ
-        fixed, ring = position[..., : self.first], position[..., self.first :]
-        fixed = jnp.broadcast_to(fixed, (*skipped.shape[:2], self.first))
-        return jnp.concatenate([fixed, jnp.where(skipped, -1, ring)], axis=-1)
-
-    def _sums(self, mass: Float[Array, "R N C"]) -> Float[Array, "R N C"]:
-        """The sums that this query's weights are added to: those of the offsets so far, or
-        zeros."""
-        if not self.rule.needs.total_mass:
-            return jnp.zeros_like(mass)
-        # what comes around is 0: the last slot is empty as long as offsets are chosen
-        ring = jnp.roll(mass[..., self.first :], 1, axis=-1)
-        return jnp.concatenate([mass[..., : self.first], ring], axis=-1)
 
     def at_once(self, cache):
         """As many layers as `TOGETHER` allows."""

@@ -92,21 +92,14 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
         # filled by `LayerCache.with_condition`; image tokens follow from their number
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
         cache = LayerCache(pool, condition, scale)
-        return cache if plan.allocation.reads is None else _with_skipped(cache, plan)
+        if plan.allocation.reads is None:
+            return cache
+        # the condition and protected tokens are always read, so they have no offsets to skip
+        ring = slots - plan.sequence.condition - plan.allocation.protected
+        skipped = jnp.zeros((*shape[:2], ring), bool)
+        return replace(cache, mass=jnp.zeros(shape, jnp.float32), skipped=skipped)
     cache = LayerCache(pool, jnp.full(shape, -1, jnp.int32), scale)
     return _with_observed(cache, plan, compute_dtype)
-
-
-def _with_skipped(cache: LayerCache, plan: CachePlan) -> LayerCache:
-    """The cache with what a step that skips offsets carries."""
-    rows, heads, slots, _ = cache.pool.shape
-    # the condition and protected tokens are always read, so they have no offsets to skip
-    ring = slots - plan.sequence.condition - plan.allocation.protected
-    return replace(
-        cache,
-        mass=jnp.zeros((rows, heads, slots), jnp.float32),
-        skipped=jnp.zeros((rows, heads, ring), bool),
-    )
 
 
 def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCache:

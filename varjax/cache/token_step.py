@@ -1,7 +1,7 @@
 """One layer's cache step in a model that draws token by token: attend for a token, and after a
 stage decide what stays.
 
-There are three strategies behind one interface, chosen by `token_strategy.token_step`:
+There are three strategies (`TokenStep`), chosen by `token_strategy.token_step`:
 
     RingStep    contents are known beforehand: a token goes straight to its slot
     OffsetStep  the same, but queries read a part of it (`token_offsets`)
@@ -12,7 +12,6 @@ All store a token before they attend for it: a token sees itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,38 +60,37 @@ class CurrentToken:
     used: Int[Array, ""] | None = None
 
 
-class TokenStep(Protocol):
-    """A strategy, as the engine calls it."""
+class TokenStep:
+    """A strategy, as the engine calls it; this one never decides."""
 
     def current(
         self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None
     ) -> CurrentToken:
         """Image token number `token`, once for all layers of this strategy. cache: of any of
         them."""
-        ...
+        raise NotImplementedError
 
     def attend(
         self, cache: LayerCache, heads: Heads, current: CurrentToken
     ) -> tuple[Float[Array, "R GN H"], LayerCache]:
         """Stores a token and attends for it."""
-        ...
+        raise NotImplementedError
 
     def summed(self, cache: LayerCache, current: CurrentToken) -> QuerySum | None:
         """The running sum that this token's queries are added to, if there is one and every head
         has one query. Where the product adds it up, `Heads.query_sum` is the result."""
-        ...
 
     def opened(self, cache: LayerCache) -> LayerCache:
         """The cache, which holds the condition, before the first stage."""
-        ...
+        return cache
 
     def closed(self, cache: LayerCache, token: Int[Array, ""]) -> LayerCache:
         """The cache after the last token that is read, `token`."""
-        ...
+        return cache
 
     def at_once(self, cache: LayerCache) -> int:
         """The number of layers that `decide` may be called for together."""
-        ...
+        return 1
 
     def decide(
         self,
@@ -104,11 +102,11 @@ class TokenStep(Protocol):
         """Caches of layers after the decision of image stage `stage`, counted from 0. inputs: what
         the policy knows beforehand about all stages that end with a decision (`Rule.inputs`);
         layers that have some decide one by one."""
-        ...
+        return tuple(caches)
 
 
 @dataclass(frozen=True)
-class RingStep:
+class RingStep(TokenStep):
     """The step of known contents.
 
     condition: slots of the condition, the first ones. slots: those of image tokens. Of them the
@@ -145,9 +143,6 @@ class RingStep:
         # the cache keeps what cannot be computed from the number of tokens drawn
         return out, replace(found, position=cache.position, used=None)
 
-    def summed(self, cache, current):
-        return None
-
     def contents(self, token: Int[Array, ""]) -> Int[Array, " B"]:
         """Position in every image slot right after `token` was stored; -1: empty."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)
@@ -158,21 +153,9 @@ class RingStep:
         found = jnp.where(slot < self.protected, first, found)
         return jnp.where(found >= 0, found + self.condition, -1)
 
-    def opened(self, cache):
-        return cache
-
-    def closed(self, cache, token):
-        return cache
-
-    def at_once(self, cache):
-        return 1
-
-    def decide(self, caches, stage, bias, inputs):
-        return tuple(caches)  # each token has replaced one already
-
 
 @dataclass(frozen=True)
-class StageStep(StageDecision):
+class StageStep(StageDecision, TokenStep):
     """Contents decided on the device, per row."""
 
     def current(self, cache, token, place):
@@ -190,13 +173,22 @@ class StageStep(StageDecision):
         place = current.place
         if place is not None:
             cache = self._observe_query(cache, replace(heads, q=q), place)
+        # A weight of 0 in place of a branch where only a window's queries count: every token runs
+        # the same program.
+        counts = place is None or not self.needs.window_mass
+        weight, probe = 1.0 if counts else self._in_window(place), None
+        if cache.scores is not None and place is not None:
+            # The stage's last token asks for scores of the window's mean query, for the decision
+            # that follows: by then all its candidates are stored.
+            wanted = place == self.period - 1
+            probe = Probe(cache.query_sum, wanted, count=self.needs.window, every=self.period)
         query = Query(
             q,
             newest=current.newest,
             first_bias=heads.bias,
-            mass_weight=self._mass_weight(place),
+            mass_weight=weight,
             protected=self.condition,  # local heads see the condition, too
-            probe=self._probe(cache, place),
+            probe=probe,
         )
         # after the last decision nobody asks for sums any more
         slots = cache if place is not None else replace(cache, mass=None)
@@ -205,22 +197,6 @@ class StageStep(StageDecision):
             query, slots, token, implementation=self.attention
         )
         return out, replace(found, mass=cache.mass) if place is None else found
-
-    def _probe(self, cache: LayerCache, place) -> Probe | None:
-        """The stage's last token asks attention for scores of the window's mean query, for the
-        decision that follows: by then all its candidates are stored."""
-        if cache.scores is None or place is None:
-            return None
-        wanted = place == self.period - 1
-        return Probe(cache.query_sum, wanted, count=self.needs.window, every=self.period)
-
-    def _mass_weight(self, place) -> Float[Array, ""] | float:
-        """The factor of this query's weights in the sums: 0 if only a window's queries count and
-        this query is outside the window, else 1."""
-        if place is None or not self.needs.window_mass:
-            return 1.0
-        # a weight of 0 in place of a branch: every token runs the same program
-        return self._in_window(place)
 
     def summed(self, cache, current):
         place, kept = current.place, cache.query_sum

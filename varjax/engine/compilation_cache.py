@@ -77,11 +77,6 @@ def kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def is_on() -> bool:
-    """Whether compiled programs are kept and looked for."""
-    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
-
-
 def _set(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_S)

@@ -38,7 +38,8 @@ class PallasWork:
     @classmethod
     def of(cls, params) -> "PallasWork":
         """The work of the equation with these parameters."""
-        name, estimate = _kernel_name(params), params.get("cost_estimate")
+        info, estimate = params.get("name_and_src_info"), params.get("cost_estimate")
+        name = str(getattr(info, "name", None) or params.get("name") or "pallas_call")
         if estimate is None:
             return cls(name)
         return cls(name, float(estimate.flops), float(estimate.bytes_accessed))
@@ -84,10 +85,13 @@ def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
     """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
     # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
     # they match none of its inputs.
-    inner, read = open_jaxpr(jaxpr), set()
+    inner = open_jaxpr(jaxpr)
+    read = {id(v) for v in inner.outvars}
     for equation in inner.eqns:
-        read |= {id(v) for v in _inputs_read(equation)}
-    read |= {id(v) for v in inner.outvars}
+        called, used = list(_inner(equation.params.values())), [True] * len(equation.invars)
+        if equation.primitive.name in _CALLS and len(called) == 1:
+            used = used_inputs(called[0])  # a function that is called may ignore some
+        read |= {id(v) for v, reads in zip(equation.invars, used, strict=True) if reads}
     return [id(v) in read for v in inner.invars]
 
 
@@ -125,23 +129,21 @@ def _scans_that_read(jaxpr: AnyJaxpr) -> list[int]:
     return [max(1, times[id(v)]) for v in inner.invars]
 
 
-def _inputs_read(equation: JaxprEqn) -> list:
-    """Inputs of an equation, without those that a called function (`jit`, `shard_map`) ignores."""
-    called = list(_inner(equation.params.values()))
-    if equation.primitive.name not in _CALLS or len(called) != 1:
-        return list(equation.invars)
-    found = zip(equation.invars, used_inputs(called[0]), strict=True)
-    return [v for v, used in found if used]
-
-
 def _equation_cost(equation: JaxprEqn) -> Cost:
     # Shapes inside `shard_map` are those of one device, so the numbers are, too.
     name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        flops, operands = _dot_flops(equation), (v.aval for v in equation.invars)
+    if name == "dot_general":  # every output number sums over the contracted axes
+        operands, ((contracted, _), _) = (
+            [v.aval for v in equation.invars],
+            params["dimension_numbers"],
+        )
+        each = math.prod(operands[0].shape[i] for i in contracted)
+        flops = 2.0 * equation.outvars[0].aval.size * each
         return Cost(flops, flops * all(a.dtype.itemsize == 1 for a in operands))
-    if name == "conv_general_dilated":
-        return Cost(_convolution_flops(equation))
+    if name == "conv_general_dilated":  # and here over the weights of its own feature
+        weights = equation.invars[1].aval
+        features = weights.shape[params["dimension_numbers"].rhs_spec[0]]
+        return Cost(2.0 * equation.outvars[0].aval.size * weights.size / features)
     if name in _KERNELS:
         return Cost(kernels=Counter({PallasWork.of(params): 1}))
     if name == "scan":
@@ -156,20 +158,6 @@ def _equation_cost(equation: JaxprEqn) -> Cost:
         # only one branch runs: the most expensive one makes this an upper bound
         return max(map(program_cost, params["branches"]), key=lambda cost: cost.flops)
     return sum(map(program_cost, _inner(params.values())), Cost())
-
-
-def _dot_flops(equation: JaxprEqn) -> float:
-    # every output number sums over the contracted axes
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2.0 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
-
-
-def _convolution_flops(equation: JaxprEqn) -> float:
-    """FLOPs of a convolution. Every output number sums over the weights of its own feature."""
-    weights = equation.invars[1].aval
-    features = weights.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * equation.outvars[0].aval.size * weights.size / features
 
 
 def _slice_bytes(equation: JaxprEqn) -> float:
@@ -203,11 +191,6 @@ def tree_bytes(tree: PyTree) -> int:
 def device_bytes(leaf) -> int:
     """Bytes of an array, or of a shape with a sharding, on each of its devices."""
     return num_bytes(leaf, leaf.sharding.shard_shape(leaf.shape))
-
-
-def _kernel_name(params) -> str:
-    info = params.get("name_and_src_info")
-    return str(getattr(info, "name", None) or params.get("name") or "pallas_call")
 
 
 def _inner(values: Iterable) -> Iterable:

@@ -8,21 +8,19 @@ inputs, how weights are arranged. `Generator` and `experiments.aot` know one int
 The plan itself answers what concerns the cache alone: an empty one, its division over devices.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
 
 from varjax.cache.plan import CachePlan
-from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost, inputs, program
 from varjax.engine.inputs import SegmentInputs
+from varjax.engine.program import BuildOptions
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import AUTO, Segment, plan_segments
 from varjax.engine.tokens import TokenSpec
@@ -35,62 +33,43 @@ from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
-Inputs = TypeVar("Inputs", bound=tuple)
 
-
-@dataclass(frozen=True, kw_only=True)
-class BuildOptions:
-    """A user's choices of how the program is built; results do not depend on them.
-
-    segments: how the scale loop is cut (`segments.plan_segments`).
-    layers: how the weights of layers lie (`program.arrange_layers`).
-    attention: implementation of the kernels; None takes what the platform has.
-    keep_logits: also return guided logits.
-    keep_contents: also return what the cache holds after every scale (`Generator`).
-    unroll: debug option; unrolls the scans over scales and layers.
-    watch: called on the host while images are drawn (`Generator`).
-    """
-
-    segments: int | str = AUTO
-    layers: str = program.AUTO
-    attention: str | None = None
-    keep_logits: bool = False
-    keep_contents: bool = False
-    unroll: bool = False
-    watch: Callable[[Array, Array], None] | None = None
-
-
-class Drawing(Protocol[Inputs]):
+@dataclass(frozen=True, eq=False)
+class Drawing:
     """The way in which one kind of model draws a batch.
 
-    plan: of the cache.
     spec: the static side of the program, which `program.trace_codes` takes.
-    segments: how the scale loop is cut; empty where tokens are drawn.
+    plan: of the cache.
     """
 
-    plan: CachePlan
     spec: ScaleSpec | TokenSpec
-    segments: tuple[Segment, ...]
+    plan: CachePlan
+    mesh: MeshSpec
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The cut of the scale loop; empty where tokens are drawn."""
+        return ()
 
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
         """Arranges the weights as the program takes them; the modules are changed."""
-        ...
+        raise NotImplementedError
 
-    def shared_inputs(self, transformer: Transformer) -> Inputs:
+    def shared_inputs(self, transformer: Transformer) -> tuple:
         """Host arrays that are the same for every batch."""
-        ...
+        return ()
 
-    def for_images(self, shared: Inputs, image_index: np.ndarray) -> Inputs:
+    def for_images(self, shared: tuple, image_index: np.ndarray) -> tuple:
         """The program's inputs for a batch of images, from `shared_inputs`."""
-        ...
+        raise NotImplementedError
 
-    def input_names(self, inputs: Inputs) -> tuple:
+    def input_names(self, inputs: tuple) -> tuple:
         """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
-        ...
+        raise NotImplementedError
 
     def attention_flops(self) -> dict[str, float]:
         """`cost.attention_flops` of this program."""
-        ...
+        raise NotImplementedError
 
 
 def drawing(
@@ -113,38 +92,18 @@ def drawing(
     if isinstance(plan, TokenPlan):
         # the plan was made for fewer slots than the condition has tokens: one stands for all
         one_slot = plan.sequence.condition < config.condition_tokens
-        spec = TokenSpec.of(
-            plan,
-            sampling,
-            config,
-            options.attention,
-            one_slot=one_slot,
-            keep_logits=options.keep_logits,
-        )
-        spec = replace(spec, watch=options.watch)
+        spec = TokenSpec.of(plan, sampling, config, options, one_slot=one_slot)
         return TokenDrawing(spec, plan, mesh)
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
     schedule = plan.geometry.schedule
     cuts = program.plan_segments(networks, schedule, options.segments, rows, platform)
-    spec = ScaleSpec.of(
-        plan,
-        cuts,
-        sampling,
-        config,
-        options.attention,
-        keep_logits=options.keep_logits,
-        unroll=options.unroll,
-    )
-    spec = replace(spec, watch=options.watch, keep_contents=options.keep_contents)
+    spec = ScaleSpec.of(plan, cuts, sampling, config, options)
     return ScaleDrawing(spec, plan, mesh)
 
 
-class ScaleDrawing:
+class ScaleDrawing(Drawing):
     """`Drawing` of models that draw scale by scale."""
-
-    def __init__(self, spec: ScaleSpec, plan: ScalePlan, mesh: MeshSpec):
-        self.spec, self.plan, self.mesh = spec, plan, mesh
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -178,13 +137,9 @@ class ScaleDrawing:
         return cost.attention_flops(self.plan, self.segments, self.spec.cache)
 
 
-class TokenDrawing:
-    """`Drawing` of models that draw token by token."""
-
-    segments = ()
-
-    def __init__(self, spec: TokenSpec, plan: TokenPlan, mesh: MeshSpec):
-        self.spec, self.plan, self.mesh = spec, plan, mesh
+class TokenDrawing(Drawing):
+    """`Drawing` of models that draw token by token: no tables are shared, because every layer has a
+    cache of its own, whose slots follow from a token's number."""
 
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
@@ -194,12 +149,8 @@ class TokenDrawing:
         turned = platform == "cpu" and self.mesh.model == 1
         stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
-    def shared_inputs(self, transformer):
-        # no tables: every layer has a cache of its own, and its slots follow from a token's number
-        return ()
-
     def for_images(self, shared, image_index):
-        """Return, for each layer, what its policy knows beforehand."""
+        # for each layer what its policy knows beforehand
         found = self.plan.policy_inputs(image_index)
         return () if found is None else tuple(found)
 

@@ -45,11 +45,6 @@ class Given:
             return given
         tokens, length = np.asarray(given), order.first_tokens(drawn)
         count = min(order.first_tokens(drawn if steps is None else steps), tokens.shape[1])
-        return cls.first(tokens, count, length)
-
-    @classmethod
-    def first(cls, tokens: np.ndarray, count: int, length: int) -> "Given":
-        """The first `count` tokens of every image, of which it has `length`."""
         # Places beyond the array would be clamped to its last token, so it is filled up.
         missing = [(0, 0), (0, length - tokens.shape[1])] + [(0, 0)] * (tokens.ndim - 2)
         tokens = np.pad(tokens, missing)

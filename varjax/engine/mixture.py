@@ -72,7 +72,10 @@ class Mixture(Given):
         keys: of this scale, one per image. greedy: take the likelier bit.
         """
         half = len(drawn) // 2
-        expected = chances[:half] - chances[half:] + self._source_chance(half, place)
+        # Q: of every bit, how likely the picture alone makes it 1
+        ones = self.tokens[:half, place] == 1
+        source = jnp.where(ones, self.probability, 1 - self.probability)
+        expected = chances[:half] - chances[half:] + source
         if greedy:
             found = expected > 0.5
         else:
@@ -83,11 +86,6 @@ class Mixture(Given):
         mixed = self.mixed[:half, place, None]
         tokens = jnp.where(mixed, found.astype(drawn.dtype), drawn[:half])
         return jnp.concatenate([tokens, tokens])
-
-    def _source_chance(self, images: int, place: Int[Array, " T"]) -> Float[Array, "b T C"]:
-        """Q: of every bit, how likely the picture alone makes it 1."""
-        ones = self.tokens[:images, place] == 1
-        return jnp.where(ones, self.probability, 1 - self.probability)
 
 
 def chance_of_ones(scores: Scores) -> Float[Array, "B T C"]:

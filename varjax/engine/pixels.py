@@ -7,7 +7,6 @@ As in `varjax.engine.program`, arguments may be arrays or `jax.ShapeDtypeStruct`
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 from flax import nnx
@@ -17,7 +16,6 @@ from jaxtyping import Array, Float, PyTree
 from varjax.codecs import arithmetic
 from varjax.engine import program
 from varjax.engine.segments import map_in_chunks
-from varjax.nn.published import Configuration
 from varjax.parallel.sharding import ShardedProgram
 
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
@@ -33,20 +31,9 @@ ONE_GRAPH = {
 }
 
 
-class Codec(Protocol):
-    """A codec, as decoding calls it (`varjax.codecs.autoencoder`); `config` has `downsample` and
-    `decoder.widths`."""
-
-    config: Configuration
-
-    def decode(
-        self, code_map: Float[Array, "B P Q C"], *, dtype: str
-    ) -> Float[Array, "B H W 3"]: ...
-
-
 @dataclass(frozen=True)
 class Decoding:
-    """The way from codes to pixels.
+    """The way from codes to pixels of a codec (`varjax.codecs.autoencoder`).
 
     dtype: one of `arithmetic.DTYPES`.
     at_once: images that are decoded together; None: as many as `DECODER_BYTES` allow.
@@ -55,13 +42,13 @@ class Decoding:
     dtype: str = arithmetic.FLOAT32
     at_once: int | None = None
 
-    def images_at_once(self, codec: Codec, code_map: tuple[int, int], images: int) -> int:
+    def images_at_once(self, codec: nnx.Module, code_map: tuple[int, int], images: int) -> int:
         """The number of so many images that are decoded together. code_map: size of the latent
         map."""
         fitting = DECODER_BYTES // self.image_bytes(codec, code_map)
         return max(1, min(images, self.at_once or fitting))
 
-    def image_bytes(self, codec: Codec, code_map: tuple[int, int]) -> int:
+    def image_bytes(self, codec: nnx.Module, code_map: tuple[int, int]) -> int:
         """Estimates what decoding one image takes: six activations of the largest resolution."""
         height, width = (side * codec.config.downsample for side in code_map)
         item = arithmetic.arrays(self.dtype).itemsize
@@ -100,7 +87,7 @@ def _pixels(networks, code_map, decoding: Decoding):
 
 
 def decode(
-    codec: Codec, code_map: Float[Array, "B P Q C"], decoding: Decoding
+    codec: nnx.Module, code_map: Float[Array, "B P Q C"], decoding: Decoding
 ) -> Float[Array, "B H W 3"]:
     """Pixels in [0, 1], float32."""
     images = code_map.shape[0]

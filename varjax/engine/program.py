@@ -8,7 +8,8 @@ whose `sharding` names the device.
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -34,6 +35,28 @@ SCANNED_BYTES = 64 * 2**20
 # Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
 # accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
 FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """A user's choices of how the program is built; results do not depend on them.
+
+    segments: how the scale loop is cut (`segments.plan_segments`).
+    layers: how the weights of layers lie (`arrange_layers`).
+    attention: implementation of the kernels; None takes what the platform has.
+    keep_logits: also return guided logits.
+    keep_contents: also return what the cache holds after every scale (`Generator`).
+    unroll: debug option; unrolls the scans over scales and layers.
+    watch: called on the host while images are drawn (`Generator`).
+    """
+
+    segments: int | str = segments.AUTO
+    layers: str = AUTO
+    attention: str | None = None
+    keep_logits: bool = False
+    keep_contents: bool = False
+    unroll: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
 
 def trace_codes(

@@ -6,7 +6,7 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.given import Given
 from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.mixture import Mixture, chance_of_ones
+from varjax.engine.program import BuildOptions
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.nn import stacked
 from varjax.nn.published import TransformerConfig
@@ -36,12 +37,7 @@ class ScaleSpec:
 
     cache: how each segment's layers use the cache.
     rows_per_image: 2 with guidance, else 1.
-    attention: implementation of the kernels, those that choose tokens included; None takes what
-      the platform has.
-    keep_logits: also return guided logits.
-    keep_contents: also return what the cache holds after every scale.
-    unroll: debug option; unrolls both scans.
-    watch: called on the host after every scale, with its number and the code map [B, P, Q, C].
+    options: of which `watch` is called with a scale's number and the code map [B, P, Q, C].
     """
 
     schedule: Schedule
@@ -49,11 +45,7 @@ class ScaleSpec:
     cache: tuple[CacheStep, ...]
     sampling: Sampling
     rows_per_image: int
-    attention: str | None = None
-    keep_logits: bool = False
-    keep_contents: bool = False
-    unroll: bool = False
-    watch: Callable[[Array, Array], None] | None = None
+    options: BuildOptions
 
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
@@ -65,17 +57,9 @@ class ScaleSpec:
         segments: Sequence[Segment],
         sampling: Sampling,
         config: TransformerConfig,
-        attention: str | None = None,
-        *,
-        keep_logits: bool = False,
-        unroll: bool = False,
+        options: BuildOptions,
     ) -> "ScaleSpec":
-        """The static side for a plan.
-
-        Args:
-          segments: of the plan's schedule.
-          config: of the transformer.
-          attention: implementation of the kernels.
+        """The static side for a plan. segments: of its schedule. config: of the transformer.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
@@ -83,12 +67,10 @@ class ScaleSpec:
         return cls(
             schedule=plan.geometry.schedule,
             segments=tuple(segments),
-            cache=tuple(cache_step(plan, s.scales, attention) for s in segments),
+            cache=tuple(cache_step(plan, s.scales, options.attention) for s in segments),
             sampling=sampling,
             rows_per_image=plan.check_rows(config, sampling),
-            attention=attention,
-            keep_logits=keep_logits,
-            unroll=unroll,
+            options=options,
         )
 
     def generate(
@@ -120,7 +102,7 @@ class ScaleSpec:
         transformer = networks["transformer"]
         # once per image, outside both scans: text and modulation are the same for every scale
         with jax.named_scope("encode_condition"):
-            guided, kernel = self.rows_per_image == 2, self.attention
+            guided, kernel = self.rows_per_image == 2, self.options.attention
             context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
             context = context | {"attention": transformer.attention_vectors()}
         code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
@@ -132,12 +114,19 @@ class ScaleSpec:
         # compiled layer body per segment instead of one per scale and layer.
         for segment, cache, scanned in zip(self.segments, self.cache, inputs, strict=True):
             scale = partial(_scale, networks, context, keys, given, cache, self)
-            carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=self.unroll)
+            carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=self.options.unroll)
             contents.append(outputs.pop("contents", None))
-            parts.append(_without_padding(outputs, self.schedule, segment))
+            # the scales of the segment without padding: [S, B, T, ...] -> [B, tokens, ...]
+            lengths = list(enumerate(self.schedule.tokens[s] for s in segment.scales))
+            parts.append(
+                {
+                    name: jnp.concatenate([array[i, :, :n] for i, n in lengths], axis=1)
+                    for name, array in outputs.items()
+                }
+            )
         code_map, state = carry
         results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
-        if self.keep_contents:
+        if self.options.keep_contents:
             results["contents"] = jax.tree.map(lambda *a: jnp.concatenate(a), *contents)
         return results | {"code_map": code_map}, state
 
@@ -196,17 +185,17 @@ def _scale(
     scanned = (transformer.blocks, context["layers"])
     # A scan's carry is the same in all layers: there no branch can wait for the next layer's norm.
     streams = transformer.takes_streams and stacked.is_separate(scanned)
-    if streams and has_kernel(spec.attention):
-        x = Stream(x, implementation=spec.attention, bits=transformer.bits)
+    if streams and has_kernel(spec.options.attention):
+        x = Stream(x, implementation=spec.options.attention, bits=transformer.bits)
     carry = (x, state, jnp.int32(0))
-    x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.unroll)
+    x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.options.unroll)
     x = x.settled() if isinstance(x, Stream) else x
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
-    if spec.watch is not None:
-        jax.debug.callback(spec.watch, step.scale, code_map)
-    if spec.keep_contents:
+    if spec.options.watch is not None:
+        jax.debug.callback(spec.options.watch, step.scale, code_map)
+    if spec.options.keep_contents:
         drawn["contents"] = {"position": state.position, "regions": state.regions}
     return (code_map, state), drawn
 
@@ -233,7 +222,9 @@ def _sample(
         some_head, some_x = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
         scores = transformer.logits(some_head, some_x, step, sampling)
         with jax.named_scope("sample"):
-            tokens, filtered = transformer.sample(scores, keys[index], sampling, spec.attention)
+            tokens, filtered = transformer.sample(
+                scores, keys[index], sampling, spec.options.attention
+            )
         if given is not None:
             tokens = given.replace(tokens, step.token_index, index)
         codes = codec.codes(tokens)
@@ -242,7 +233,7 @@ def _sample(
             mixed = codec.smooth_codes(filtered, keys[index], step.ratio)
             # a given token stands for its own code
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
-        kept = {"logits": scores.guided()} if spec.keep_logits else {}
+        kept = {"logits": scores.guided()} if spec.options.keep_logits else {}
         if isinstance(given, Mixture):
             kept["chances"] = chance_of_ones(scores)
         return {"tokens": tokens, "codes": codes, **kept}
@@ -254,14 +245,3 @@ def _sample(
         drawn["tokens"] = given.settle(drawn["tokens"], chances, keys, place, sampling.greedy)
         drawn["codes"] = codec.codes(drawn["tokens"])
     return drawn
-
-
-def _without_padding(
-    outputs: dict[str, Array], schedule: Schedule, segment: Segment
-) -> dict[str, Array]:
-    """Joins the scales of a segment without their padding: [S, B, T, ...] -> [B, tokens, ...]."""
-    lengths = [schedule.tokens[s] for s in segment.scales]
-    return {
-        name: jnp.concatenate([array[i, :, :n] for i, n in enumerate(lengths)], axis=1)
-        for name, array in outputs.items()
-    }

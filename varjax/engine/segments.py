@@ -13,6 +13,7 @@ Chunks are a few images at a time, where all at once would take too much memory.
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -91,13 +92,10 @@ def plan_segments(
     counts = range(1, schedule.num_scales + 1) if count is None else (count,)
     cuts = (_best_cut(tokens, n, least) for n in counts)
     best = next(c for c in cuts if count or padded_tokens(c, least) * than <= exact * more)
-    return tuple(_in_tiles(segment, rows, tile) for segment in best) if rows else best
-
-
-def _in_tiles(segment: Segment, rows: int, tile: int) -> Segment:
-    """Lengthens a segment until its products have a whole number of tiles of rows."""
-    multiple = tile // math.gcd(tile, rows)
-    return replace(segment, length=-(-segment.length // multiple) * multiple)
+    if not rows:
+        return best
+    multiple = tile // math.gcd(tile, rows)  # of tokens, that have a whole number of tiles of rows
+    return tuple(replace(s, length=-(-s.length // multiple) * multiple) for s in best)
 
 
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
@@ -108,13 +106,11 @@ def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
 
 def _parse_count(segments: int | str, num_scales: int) -> int | None:
     """Number of segments; None for "auto"."""
+    if segments == AUTO:
+        return None
     count = segments
     if isinstance(segments, str):
-        if segments == AUTO:
-            return None
-        # isdecimal alone also accepts digits of other scripts, and int() very long texts
-        digits = segments.isascii() and segments.isdecimal() and len(segments) < 8
-        count = int(segments) if digits else None
+        count = int(segments) if re.fullmatch("[0-9]{1,7}", segments) else None
     with contextlib.suppress(UserError):
         return integer("segments", count, 1, num_scales)
     raise UserError(

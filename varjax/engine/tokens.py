@@ -24,6 +24,7 @@ from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import CurrentToken, Heads, TokenStep
 from varjax.cache.token_strategy import token_step
 from varjax.engine.given import Given
+from varjax.engine.program import BuildOptions
 from varjax.models.next_token import NextTokenTransformer
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
@@ -41,9 +42,7 @@ class TokenSpec:
     decided: stages that end with a decision.
     rows_per_image: 2 with guidance, else 1.
     one_slot: whether one slot stands for the whole condition.
-    attention: implementation of the kernels; None takes what the platform has.
-    keep_logits: also return guided logits.
-    watch: called on the host after every image token, with its number and the tokens [B, 1].
+    options: of which `watch` is called with an image token's number and the tokens [B, 1].
     """
 
     sequence: TokenSequence
@@ -52,10 +51,8 @@ class TokenSpec:
     decided: int
     sampling: Sampling
     rows_per_image: int
-    one_slot: bool = False
-    attention: str | None = None
-    keep_logits: bool = False
-    watch: Callable[[Array, Array], None] | None = None
+    one_slot: bool
+    options: BuildOptions
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
@@ -66,10 +63,9 @@ class TokenSpec:
         plan: TokenPlan,
         sampling: Sampling,
         config: TransformerConfig,
-        attention: str | None = None,
+        options: BuildOptions,
         *,
         one_slot: bool = False,
-        keep_logits: bool = False,
     ) -> "TokenSpec":
         """The static side for a plan. config: of the transformer.
 
@@ -77,16 +73,16 @@ class TokenSpec:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
         period, decided = plan.allocation.decisions(plan.geometry) or (None, 0)
+        layers = range(plan.geometry.num_layers)
         return cls(
             sequence=plan.sequence,
-            layers=tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers)),
+            layers=tuple(token_step(plan, i, options.attention) for i in layers),
             period=period,
             decided=decided,
             sampling=sampling,
             rows_per_image=plan.check_rows(config, sampling),
             one_slot=one_slot,
-            attention=attention,
-            keep_logits=keep_logits,
+            options=options,
         )
 
     def generate(
@@ -98,9 +94,22 @@ class TokenSpec:
         inputs: tuple,
         given: Given | None,
     ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """Draws a batch of images: `generate_tokens` without new lines, and the latent map of the
-        tokens as `code_map` [B, P, Q, C]."""
-        results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=self)
+        """Draws a batch of images.
+
+        Args:
+          networks: "transformer" has the traced steps of `varjax.models.next_token`; and "codec".
+          state: empty caches (`token_state.empty`); donate them.
+          condition: what `encode_condition` takes, for B images.
+          keys: one typed random key per image [B].
+          inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
+          given: tokens that replace the draw, or None.
+
+        Returns:
+          {"tokens": int32 [B, N] without new lines, "logits": float32 [B, N, V] if asked for,
+          "code_map": float32 [B, P, Q, C]} and the caches as they are after the last token that is
+          read.
+        """
+        results, state = self.draw(networks, state, condition, keys, inputs, given)
         if self.sequence.new_lines:
             results = jax.tree.map(lambda a: a[:, self.sequence.places], results)
         with jax.named_scope("codes"):
@@ -108,74 +117,54 @@ class TokenSpec:
             code_map = networks["codec"].code_map(results["tokens"], grid)
         return results | {"code_map": code_map}, state
 
-    @property
-    def stages(self) -> tuple[int, int]:
-        """The number of stages that end with a decision, and of tokens of the last stage."""
-        return self.decided, self.sequence.steps - self.decided * (self.period or 0)
+    def draw(
+        self,
+        networks: Mapping[str, nnx.Module],
+        state: tuple[LayerCache, ...],
+        condition: PyTree,
+        keys: Array,
+        inputs: tuple,
+        given: Given | None,
+    ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
+        """The tokens, new lines included, and logits of `generate`."""
+        steps = _TokenSteps(networks["transformer"], keys, given, self, inputs)
+        with jax.named_scope("condition"):
+            x, state, bias = steps.condition(condition, state)
+            first = steps.draw(x, jnp.int32(0))
+            state = tuple(step.opened(c) for step, c in zip(self.layers, state, strict=True))
+        # The caches travel in the carry of both scans, where XLA updates them in place. As inputs
+        # and outputs of a scan they would exist twice.
+        carry = (first["tokens"], state)
+        # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have
+        # it.
+        parts = [jax.tree.map(lambda a: a[None], first)]
 
+        def stage(carry, number):
+            def token(carry, place):
+                return steps.step(carry, number * self.period + place, place, bias)
 
-def generate_tokens(
-    networks: Mapping[str, nnx.Module],
-    state: tuple[LayerCache, ...],
-    condition: PyTree,
-    keys: Array,
-    given: Given | None,
-    inputs: tuple = (),
-    *,
-    spec: TokenSpec,
-) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-    """Draws all tokens of a batch of images.
+            (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(self.period))
+            # Outside the scan over tokens, so that no token pays for it: deciding within it would
+            # take a `cond`, and one that returns the caches may copy them.
+            with jax.named_scope("decide"):
+                state = steps.decide(state, number, bias)
+            return (tokens, state), drawn
 
-    Args:
-      networks: "transformer" has the traced steps of `varjax.models.next_token`.
-      state: empty caches (`token_state.empty`); donate them.
-      condition: what `encode_condition` takes, for B images.
-      keys: one typed random key per image [B].
-      given: tokens that replace the draw, or None.
-      inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
-      spec: static.
-
-    Returns:
-      {"tokens": int32 [B, N], "logits": float32 [B, N, V] if asked for} and the caches as they are
-      after the last token that is read.
-    """
-    steps = _TokenSteps(networks["transformer"], keys, given, spec, inputs)
-    with jax.named_scope("condition"):
-        x, state, bias = steps.condition(condition, state)
-        first = steps.draw(x, jnp.int32(0))
-        state = steps.opened(state)
-    decided, last = spec.stages
-    # The caches travel in the carry of both scans, where XLA updates them in place. As inputs and
-    # outputs of a scan they would exist twice.
-    carry = (first["tokens"], state)
-    # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have it.
-    parts = [jax.tree.map(lambda a: a[None], first)]
-
-    def stage(carry, number):
-        def token(carry, place):
-            return steps.step(carry, number * spec.period + place, place, bias)
-
-        (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(spec.period))
-        # Outside the scan over tokens, so that no token pays for it: deciding within it would take
-        # a `cond`, and one that returns the caches may copy them.
-        with jax.named_scope("decide"):
-            state = steps.decide(state, number, bias)
-        return (tokens, state), drawn
-
-    def last_token(carry, token):
-        return steps.step(carry, token, None, bias)
-
-    if decided:
-        carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
-        # [stages, P, ...] -> [tokens, ...]
-        parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
-    # The last stage is shorter than the others, so it is traced on its own.
-    rest = jnp.arange(spec.sequence.steps - last, spec.sequence.steps)
-    carry, drawn = jax.lax.scan(last_token, carry, rest)
-    parts.append(drawn)
-    # steps come first in outputs of scans, images first in results
-    results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
-    return results, steps.closed(carry[1])
+        if self.decided:
+            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(self.decided))
+            # [stages, P, ...] -> [tokens, ...]
+            parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
+        # The last stage is shorter than the others, so it is traced on its own.
+        count = self.sequence.steps
+        rest = jnp.arange(self.decided * (self.period or 0), count)
+        carry, drawn = jax.lax.scan(
+            lambda carry, token: steps.step(carry, token, None, bias), carry, rest
+        )
+        parts.append(drawn)
+        # steps come first in outputs of scans, images first in results
+        results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
+        layers, newest = zip(self.layers, carry[1], strict=True), jnp.int32(count - 1)
+        return results, tuple(step.closed(cache, newest) for step, cache in layers)
 
 
 class _TokenSteps:
@@ -196,7 +185,7 @@ class _TokenSteps:
         self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Array] = {}
         # one token: the layer may be a few products that do more
-        self.products = transformer.token_products(spec.attention)
+        self.products = transformer.token_products(spec.options.attention)
         self.norms = self.products.norms(transformer) if self.products else None
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
@@ -301,16 +290,6 @@ class _TokenSteps:
 
         return few if products else body
 
-    def opened(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        """The caches as the scan over tokens carries them."""
-        return tuple(step.opened(c) for step, c in zip(self.spec.layers, state, strict=True))
-
-    def closed(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        """The caches after the last token that is read, as callers see them."""
-        newest = jnp.int32(self.spec.sequence.steps - 1)
-        layers = zip(self.spec.layers, state, strict=True)
-        return tuple(step.closed(cache, newest) for step, cache in layers)
-
     def decide(
         self,
         state: tuple[LayerCache, ...],
@@ -346,8 +325,8 @@ class _TokenSteps:
             )
         else:
             drawn = self._drawn(x, index, index)
-        if self.spec.watch is not None:
-            jax.debug.callback(self.spec.watch, index, drawn["tokens"])
+        if self.spec.options.watch is not None:
+            jax.debug.callback(self.spec.options.watch, index, drawn["tokens"])
         return drawn
 
     def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
@@ -366,8 +345,8 @@ class _TokenSteps:
         # folding in the token's number, not its place in a stage: stages do not change results
         keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(self.keys)
         with jax.named_scope("sample"):
-            tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
+            tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.options.attention)
         if self.given is not None:
             tokens = self.given.replace(tokens, place[None])
-        kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
+        kept = {"logits": scores.untempered().guided()} if spec.options.keep_logits else {}
         return {"tokens": tokens} | kept

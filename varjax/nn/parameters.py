@@ -78,11 +78,6 @@ def nested(arrays: Mapping) -> dict:
     return unflatten_dict(arrays, sep="/")
 
 
-def flattened(tree: Mapping) -> dict:
-    """{"a": {"b": x}} -> {"a/b": x}."""
-    return flatten_dict(tree, sep="/")
-
-
 def count(module: nnx.Module) -> int:
     """Number of parameters."""
     return sum(int(np.prod(leaf.shape)) for leaf in named(module).values())

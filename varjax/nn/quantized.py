@@ -59,7 +59,13 @@ class Quantized:
 
     def layer(self, index: int) -> "Quantized":
         """The matrix of one layer of several."""
-        return jax.tree.map(lambda leaf: _layer(leaf, index), self)
+
+        def one(leaf: Leaf) -> Leaf:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+            return leaf[index]
+
+        return jax.tree.map(one, self)
 
     @classmethod
     def stack(cls, layers: Sequence["Quantized"]) -> "Quantized":
@@ -97,9 +103,11 @@ class Quantized:
         """
         rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
         if self.scheme.activations:
-            sums = self._of_rows(rows, kind, axis, activation)
+            in_8_bits = rows_8(rows, self.scheme, activation, axis)
+            sums = self._multiply(in_8_bits.numbers, kind).astype(jnp.float32) * in_8_bits.scale
         else:
-            sums = self._plain(activation(rows) if activation else rows)
+            rows = activation(rows) if activation else rows
+            sums = self._by_parts(rows) if target.platform() == "cpu" else self._at_once(rows)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
 
     def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
@@ -128,12 +136,6 @@ class Quantized:
         shape = (*x.shape[:-1], self.shape[-1])
         return Sums(found.reshape(shape), x.scale, self.scale, dtype=x.dtype)
 
-    def _of_rows(self, x, kind, axis, activation) -> Float[Array, "R D_out"]:
-        """The product of rows [R, D_in] that are brought into 8 bits, without the matrix's
-        scales."""
-        numbers, scale = quantize_rows(x, self.scheme, axis, activation)
-        return self._multiply(numbers, kind).astype(jnp.float32) * scale
-
     def _multiply(self, numbers: Num[Array, "R D_in"], kind) -> Num[Array, "R D_out"]:
         """Sums of products of numbers in 8 bits. kind: what the library of a GPU rounds to."""
         if why := why_not_here(self.scheme):
@@ -147,16 +149,14 @@ class Quantized:
         last = (((1,), (1,)), ((), ()))
         return jax.lax.dot_general(numbers, self.array, last, preferred_element_type=kind)
 
-    def _plain(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
-        return self._by_parts(x) if target.platform() == "cpu" else self._at_once(x)
-
     def _at_once(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
         return jnp.dot(x, self.array.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _by_parts(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
         """The product with some numbers of every channel at a time."""
         (rows, columns), along = self.shape, int(self.scheme.activations)
-        count = _divisor(rows, max(1, CPU_BYTES // (4 * columns)))
+        most = max(1, CPU_BYTES // (4 * columns))  # and a divisor, so that parts are alike
+        count = next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
 
         def add(total, start):
             part = jax.lax.dynamic_slice_in_dim(self.array, start, count, along).astype(x.dtype)
@@ -182,20 +182,6 @@ class Quantized:
         return numbers * np.asarray(self.scale)[..., None, :]
 
 
-def quantize_rows(
-    x: Float[Array, "R D"],
-    scheme: Scheme,
-    axis: str | None = None,
-    activation: Activation | None = None,
-) -> tuple[Num[Array, "R D"], Float[Array, "R 1"]]:
-    """Rows of activations in 8 bits, and their scales.
-
-    axis: of the mesh, if `D` is divided. activation: applied to `x` first.
-    """
-    rows = rows_8(x, scheme, activation, axis)
-    return rows.numbers, rows.scale
-
-
 # --- leaves of networks -------------------------------------------------------------------------
 
 
@@ -207,17 +193,6 @@ def stack(leaves: Sequence[Leaf]) -> Leaf:
     if stored.is_one(first):
         return first.origin
     return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
-
-
-def _layer(leaf: Leaf, index: int) -> Leaf:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return leaf[index]
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number up to `most`."""
-    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 def is_one(leaf: object) -> bool:

@@ -8,7 +8,7 @@ exchanged. An image does not depend on how a batch is split.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
 class ProgramSpec(Protocol):
     """The static side of a program that draws codes (`varjax.engine.drawing`)."""
 
-    keep_logits: bool
+    options: Any  # `engine.program.BuildOptions`
     few_rows: bool  # whether products have the rows of a single token
 
     def generate(
@@ -90,7 +90,7 @@ class ShardedProgram:
                 networks = {**networks, "transformer": divided}
             return self.spec.generate(networks, *local)
 
-        names = ["tokens", "code_map"] + ["logits"] * self.spec.keep_logits
+        names = ["tokens", "code_map"] + ["logits"] * self.spec.options.keep_logits
         results = {name: P(DATA) for name in names}
         return self._on_mesh(run, self.specs, (results, state))(*arguments)
 

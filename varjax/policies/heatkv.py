@@ -124,7 +124,7 @@ class HeatKV(SinkPolicy):
 
     def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         last_use = self.schedule(geometry, budget).last_use().astype(np.int16)
-        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
+        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
 
 
 @register("binary_heatkv")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
@@ -170,7 +171,7 @@ def read(
     with failed_reading(folder), checkpointer:
         ordinary.check_folder(folder)
         # {name: Orbax's description with shape and dtype} of the arrays on disk
-        stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
+        stored = flatten_dict(checkpointer.metadata(path).item_metadata.tree, sep="/")
         _check(folder, stored, expected, described_in, said)
         types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
         in_8_bits = in_8_bits or {}
@@ -234,4 +235,4 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
         kind = partial(ocp.ArrayRestoreArgs, restore_type=jax.Array, sharding=sharding)
     tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
     found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
-    return jax.block_until_ready(parameters.flattened(found))
+    return jax.block_until_ready(flatten_dict(found, sep="/"))
