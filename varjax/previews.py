@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
@@ -64,9 +63,7 @@ class Preview:
 Show = Callable[[int, np.ndarray], Preview | None]
 
 
-@jax.jit
-def _decode(codec: nnx.Module, code_map: Float[Array, "B P Q C"]) -> Array:
-    return codec.decode(code_map)
+_decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
 
 
 class Previews:

@@ -3,6 +3,7 @@
 
 import contextlib
 import time
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import jax
@@ -19,7 +20,6 @@ from varjax.engine import compilation_cache, device_errors, pixels, program
 from varjax.engine.drawing import Drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
-from varjax.engine.timing import Timing
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import stored
@@ -28,20 +28,40 @@ from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 
 
-class Runner:
-    """Two programs: one draws the codes of a batch, one decodes their pixels.
+@dataclass
+class Timing:
+    """Times of a generator, in seconds.
 
-    Args:
-      model: its weights are arranged as the programs take them, and divided over the mesh.
-      drawing: how the model draws, with the plan.
-      mesh: devices to split over.
-      layers: how the weights of layers are arranged (`program.arrange_layers`).
-      kv_dtype: type of the cache.
-      precision: "default" or "highest", of float32 products.
-      decoding: how pixels are decoded.
+    compile_s: tracing and compiling.
+    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
+      compiled, "off" if there is no cache.
+    runs: each call of the compiled programs, pixels included.
+    """
+
+    compile_s: float = 0.0
+    cache: str = "off"
+    runs: list[float] = field(default_factory=list)
+
+    @property
+    def first_run_s(self) -> float | None:
+        return self.runs[0] if self.runs else None
+
+    @property
+    def steady_s(self) -> float | None:
+        """Median of the runs after the first one; the first one if it is alone; None if there are
+        none."""
+        # the first run also loads kernels and fills caches; the median leaves out what others
+        # disturb
+        return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
+
+
+class Runner:
+    """Two programs: one draws the codes of a batch, one decodes their pixels. Arguments are those
+    of `Generator`.
 
     Attributes:
-      model: once its weights are divided over several devices, of shapes alone.
+      model: its weights are arranged as the programs take them; once they are divided over several
+        devices, it is of shapes alone.
       compiled, compiled_decoder: the programs (`jax.stages.Compiled`), None before `compile`.
       timing: seconds of compiling, and of every batch.
 

@@ -4,7 +4,7 @@ What is drawn for an image depends on its own key only, never on the batch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -86,25 +86,21 @@ class Sampling:
         return self
 
     def _check_lists(self, num_scales: int) -> None:
-        for name in ("cfg", "tau"):
+        for name, low, words in (
+            ("cfg", 0, "guidance strength is a finite number"),
+            ("tau", SMALLEST_TAU, "greedy takes the largest logit; the temperature is a number"),
+        ):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != num_scales:
                 raise UserError(
                     f"{name} lists {len(value)} numbers, the schedule has {num_scales} scales: "
                     f"give one number, or one for each scale"
                 )
-        for cfg in self.per_scale("cfg", num_scales):
-            if not 0 <= cfg <= LARGEST_CFG:
-                raise UserError(
-                    f"cfg={cfg:g}: guidance strength is a finite number, at least 0, at most "
-                    f"{LARGEST_CFG:g}"
-                )
-        for tau in self.per_scale("tau", num_scales):
-            if not SMALLEST_TAU <= tau <= LARGEST_CFG:
-                raise UserError(
-                    f"tau={tau:g}: the temperature is a finite number, at least {SMALLEST_TAU:g}, "
-                    f"at most {LARGEST_CFG:g}; greedy takes the largest logit"
-                )
+            for one in self.per_scale(name, num_scales):
+                if not low <= one <= LARGEST_CFG:
+                    raise UserError(
+                        f"{name}={one:g}: {words}, at least {low:g}, at most {LARGEST_CFG:g}"
+                    )
         if not isinstance(self.cfg_insertion_layer, tuple) or not self.cfg_insertion_layer:
             raise UserError(
                 f"cfg_insertion_layer={show(self.cfg_insertion_layer)}: give a list of places, as "
@@ -192,10 +188,6 @@ class Scores:
 
     def guided(self) -> Float[Array, "B T ..."]:
         return guided(self.plain, self.tau, self.strength)
-
-    def untempered(self) -> "Scores":
-        """Without the temperature, which may as well be applied after guidance."""
-        return replace(self, tau=None)
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:

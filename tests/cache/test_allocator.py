@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from varjax import policies
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.scale_plan import build_plan
 from varjax.errors import UserError
@@ -11,6 +12,7 @@ from varjax.schedule import Schedule
 GEOMETRY = Geometry(
     schedule=Schedule.parse("1x1;2x1;2x3;3x3;4x2;4x4"), num_layers=3, num_heads=2, head_dim=4
 )
+TOKENS = policies.Full(accounting="tokens")
 
 
 def random_static(seed: int) -> StaticAllocation:
@@ -40,7 +42,7 @@ def test_static_reads_find_exactly_the_visible_tokens(seed, block_size):
     """Write every token where the plan says, at the time the program does; reads must then find
     what is visible, and nothing else."""
     allocation = random_static(seed)
-    plan = build_plan(GEOMETRY, allocation, block_size=block_size, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, allocation, block_size, TOKENS)
     schedule = GEOMETRY.schedule
     memory = {}
     for s in range(schedule.num_scales):
@@ -66,7 +68,7 @@ def written_slots(plan, scale, layer) -> set[int]:
 @pytest.mark.parametrize("seed", range(2))
 def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed):
     allocation = random_static(seed)
-    plan = build_plan(GEOMETRY, allocation, block_size=8, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, allocation, 8, TOKENS)
     found = []
     for s in range(GEOMETRY.schedule.num_scales - 1):
         heads = np.ndindex(GEOMETRY.num_layers, GEOMETRY.num_heads)
@@ -80,7 +82,7 @@ def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed):
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_pool_is_the_peak_of_live_tokens(make, block_size):
     """Rounded up to one block, whatever the block size."""
-    plan = build_plan(GEOMETRY, make(0), block_size=block_size, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, make(0), block_size, TOKENS)
     assert plan.pool_blocks == -(-plan.live_tokens.max() // block_size)
     assert plan.blocks_after_store.max() <= plan.pool_blocks
     assert (plan.blocks_after_store * block_size >= plan.live_tokens).all()
@@ -88,7 +90,7 @@ def test_pool_is_the_peak_of_live_tokens(make, block_size):
 
 @pytest.mark.parametrize("make", [random_static, random_regions])
 def test_slots_are_never_shared(make):
-    plan = build_plan(GEOMETRY, make(2), block_size=4, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, make(2), 4, TOKENS)
     shared = False
     for s in range(GEOMETRY.schedule.num_scales):
         owners, blocks = {}, {}
@@ -107,7 +109,7 @@ def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
         schedule=Schedule.square((1, 2, 3, 4)), num_layers=1, num_heads=4, head_dim=4
     )
     allocation = RegionAllocation(np.array(held, np.int32)[:, None])
-    plan = build_plan(geometry, allocation, block_size=4, budget=1.0, accounting="tokens")
+    plan = build_plan(geometry, allocation, 4, TOKENS)
     assert plan.pool_blocks == 1 and read_slots(plan, 3, 0, 3) == [3, 2, 0]
     assert [plan.moves(s) for s in range(4)] == [False, True, True, False]
 
@@ -115,7 +117,7 @@ def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
 def test_region_tables_grow_and_shrink_at_their_end():
     """The slots of a region after a scale start with those before it: stored tokens need not
     move."""
-    plan = build_plan(GEOMETRY, random_regions(3), block_size=2, budget=1.0, accounting="tokens")
+    plan = build_plan(GEOMETRY, random_regions(3), 2, TOKENS)
     for s in range(GEOMETRY.schedule.num_scales - 1):
         for layer in range(GEOMETRY.num_layers):
             for head in range(GEOMETRY.num_heads):

@@ -15,7 +15,7 @@ from tests.often import often
 from varjax.cache import token_decision
 from varjax.cache.token_state import EVERYTHING
 from varjax.cache.token_step import StageStep
-from varjax.cache.token_strategy import token_step
+from varjax.engine.tokens import token_step
 from varjax.policies import POLICIES, get_policy
 from varjax.sequence import TOKENS
 

@@ -15,7 +15,7 @@ from varjax.cache import token_decision
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.token_offsets import OffsetStep
-from varjax.cache.token_strategy import token_step
+from varjax.engine.tokens import token_step
 from varjax.errors import UserError
 
 ROWS = 2

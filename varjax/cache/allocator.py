@@ -41,12 +41,6 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
     return int(after_each_store(held).max(initial=0))
 
 
-def blocks_needed(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
-    """The number of blocks of the pool, without laying it out."""
-    # Blocks are shared between heads and runs may be cut anywhere, so the peak alone decides.
-    return -(-peak_tokens(geometry, allocation) // block_size)
-
-
 class PoolLayout:
     """Slots of every scale, layer and head, as `build_plan` needs them.
 
@@ -59,7 +53,8 @@ class PoolLayout:
 
     def __init__(self, geometry: Geometry, allocation: Allocation, block_size: int):
         self.geometry, self.allocation, self.block_size = geometry, allocation, block_size
-        self.num_blocks = blocks_needed(geometry, allocation, block_size)
+        # heads share blocks and runs may be cut anywhere, so the peak alone decides
+        self.num_blocks = -(-peak_tokens(geometry, allocation) // block_size)
         # Ranges of their own keep each head's slots together and are found fast. They need room for
         # the most of every head at once, which is more than the peak where sizes rise and fall.
         most = allocation.capacity(geometry).max(0)

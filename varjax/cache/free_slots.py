@@ -35,20 +35,17 @@ class OwnRanges:
         """Takes the first free slots of each head's range, head after head (`CommonSlots.take`)."""
         # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
         # search is needed then.
-        taken = (
-            self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
-        )
+        if self._free_before:
+            taken = self._first_free(layer, counts)
+        else:
+            ends = np.cumsum(counts)
+            first = np.repeat(self._next[layer] - (ends - counts), counts)
+            self._next[layer] += counts
+            taken = first + np.arange(first.size)
         self._used[taken] = True
         # `add.at`, because a block occurs as often as it has slots among these
         np.add.at(self._count, taken // self._block_size, 1)
         return taken
-
-    def _behind(self, layer: int, counts: np.ndarray) -> np.ndarray:
-        """The slots behind all that each head has ever used."""
-        ends = np.cumsum(counts)
-        first = np.repeat(self._next[layer] - (ends - counts), counts)
-        self._next[layer] += counts
-        return first + np.arange(first.size)
 
     def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
         """The free slots with the lowest numbers in each head's range, for all heads at once."""
@@ -97,8 +94,11 @@ class CommonSlots:
         # Every change of block is another table entry, which kernels copy and look up on their own.
         found: list[np.ndarray] = []
         while count:
-            if last >= 0 and (room := self._room_behind(last)):
-                block, first = divmod(last + 1, self._size)
+            block, before = divmod(last, self._size)
+            runs = self._runs.get(block, ()) if last >= 0 else ()
+            room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind `last`
+            if room:
+                first = before + 1
             elif self._whole:
                 block, first, room = heapq.heappop(self._whole), 0, self._size
                 self._list(block, [(0, room)])
@@ -109,11 +109,6 @@ class CommonSlots:
             found.append(self._cut(block, first, min(room, count)))
             count, last = count - found[-1].size, -1
         return found
-
-    def _room_behind(self, slot: int) -> int:
-        """Counts the free slots right behind a slot, within its block."""
-        block, offset = divmod(slot, self._size)
-        return next((b - a for a, b in self._runs.get(block, ()) if a == offset + 1), 0)
 
     def _cut(self, block: int, first: int, count: int) -> np.ndarray:
         """Takes the first `count` slots of a free run."""
@@ -128,7 +123,9 @@ class CommonSlots:
         self._used.reshape(-1)[slots] = False
         for block in np.unique(slots // self._size).tolist():
             free = ~self._used[block]
-            self._list(block, [] if free.all() else _runs_of(free))
+            edges = np.diff(np.pad(free, 1).astype(np.int8))
+            first, last = (np.flatnonzero(edges == step).tolist() for step in (1, -1))
+            self._list(block, [] if free.all() else list(zip(first, last, strict=True)))
             if free.all():
                 heapq.heappush(self._whole, block)
 
@@ -141,10 +138,3 @@ class CommonSlots:
             bisect.insort(self._by_length, (b - a, block, a))
         if runs:
             self._runs[block] = runs
-
-
-def _runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Finds the runs of true values, as (first, last + 1)."""
-    edges = np.diff(np.pad(mask, 1).astype(np.int8))
-    first, last = (np.flatnonzero(edges == step).tolist() for step in (1, -1))
-    return list(zip(first, last, strict=True))

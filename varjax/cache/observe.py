@@ -64,13 +64,9 @@ def observe(
     decides: bool,
     sums_attention: bool,
 ) -> Observation:
-    """Adds to an observation what the policy needs in this segment.
-
-    Args:
-      held_mass: attention that the tokens in the cache have received so far, if it is kept.
-      decides: whether the policy is asked in this segment.
-      sums_attention: whether attention is summed over the scale's queries in this segment.
-    """
+    """Adds to an observation what the policy needs. held_mass: attention that the tokens in the
+    cache have received so far, if it is kept. decides, sums_attention: of the segment
+    (`DecidingStep`)."""
     if decides and needs.window:
         obs = _observe_window(obs, view, needs)
     if sums_attention:

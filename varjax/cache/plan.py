@@ -9,7 +9,7 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +23,6 @@ from varjax.errors import UserError
 if TYPE_CHECKING:
     from varjax.cache.stages import StageAllocation
 
-NOT_DIVIDED = (
-    "decides on the device what to keep, which does not work with heads on several devices yet"
-)
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
@@ -36,6 +33,8 @@ class CachePlan:
     Immutable; equal and hashed by content. A model that draws scale by scale has a
     `scale_plan.ScalePlan`, one that draws token by token a `stages.TokenPlan`. Both add
 
+    whole_because: why heads cannot lie on several devices, as the end of a sentence about the
+      policy, with what to do instead; None if they can.
     static_content: whether the contents are known before the program starts.
     chooses: whether the device ever has to choose which tokens stay.
     live_tokens: int64 [K, L], tokens in the whole cache (one row) right after layer l of scale or
@@ -61,27 +60,20 @@ class CachePlan:
     block_size: int
     pool_blocks: int
     capacity: np.ndarray
-    budget: float
-    accounting: str
-    policy: Policy | None = None
-
-    with_known_contents: ClassVar[str]  # names of policies, for messages
-
-    @property
-    def whole_because(self) -> str | None:
-        """Why heads cannot lie on several devices, as the end of a sentence about the policy, with
-        what to do instead; None if they can."""
-        if self.static_content:
-            return None
-        return (
-            f"{NOT_DIVIDED}: use data only, or a policy whose contents are known beforehand "
-            f"({self.with_known_contents})"
-        )
+    policy: Policy
 
     @cached_property
-    def rule(self) -> Rule | None:
-        """The policy's rule for this kind of model; None where the plan knows no policy."""
-        return None if self.policy is None else self.policy.rule(self.geometry.kind)
+    def rule(self) -> Rule:
+        """The policy's rule for this kind of model."""
+        return self.policy.rule(self.geometry.kind)
+
+    @property
+    def budget(self) -> float:
+        return self.policy.budget
+
+    @property
+    def accounting(self) -> str:
+        return self.policy.accounting
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -159,7 +151,7 @@ class CachePlan:
 
     def facts(self) -> dict[str, str]:
         """Name, sizes and bytes of the plan."""
-        g, name = self.geometry, "no policy" if self.policy is None else self.policy.name
+        g, name = self.geometry, self.policy.name
         per_image = {dtype: self.num_bytes(1, dtype) for dtype in ("bfloat16", "float32")}
         contents = f"contents {'known beforehand' if self.static_content else 'decided per image'}"
         return {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from varjax import arguments
-from varjax.cache import allocator, stages
+from varjax.cache import stages
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.allocator import peak_tokens
 from varjax.cache.observation import Policy, Rule
@@ -50,14 +50,7 @@ def plan_cache(
         )
     policy, allocation, block_size = choose(geometry, policy, calibration, groups)
     build = build_plan if geometry.kind == SCALES else stages.build_plan
-    plan = build(
-        geometry,
-        allocation,
-        block_size=block_size,
-        budget=policy.budget,
-        accounting=policy.accounting,
-        policy=policy,
-    )
+    plan = build(geometry, allocation, block_size, policy)
     if plan.chooses and not plan.rule.selects:
         raise UserError(
             f"policy {policy.name!r}: `allocate` leaves it open which tokens stay, but there is no "
@@ -85,29 +78,23 @@ def choose(
         arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)
         return found
 
-    fit = fit_blocks if geometry.kind == SCALES else stages.fit_slots
-    allocation, block_size = fit(geometry, rule, allocate)
-    charged = policy.accounting == "bytes" and isinstance(allocation, StaticAllocation)
-    if groups > 1 and charged:  # others are not divided, or have heads of one size
-        parts = _Groups(geometry, rule, allocate, groups)
-        allocation, block_size = parts.fitted(allocation, block_size)
-    return policy, allocation, block_size
-
-
-def fit_blocks(
-    geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
-) -> tuple[Allocation, int]:
-    """What may be kept where heads share the blocks of one pool, and the block size."""
-    # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
-    # that the bytes of the pool, not a count of tokens, keep the promise.
-    policy = rule.policy
+    if geometry.kind != SCALES:
+        return policy, *stages.fit_slots(geometry, rule, allocate)
+    # Heads share the blocks of one pool. Papers count tokens and leave rounding out; here it is
+    # charged to the budget by default, so that the bytes of the pool, not a count of tokens, keep
+    # the promise.
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
         tokens = peak_tokens(geometry, allocation)
         block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
         allocation, block_size = _Search(geometry, rule, allocate).run()
-    return allocation, check_block_size(block_size)
+    check_block_size(block_size)
+    charged = policy.accounting == "bytes" and isinstance(allocation, StaticAllocation)
+    if groups > 1 and charged:  # others are not divided, or have heads of one size
+        parts = _Groups(geometry, rule, allocate, groups)
+        allocation, block_size = parts.fitted(allocation, block_size)
+    return policy, allocation, block_size
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
@@ -127,7 +114,7 @@ def _usual_size(geometry: Geometry, tokens: int) -> int:
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
     """Slots of the pool that an allocation of a model that draws scale by scale needs, without
     building its tables."""
-    return allocator.blocks_needed(geometry, allocation, block_size) * block_size
+    return -(-peak_tokens(geometry, allocation) // block_size) * block_size
 
 
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:

@@ -10,10 +10,15 @@ from jaxtyping import Array
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.cache.plan import NOT_DIVIDED, CachePlan
+from varjax.cache.observation import Policy
+from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.errors import UserError
 from varjax.logical_axes import HEADS, IMAGES
+
+NOT_DIVIDED = (
+    "decides on the device what to keep, which does not work with heads on several devices yet"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -35,7 +40,14 @@ class ScalePlan(CachePlan):
     write_slots: np.ndarray | None
     blocks_after_store: np.ndarray
 
-    with_known_contents = "full, swa, streaming, heatkv, table"
+    @property
+    def whole_because(self) -> str | None:
+        if self.static_content:
+            return None
+        return (
+            f"{NOT_DIVIDED}: use data only, or a policy whose contents are known beforehand (full, "
+            "swa, streaming, heatkv, table)"
+        )
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
@@ -72,15 +84,8 @@ class ScalePlan(CachePlan):
         # Every device lays out its own heads, so that block numbers are those of its own pool.
         for first in range(0, self.geometry.num_heads, heads):
             last_use = self.allocation.last_use[:, first : first + heads]
-            group = build_plan(
-                geometry,
-                StaticAllocation(last_use),
-                block_size=self.block_size,
-                budget=self.budget,
-                accounting=self.accounting,
-                policy=self.policy,
-            )
-            plans.append(group)
+            part = StaticAllocation(last_use)
+            plans.append(build_plan(geometry, part, self.block_size, self.policy))
         # One program serves all devices: their pools have the size of the fullest.
         blocks = max(plan.pool_blocks for plan in plans)
         return tuple(replace(plan, pool_blocks=blocks) for plan in plans)
@@ -194,13 +199,7 @@ class ScalePlan(CachePlan):
 
 
 def build_plan(
-    geometry: Geometry,
-    allocation: Allocation,
-    *,
-    block_size: int,
-    budget: float,
-    accounting: str,
-    policy=None,
+    geometry: Geometry, allocation: Allocation, block_size: int, policy: Policy
 ) -> ScalePlan:
     """Lays out an allocation in blocks of `block_size` slots and numbers them."""
     layout = allocator.PoolLayout(geometry, allocation, block_size)
@@ -210,12 +209,10 @@ def build_plan(
         block_size=block_size,
         pool_blocks=layout.num_blocks,
         capacity=allocation.capacity(geometry),
+        policy=policy,
         ids=layout.ids,
         start=layout.start,
         stop=layout.stop,
         write_slots=layout.write_slots,
         blocks_after_store=layout.blocks_in_use,
-        budget=budget,
-        accounting=accounting,
-        policy=policy,
     )

@@ -314,13 +314,7 @@ def _rounded(geometry: Geometry, rule: Rule, slots: int) -> tuple[int, int]:
 
 
 def build_plan(
-    geometry: Geometry,
-    allocation: StageAllocation,
-    *,
-    block_size: int,
-    budget: float,
-    accounting: str,
-    policy: Policy | None = None,
+    geometry: Geometry, allocation: StageAllocation, block_size: int, policy: Policy
 ) -> TokenPlan:
     """Lays out an allocation: every head of a layer has slots of its own."""
     condition, heads = geometry.schedule.condition, geometry.num_heads
@@ -333,7 +327,5 @@ def build_plan(
         block_size=block_size,
         pool_blocks=int(of_heads.sum()) * heads // block_size,
         capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
-        budget=budget,
-        accounting=accounting,
         policy=policy,
     )

@@ -204,10 +204,8 @@ class DecidingStep:
         layer: Int[Array, ""],
         inputs: RegionInputs,
     ) -> KVState:
-        """Puts kept tokens into the slots of their (new) regions and records where they are.
-
-        out: the attention output, which must be computed before its slots are overwritten.
-        """
+        """Puts kept tokens into the slots of their (new) regions, once the attention output `out`
+        has read them, and records where they are."""
         state, projection = view.state, view.projection
         count, following = held.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
@@ -315,11 +313,8 @@ def _update_positions(
     slots: Int[Array, "R N P"],
     contents: Int[Array, "R N P"],
 ) -> KVState:
-    """Records positions and accumulated attention of what the slots hold from now on.
-
-    slots: the places of the (new) regions.
-    contents: the candidate in every place, -1 for none.
-    """
+    """Records positions and accumulated attention of what the slots hold from now on: `slots` are
+    the places of the (new) regions, `contents` the candidate in each, -1 for none."""
     rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots  # "drop" skips slot `none`
     here = jnp.where(contents >= 0, slots, none)
     chosen = jnp.maximum(contents, 0)

@@ -238,10 +238,8 @@ class StageDecision:
         )
 
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:
-        """Caches in which kept tokens of the buffer lie in the first slots that others have left.
-
-        position, mass, keep: of all these layers, [L R, N, ...].
-        """
+        """Caches in which kept tokens of the buffer lie in the first slots that others have
+        left."""
         moves = self._moves(_made_once(keep))
         place = jnp.arange(self.main, dtype=jnp.int32)
         slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)

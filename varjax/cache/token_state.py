@@ -71,12 +71,7 @@ class LayerCache(HeadSlots):
 def empty(
     plan: CachePlan, batch_size: int, dtype, compute_dtype="float32"
 ) -> tuple[LayerCache, ...]:
-    """Zeroed caches of all layers for a batch of images.
-
-    Args:
-      dtype: of the pool; an int8 pool has scales.
-      compute_dtype: of the queries.
-    """
+    """Zeroed caches of all layers for a batch of images (`CachePlan`)."""
     rows = batch_size * plan.geometry.rows_per_image  # two with guidance
     return tuple(_layer(plan, rows, slots, dtype, compute_dtype) for slots in plan.layer_slots)
 

@@ -1,7 +1,7 @@
 """One layer's cache step in a model that draws token by token: attend for a token, and after a
 stage decide what stays.
 
-There are three strategies (`TokenStep`), chosen by `token_strategy.token_step`:
+There are three strategies (`TokenStep`), chosen by `engine.tokens.token_step`:
 
     RingStep    contents are known beforehand: a token goes straight to its slot
     OffsetStep  the same, but queries read a part of it (`token_offsets`)

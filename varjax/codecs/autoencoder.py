@@ -17,13 +17,12 @@ from jaxtyping import Array, Float
 from pallas_kernels import target
 from varjax.codecs import arithmetic
 from varjax.errors import UserError
-from varjax.nn.parameters import drawn
 
 # Generous limits: every block and level is traced on its own.
 LARGEST_BLOCKS, LARGEST_LEVELS = 16, 10
 TENSOR_CORE_CHANNELS = 32  # with 8 and 16 an H100 was as slow as with 3
 
-_uniform_fan_in = drawn(jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"))
+_uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)

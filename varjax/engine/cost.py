@@ -147,8 +147,13 @@ def _equation_cost(equation: JaxprEqn) -> Cost:
     if name in _KERNELS:
         return Cost(kernels=Counter({PallasWork.of(params): 1}))
     if name == "scan":
-        once = program_cost(params["jaxpr"])
-        once += Cost(scanned_bytes=_slice_bytes(equation))
+        # Sliced are the inputs whose shape in the body lacks the leading axis (how a scan's
+        # parameters say which differs between versions of JAX); unread ones are dropped.
+        body = params["jaxpr"]
+        inside, read = (v.aval for v in open_jaxpr(body).invars), used_inputs(body)
+        found = zip(equation.invars, inside, read, strict=True)
+        sliced = (num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape)
+        once = program_cost(body) + Cost(scanned_bytes=float(sum(sliced)))
         return once.times(params["length"])
     if name == "while":
         # nothing in the jaxpr says how often it runs; `loops` tells that something is missing
@@ -158,19 +163,6 @@ def _equation_cost(equation: JaxprEqn) -> Cost:
         # only one branch runs: the most expensive one makes this an upper bound
         return max(map(program_cost, params["branches"]), key=lambda cost: cost.flops)
     return sum(map(program_cost, _inner(params.values())), Cost())
-
-
-def _slice_bytes(equation: JaxprEqn) -> float:
-    """Bytes of the slices that one iteration of a scan takes from its inputs.
-
-    These are the inputs whose shape in the body lacks the leading axis (how a scan's parameters say
-    which ones they are differs between versions of JAX); the compiler drops those that nothing
-    reads.
-    """
-    body = equation.params["jaxpr"]
-    inside, read = (v.aval for v in open_jaxpr(body).invars), used_inputs(body)
-    found = zip(equation.invars, inside, read, strict=True)
-    return float(sum(num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape))
 
 
 def num_bytes(leaf, shape: tuple[int, ...] | None = None) -> int:
@@ -224,7 +216,13 @@ def attention_flops(
             # twice: queries with keys, then weights with values
             attention += 2 * product * segment.length
             # scores only: a policy repeats the product with the keys, not the one with the values
-            observation += product * _observed_queries(step, segment.length)
+            queries = 0  # whose scores are computed once more
+            if isinstance(step, DecidingStep) and step.observes:
+                needs, queries = step.rule.needs, segment.length * step.sums_attention
+                # mass and attention share one softmax; logits may use other queries
+                times = (needs.window_mass or needs.window_attention) + needs.window_logits
+                queries += needs.window * times * step.decides
+            observation += product * queries
     share = observation / attention if attention else 0.0
     return {"attention": attention, "observation": observation, "share": share}
 
@@ -247,15 +245,3 @@ def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
         if needs.newest_mass and plan.allocation.group_stage is not None:
             observation += 2 * pair * slots
     return {"attention": attention, "observation": observation, "share": observation / attention}
-
-
-def _observed_queries(step: CacheStep, length: int) -> int:
-    """Counts the queries whose scores are computed once more in each of a segment's scales."""
-    if not isinstance(step, DecidingStep) or not step.observes:
-        return 0
-    needs, queries = step.rule.needs, length if step.sums_attention else 0
-    if step.decides:
-        # mass and attention share one softmax; logits may use other queries, so they count anew
-        times = (needs.window_mass or needs.window_attention) + needs.window_logits
-        queries += needs.window * times
-    return queries

@@ -33,7 +33,10 @@ def explained(doing: str, attention: str) -> Iterator[None]:
     except (UserError, NotImplementedError):
         raise
     except Exception as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(str(error)):
+        # XLA has one status for all memories; only the words say which one is full
+        words = str(error).lower()
+        full = "resource_exhausted" in words and not any(place in words for place in ON_CHIP)
+        if isinstance(error, jax.errors.JaxRuntimeError) and full:
             said = str(error).strip().partition("\n")[0][:300]
             raise OutOfMemory(
                 f"the device ran out of memory {doing}: {said}: take a smaller "
@@ -47,10 +50,3 @@ def explained(doing: str, attention: str) -> Iterator[None]:
                 f"attention='reference' (--attention=reference) does without"
             )
         raise
-
-
-def is_out_of_memory(message: str) -> bool:
-    """Whether XLA says that the memory of the device, and not a chip's own, does not suffice."""
-    # XLA has one status for all memories; only the words say which one is full
-    words = message.lower()
-    return "resource_exhausted" in words and not any(place in words for place in ON_CHIP)

@@ -141,11 +141,8 @@ def _scale(
     carry: tuple[Array, KVState],
     inputs: SegmentInputs,
 ) -> tuple[tuple[Array, KVState], dict[str, Array]]:
-    """Draws one scale: inputs, layers, head, tokens, accumulation.
-
-    carry: latent map [B, P, Q, C] and cache.
-    inputs: those of this scale, without the axis of scales.
-    """
+    """Draws one scale: inputs, layers, head, tokens, accumulation. carry: latent map [B, P, Q, C]
+    and cache."""
     code_map, state = carry
     transformer, codec, step = networks["transformer"], networks["codec"], inputs.step
     with jax.named_scope("embed"):

@@ -85,7 +85,9 @@ def plan_segments(
     """
     # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
     # weights: a scale costs at least as much as `least` tokens.
-    tokens, count = tuple(schedule.tokens), _parse_count(segments, schedule.num_scales)
+    tokens, count = tuple(schedule.tokens), None
+    if segments != AUTO:
+        count = _parse_count(segments, schedule.num_scales)
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
     exact = sum(max(n, least) for n in tokens)
@@ -104,15 +106,10 @@ def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
     return sum(segment.num_scales * max(segment.length, least) for segment in segments)
 
 
-def _parse_count(segments: int | str, num_scales: int) -> int | None:
-    """Number of segments; None for "auto"."""
-    if segments == AUTO:
-        return None
-    count = segments
-    if isinstance(segments, str):
-        count = int(segments) if re.fullmatch("[0-9]{1,7}", segments) else None
+def _parse_count(segments: int | str, num_scales: int) -> int:
+    digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
     with contextlib.suppress(UserError):
-        return integer("segments", count, 1, num_scales)
+        return integer("segments", int(segments) if digits else segments, 1, num_scales)
     raise UserError(
         f"segments={show(segments)} is not valid for a schedule of {num_scales} scales: "
         f"give {AUTO!r} or a whole number from 1 to {num_scales}"

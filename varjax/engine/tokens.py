@@ -12,7 +12,7 @@ their own and are not scanned: a scan would copy every layer's weights and cache
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
+from varjax.cache.token_offsets import OffsetStep
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import CurrentToken, Heads, TokenStep
-from varjax.cache.token_strategy import token_step
+from varjax.cache.token_step import CurrentToken, Heads, RingStep, StageStep, TokenStep
 from varjax.engine.given import Given
 from varjax.engine.program import BuildOptions
 from varjax.models.next_token import NextTokenTransformer
@@ -348,5 +348,31 @@ class _TokenSteps:
             tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.options.attention)
         if self.given is not None:
             tokens = self.given.replace(tokens, place[None])
-        kept = {"logits": scores.untempered().guided()} if spec.options.keep_logits else {}
+        # the temperature may as well be applied after guidance
+        kept = {"logits": replace(scores, tau=None).guided()} if spec.options.keep_logits else {}
         return {"tokens": tokens} | kept
+
+
+def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
+    """The strategy of a layer. attention: implementation of the kernel."""
+    allocation, condition = plan.allocation, plan.sequence.condition
+    # layers with equal numbers get equal strategies, and share one trace of the program
+    slots = int(allocation.slots[layer])
+    if plan.static_content:
+        ring = condition, slots, allocation.protected, attention
+        if allocation.reads is None:
+            return RingStep(*ring)
+        return OffsetStep(*ring, rule=plan.rule, reads=int(allocation.reads[layer]))
+    # the period is the same in all layers, what they keep may differ
+    main = slots - allocation.period  # the buffer is part of what the budget pays for
+    return StageStep(
+        rule=plan.rule,
+        condition=condition,
+        main=main,
+        period=allocation.period,
+        positions=condition + plan.sequence.steps + allocation.period,
+        kept=main if allocation.kept is None else int(allocation.kept[layer]),
+        group_stage=allocation.group_stage,
+        queries_per_head=plan.geometry.queries_per_head,
+        attention=attention,
+    )

@@ -4,7 +4,6 @@ Names are '/'-joined paths such as `blocks/qkv/kernel`; stacked layers are one l
 layer axis.
 """
 
-import contextvars
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -17,30 +16,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from varjax.nn import quantized, stacked
 
 
-class _OneKey(nnx.Rngs):
-    """Gives out one key, for shapes, where no number is drawn: tracing the counters of `nnx.Rngs`
-    would take most of the time of a deep codec."""
-
-    def params(self) -> jax.Array:
-        return jax.random.key(0)
-
-
-# Whether modules are made for the shapes of their parameters alone.
-_shapes_only = contextvars.ContextVar("shapes only", default=False)
-
-
-def drawn(initializer: jax.nn.initializers.Initializer) -> jax.nn.initializers.Initializer:
-    """The initializer, which draws nothing where only shapes are asked for: tracing random numbers
-    takes half of the time of a deep codec."""
-
-    def init(key, shape, dtype=None, out_sharding=None):
-        if _shapes_only.get():
-            return jnp.zeros(shape, dtype)
-        return initializer(key, shape, dtype, out_sharding)
-
-    return init
-
-
 def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
     """The module `network(config, rngs=...)`, holding shapes and types: nothing is allocated."""
     return nnx.merge(*_abstract(network, config), copy=True)
@@ -49,11 +24,7 @@ def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
 @lru_cache(maxsize=32)
 def _abstract(network, config):
     """Structure and abstract state. They are kept, because tracing a deep codec takes long."""
-    token = _shapes_only.set(True)
-    try:
-        return nnx.split(nnx.eval_shape(lambda: network(config, rngs=_OneKey(0))))
-    finally:
-        _shapes_only.reset(token)
+    return nnx.split(nnx.eval_shape(lambda: network(config, rngs=nnx.Rngs(0))))
 
 
 def named(module: nnx.Module) -> dict:

@@ -32,7 +32,6 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes
 from varjax.nn import layers, split, stacked
-from varjax.nn.parameters import drawn
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
@@ -43,7 +42,7 @@ ROPE_BASE = 10000.0
 
 
 def _normal(std: float):
-    return drawn(jax.nn.initializers.truncated_normal(std, lower=-2, upper=2))
+    return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
 
 
 def _linear(

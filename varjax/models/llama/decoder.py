@@ -21,12 +21,11 @@ from varjax.models.llama.config import DecoderConfig, LlamaConfig
 from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
 from varjax.nn import layers, quantized, split
-from varjax.nn.parameters import drawn
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 HEAD_NORM_EPS = 1e-5  # fixed in published code, whatever `rms_norm_eps` says
-normal = drawn(jax.nn.initializers.normal(0.02))
+normal = jax.nn.initializers.normal(0.02)
 
 
 def linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=normal, *, bias=False) -> layers.Linear:

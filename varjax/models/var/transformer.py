@@ -27,7 +27,6 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
 from varjax.nn import layers, split, stacked
-from varjax.nn.parameters import drawn
 from varjax.nn.split import Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
@@ -37,7 +36,7 @@ __all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
 
 def _normal(std: float):
     ends = 2 / max(std, 1e-9)
-    return drawn(jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends))
+    return jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends)
 
 
 def _linear(
