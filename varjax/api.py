@@ -12,7 +12,7 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.generator import Generator
-from varjax.model import SAMPLING_WANTED, Model, check_model
+from varjax.model import Model, check_model
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -48,11 +48,8 @@ def plan(
     words = "a model, from varjax.load or varjax.describe, or the geometry of one"
     arguments.instance("model", model, (Model, Geometry), words)
     chosen = resolve_policy(policy, budget)
-    if sampling is not None:
-        arguments.instance("sampling", sampling, Sampling, SAMPLING_WANTED)
-    if isinstance(model, Geometry):
-        geometry, guidance = model, None
-    else:
+    geometry, guidance = model, None
+    if isinstance(model, Model):
         geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)

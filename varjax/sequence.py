@@ -60,11 +60,6 @@ class TokenSequence:
                 f"include a new line each"
             )
 
-    def __repr__(self) -> str:
-        # Part of what identifies a plan: sequences without new lines read as before there were any.
-        sizes = f"image_tokens={self.image_tokens}, condition={self.condition}, line={self.line}"
-        return f"TokenSequence({sizes}{', new_lines=True' if self.new_lines else ''})"
-
     def __str__(self) -> str:
         return f"{self.condition}+{self.image_tokens}"
 

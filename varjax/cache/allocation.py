@@ -7,7 +7,7 @@ returns, so one number per token, its last use, says everything.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,14 +64,6 @@ class Geometry:
                     f"geometry: {self.num_layers} layers of {self.num_heads} heads are {size} "
                     f"{words}, at most {most} can be planned"
                 )
-
-    def __repr__(self) -> str:
-        # It is part of the digest that identifies plans. Without groups it is what it was before
-        # there were any, so that interrupted runs can go on.
-        names = [f.name for f in fields(self)]
-        if self.queries_per_head == 1:
-            names.remove("queries_per_head")
-        return f"Geometry({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
