@@ -11,12 +11,13 @@ import pytest
 
 import varjax
 from pallas_kernels import chips
+from pallas_kernels.residual.reference import rows_8
 from tests.models.test_quantized import random
 from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_generator
 from tests.often import often
 from varjax.errors import UserError
 from varjax.nn import quantized, schemes
-from varjax.nn.quantized import quantize, quantize_rows
+from varjax.nn.quantized import quantize
 from varjax.nn.schemes import SCHEMES, check_widths, why_not
 
 BOTH = ("w8a8", "fp8")
@@ -33,9 +34,8 @@ def test_products(name, most, dtype, monkeypatch):
     x, matrix = random(2, 3, 32, dtype=dtype), random(32, 48)
     eight = quantize(matrix, EMULATED[name], dtype)
     assert eight.shape == (32, 48) and eight.array.shape == (48, 32)
-    numbers, scale = (
-        np.asarray(a, np.float64) for a in quantize_rows(x.reshape(6, 32), eight.scheme)
-    )
+    rows = rows_8(x.reshape(6, 32), eight.scheme)
+    numbers, scale = (np.asarray(a, np.float64) for a in (rows.numbers, rows.scale))
     expected = (numbers @ np.asarray(eight.array, np.float64).T * scale * eight.scale).reshape(
         2, 3, 48
     )
