@@ -29,14 +29,6 @@ HOPPER = 9  # major compute capability
 MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
 
 
-class Look(NamedTuple):
-    """A policy's view of a layer's pool, of image slots only; fields as in `Observation`."""
-
-    window_logits: Float[Array, "R N K"] | None
-    window_scores: Float[Array, "R N W K"] | None
-    keys: Float[Array, "R N K H"] | None
-
-
 class Moves(NamedTuple):
     """The ways of image tokens after a decision.
 
@@ -124,7 +116,7 @@ class StageDecision:
             parts = zip(caches, _apart(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
-        looks = Look(*map(_together, zip(*looks, strict=True)))
+        looks = tuple(map(_together, zip(*looks, strict=True)))
         obs = self._observation(position, mass, reach, looks, stage)
         if inputs is not None:
             # a row for each stage that ends with a decision
@@ -173,7 +165,9 @@ class StageDecision:
         in_groups = newest.reshape(len(newest), -1, self.queries_per_head, newest.shape[-1])
         return jnp.moveaxis(jax.lax.map(weights, jnp.moveaxis(in_groups, 2, 0)), 0, 2)
 
-    def _look(self, cache: LayerCache) -> Look:
+    def _look(self, cache: LayerCache) -> tuple[Array | None, ...]:
+        """`window_logits`, `window_scores` and `keys` of a layer's image slots, as in
+        `Observation`."""
         needs, window_logits, window_scores, keys = self.needs, None, None, None
         scores = partial(
             token_attention.scores,
@@ -193,9 +187,9 @@ class StageDecision:
             keys = cache.pool[:, :, self.condition :, : cache.pool.shape[-1] // 2]
             if cache.scale is not None:
                 keys = keys * cache.scale[..., self.condition :][:, 0, :, :, None]
-        return Look(window_logits, window_scores, keys)
+        return window_logits, window_scores, keys
 
-    def _observation(self, position, mass, reach, looks: Look, stage) -> Observation:
+    def _observation(self, position, mass, reach, looks, stage) -> Observation:
         """The policy's view: image slots only, because the condition always stays."""
         needs = self.needs
         position = position[:, :, self.condition :] - self.condition

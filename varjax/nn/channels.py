@@ -15,29 +15,22 @@ def convert(
 
     scales: of all rows of the channels, where the matrices have only some.
     """
-    *layers, _, d_out = matrices.shape
+    layers = matrices.shape[:-2]
     numbers = np.empty(shape_of_numbers(matrices.shape, scheme), scheme.dtype)
-    found = np.empty((*layers, d_out), np.float32) if scales is None else scales
+    found = _scales(matrices, scheme) if scales is None else scales
     for index in np.ndindex(*layers):
-        matrix = np.asarray(matrices[index], np.float32)
-        if scales is None:
-            found[index] = _scale(matrix, scheme)
-        rounded = scheme.rounded(matrix / found[index], np)
+        rounded = scheme.rounded(np.asarray(matrices[index], np.float32) / found[index], np)
         numbers[index] = rounded.T if scheme.activations else rounded
     return numbers, found
-
-
-def _scale(matrix: np.ndarray, scheme: Scheme) -> np.ndarray:
-    scale = np.abs(matrix).max(0, initial=0) / np.float32(scheme.largest)
-    return np.where(scale > 0, scale, np.float32(1))  # a channel of zeros, or of tiny numbers
 
 
 def _scales(matrices: np.ndarray, scheme: Scheme) -> np.ndarray:
     *layers, _, d_out = matrices.shape
     found = np.empty((*layers, d_out), np.float32)
     for index in np.ndindex(*layers):
-        found[index] = _scale(np.asarray(matrices[index], np.float32), scheme)
-    return found
+        largest = np.abs(np.asarray(matrices[index], np.float32)).max(0, initial=0)
+        found[index] = largest / np.float32(scheme.largest)
+    return np.where(found > 0, found, np.float32(1))  # a channel of zeros, or of tiny numbers
 
 
 def shape_of_numbers(shape: Sequence[int], scheme: Scheme) -> tuple[int, ...]:
