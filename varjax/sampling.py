@@ -88,7 +88,7 @@ class Sampling:
     def _check_lists(self, num_scales: int) -> None:
         for name, low, words in (
             ("cfg", 0, "guidance strength is a finite number"),
-            ("tau", SMALLEST_TAU, "greedy takes the largest logit; the temperature is a number"),
+            ("tau", SMALLEST_TAU, "the temperature is a finite number (greedy: the largest logit)"),
         ):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != num_scales:
