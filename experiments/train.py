@@ -16,7 +16,7 @@ and the finished model to RUN/model. What to choose: docs/howto/train.md.
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
@@ -63,7 +63,6 @@ QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
 MORE = FLAGS.group(
     "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2 (docs/howto/train.md)."
 )
-REQUIRED = ("data",)
 # settings with a flag of their own: what is trained, on what, and where it runs
 SINGLE = set(
     "data family image_size max_images loader accumulate remat seed dtype save_dtype".split()
@@ -80,13 +79,11 @@ def _define_flags() -> None:
             str: flags.string,
             tuple: flags.list,
         }
-        default = field.default
-        if isinstance(default, tuple):
-            default = [str(item) for item in default]
+        default = list(map(str, field.default)) if type(field.default) is tuple else field.default
         text = field.metadata["help"] + _family_defaults(field)
         text = f"{text[0].upper()}{text[1:]}."
-        if field.name in REQUIRED:
-            define[type(field.default)](field.name, None, text, required=True)
+        if default == "":
+            FLAGS.string(field.name, None, text, required=True)
         else:
             define[type(field.default)](field.name, default, text)
 
@@ -100,27 +97,20 @@ def _family_defaults(field: dataclasses.Field) -> str:
     return "".join(f" (with --family={family} {value})" for family, value in shown.items())
 
 
-def _integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
-    try:
-        return tuple(int(value) for value in values)
-    except ValueError:
-        raise UserError(
-            f"{name}={','.join(values)} is not valid: it must be integers separated by commas"
-        ) from None
-
-
 def read_settings() -> TrainingSettings:
     """Return the settings that the given flags make; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
     values = {name: FLAGS.flag(name).value for name in names if FLAGS.flag(name).present}
-    lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
+    for name, value in values.items():
+        if isinstance(value, list):
+            try:
+                values[name] = tuple(map(int, value))
+            except ValueError:
+                text = f"{name}={','.join(value)} is not valid"
+                raise UserError(f"{text}: it must be integers separated by commas") from None
     if INIT.value is not None:
-        return fine_tuning.settings(INIT.value, **values | lists)
-    return TrainingSettings.for_family(**values | lists)
-
-
-def _stage() -> str:
-    return STAGE.value if STAGE.present or INIT.value is None else "var"
+        return fine_tuning.settings(INIT.value, **values)
+    return TrainingSettings.for_family(**values)
 
 
 @contextlib.contextmanager
@@ -143,21 +133,18 @@ def main(argv: list[str]) -> None:
         processes.agree(environment()["versions"])
         with processes.together():
             settings = read_settings()
+            # without a mesh one process takes one device, and asks for none before checks
+            devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
             with about(MESH):
-                mesh = TrainingMesh.parse(MESH.value, _devices())
+                mesh = TrainingMesh.parse(MESH.value, devices)
+        stage = STAGE.value if STAGE.present or INIT.value is None else "var"
         try:
-            model = session.train(settings, _stage(), OUT.value, QUIET.value, mesh)
+            model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
         except Stopped as stopped:
             loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
             return
     if processes.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
-
-
-def _devices() -> int:
-    """How many devices a mesh may take. Without a mesh one process takes one, and asks for none
-    before its settings are checked."""
-    return len(jax.devices()) if MESH.value or processes.count() > 1 else 1
 
 
 _define_flags()

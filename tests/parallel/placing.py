@@ -2,7 +2,6 @@
 
 python -m tests.parallel.placing make FOLDER LAYERS [WIDTH]    layers of Infinity-8B, random weights
 JAX_NUM_CPU_DEVICES=4 python -m tests.parallel.placing measure FOLDER scan|unroll [WEIGHTS_DTYPE]
-python -m tests.parallel.placing measure FOLDER scan COORDINATOR:PORT,PROCESSES,INDEX
 
 A CPU device's memory is the host's, so the process may grow by what its devices hold and by one
 array. Prints a line of JSON; Linux only.
@@ -24,7 +23,7 @@ import varjax
 from varjax.logical_axes import shardings
 from varjax.models import registry
 from varjax.nn import parameters, quantized, stacked
-from varjax.parallel import processes, weights
+from varjax.parallel import weights
 from varjax.parallel.sharding import make_mesh
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
@@ -113,11 +112,7 @@ def main(verb: str, folder: str, how: str, more: str | None = None) -> None:
     if verb == "make":
         make(Path(folder), int(how), int(more or 3584))
         return
-    distributed = more if more and ":" in more else None
-    if distributed:
-        processes.start(distributed)
-    found = measure(Path(folder), how, None if distributed else more)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(measure(Path(folder), how, more)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import pytest
 
 from varjax.errors import UserError
 from varjax.parallel import processes
-from varjax.parallel.split import MeshSpec
 
 
 @pytest.mark.parametrize("text", ["", "x", "h:1", "h:1,2", "h:0,2,0", "h:99999,2,0", "h:1,2,2"])
@@ -18,16 +17,6 @@ def test_place():
     found = processes.place("10.0.0.1:1234,4,3")
     assert found["coordinator_address"] == "10.0.0.1:1234"
     assert (found["num_processes"], found["process_id"]) == (4, 3)
-
-
-def test_what_is_left_over():
-    assert MeshSpec.parse("data=-1,model=2", 8) == MeshSpec(4, 2)
-    assert MeshSpec.parse("data=-1,model=16", 8) == MeshSpec(1, 16)  # refused by `check`
-    with pytest.raises(UserError, match="model=-1: only one axis may be -1"):
-        MeshSpec.parse("data=-1,model=-1", 8)
-    for text, devices in (("data=-2", 8), ("data=-1", None)):
-        with pytest.raises(UserError, match="is no number of devices"):
-            MeshSpec.parse(text, devices)
 
 
 def test_alone_nothing_is_exchanged():

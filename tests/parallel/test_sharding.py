@@ -84,21 +84,22 @@ def test_given_contents_that_do_not_fit_a_mesh_are_refused(tmp_path):
         varjax.plan(model, table, mesh=MeshSpec(model=4))
 
 
-def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
-    plan = varjax.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
+@pytest.mark.parametrize(
+    ("name", "policy", "message"),
+    [
+        ("a_k10", policies.H2O(budget=0.5), "decides on the device what to keep"),
+        (
+            "llamagen_c2i",  # token by token every head decides by itself, but for a quota
+            policies.HeadKV(budget=0.5, global_heads=2),
+            r"'headkv' compares heads \(global_heads=2\).*use data only",
+        ),
+    ],
+)
+def test_contents_that_stay_with_one_group_of_heads(name, policy, message):
+    plan = varjax.plan(fixture_model(name), policy)
     plans.check_plan(plan, MeshSpec(data=2))
-    with pytest.raises(UserError, match="decides on the device what to keep"):
-        plans.check_plan(plan, MeshSpec(model=2))
-
-
-def test_heads_that_are_compared_lie_on_one_device():
-    """Token by token every head decides by itself, but for a quota."""
-    model, quota = fixture_model("llamagen_c2i"), policies.HeadKV(budget=0.5, global_heads=2)
-    plans.check_plan(varjax.plan(model, policies.HeadKV(budget=0.5)), MeshSpec(model=2))
-    plans.check_plan(varjax.plan(model, quota), MeshSpec(data=2))
-    message = r"'headkv' compares heads \(global_heads=2\).*use data only"
     with pytest.raises(UserError, match=message):
-        plans.check_plan(varjax.plan(model, quota), MeshSpec(model=2))
+        plans.check_plan(plan, MeshSpec(model=2))
 
 
 @pytest.mark.parametrize("name", ["a_k10", "llamagen_c2i"])

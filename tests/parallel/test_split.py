@@ -32,6 +32,16 @@ def test_parse_refuses(text, message):
         MeshSpec.parse(text)
 
 
+def test_what_is_left_over():
+    assert MeshSpec.parse("data=-1,model=2", 8) == MeshSpec(4, 2)
+    assert MeshSpec.parse("data=-1,model=16", 8) == MeshSpec(1, 16)  # refused by `check`
+    with pytest.raises(UserError, match="model=-1: only one axis may be -1"):
+        MeshSpec.parse("data=-1,model=-1", 8)
+    for text, devices in (("data=-2", 8), ("data=-1", None)):
+        with pytest.raises(UserError, match="is no number of devices"):
+            MeshSpec.parse(text, devices)
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [

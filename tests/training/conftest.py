@@ -1,14 +1,42 @@
 """Tiny pictures and settings for the training tests: coloured discs on white, four classes."""
 
+import contextlib
 import functools
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
 from varjax.training.settings import TrainingSettings
+from varjax.training.stage import TrainingStage
 
 COLOURS = np.array([[220, 40, 40], [40, 200, 60], [40, 60, 220], [230, 220, 60]], np.uint8)
+
+
+class Killed(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def dies_at(kind: type[TrainingStage], step: int):
+    """A run of the block dies when this step of a stage begins."""
+    original = kind.step
+
+    def dying(self, state, n):
+        if n == step:
+            raise Killed
+        return original(self, state, n)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(kind, "step", dying)
+        yield
+
+
+def history(out: pathlib.Path, stage: str) -> list[dict]:
+    """Log entries without timings."""
+    lines = (out / stage / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) | {"images_per_second": None} for line in lines]
 
 
 def _discs(count: int, side: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import sys
 
 from experiments import train
 from varjax.cli import command_line
-from varjax.parallel import shared_folder
+from varjax.parallel import processes
 from varjax.training.var_trainer import TransformerStage
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         return step(self, state, n)
 
     TransformerStage.step = noted
-    shared_folder.SEEN_WITHIN = 1.0
+    processes.SEEN_WITHIN = 1.0
     command_line.run(train.main, ["experiments/train.py", *flags])
 
 

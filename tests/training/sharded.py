@@ -3,7 +3,6 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.training.sharded FOLDER
 """
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -14,7 +13,7 @@ import numpy as np
 
 from tests.training.conftest import _settings, _write_discs
 from varjax.parallel.training import TrainingMesh
-from varjax.training import fine_tuning, session
+from varjax.training import session
 from varjax.training.var_trainer import VARStage
 
 ONE, EIGHT, TWO = TrainingMesh(), TrainingMesh(data=2, fsdp=4), TrainingMesh(fsdp=2)
@@ -78,13 +77,6 @@ def main(folder: pathlib.Path) -> None:
         killed.clear()
     session.train(settings, "var", resumed, quiet=True, mesh=TWO)
     compare("resumed on two", resumed, one, "var")
-    tuned = dataclasses.asdict(settings) | {"var_lr": 1e-3}
-    kept = {"data", "log_every", "checkpoint_every", "validate_every", "var_steps", "var_lr"}
-    kept |= {"var_batch_size", "vqvae_batch_size"}
-    tuned = fine_tuning.settings(str(one / "model"), **{n: tuned[n] for n in kept})
-    for name, mesh in (("tuned by one", ONE), ("tuned by eight", EIGHT)):
-        session.train(tuned, "var", folder / name, quiet=True, mesh=mesh)
-    compare("fine-tuned", folder / "tuned by eight", folder / "tuned by one", "var")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """Pictures that stay in their files: the same pictures, batches and losses as in memory, from any
 step on and for any number of processes."""
 
-import json
 import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.training.conftest import _discs
+from tests.training.conftest import _discs, dies_at, history
 from varjax.errors import MissingExtra, UserError
-from varjax.training import ahead, data, session
-from varjax.training.decoding import InFiles
+from varjax.training import data, session
+from varjax.training.decoding import Ahead, InFiles
 from varjax.training.stage import pictures_of_step
 from varjax.training.vqvae_trainer import VQVAEStage
 
@@ -72,7 +71,7 @@ def test_batches_from_any_step_on(folder, grain):
         return pictures_of_step(len(pictures), 7, 3, step)
 
     for order in (range(12), [5, 6, 7], [2, 9, 10, 0, 11]):
-        reader = ahead.Ahead(pictures, rows_of)
+        reader = Ahead(pictures, rows_of)
         for step in order:
             assert np.array_equal(reader.batch(step), pictures[rows_of(step)]), (order, step)
 
@@ -86,22 +85,10 @@ def test_processes_share_a_batch(folder, grain, processes):
         return pictures_of_step(len(pictures), 8, 3, step)
 
     parts = np.split(np.arange(8), processes)
-    batches = [ahead.Ahead(pictures, rows_of, own).batch(2) for own in parts]
+    batches = [Ahead(pictures, rows_of, own).batch(2) for own in parts]
     assert np.array_equal(np.sum(batches, axis=0), pictures[rows_of(2)])
     others = np.delete(batches[0], parts[0], axis=0)
     assert not others.any()
-
-
-class Killed(Exception):
-    pass
-
-
-def _history(out) -> list[dict]:
-    return [
-        json.loads(line) | {"images_per_second": None}
-        for stage in ("vqvae", "var")
-        for line in (out / stage / "history.jsonl").read_text().splitlines()
-    ]
 
 
 @pytest.mark.slow
@@ -110,20 +97,14 @@ def test_losses_are_those_of_memory(folder, grain, tiny, tmp_path, monkeypatch):
     settings = tiny(**SHORT, data=str(folder), val_fraction=0.25, image_size=4, ch_mult=(1,))
     session.train(settings, "both", tmp_path / "memory", quiet=True)
     monkeypatch.setattr(data, "MEMORY", 0)  # from here on `auto` is grain
-    step, batch, read = VQVAEStage.step, ahead.Ahead.batch, []
-    monkeypatch.setattr(ahead.Ahead, "batch", lambda *given: read.append(1) or batch(*given))
-
-    def dying(self, state, n):
-        if n == 7:
-            raise Killed
-        return step(self, state, n)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(VQVAEStage, "step", dying)
-        with pytest.raises(Killed):
-            session.train(settings, "both", tmp_path / "files", quiet=True)
+    batch, read = Ahead.batch, []
+    monkeypatch.setattr(Ahead, "batch", lambda *given: read.append(1) or batch(*given))
+    with dies_at(VQVAEStage, 7):
+        session.train(settings, "both", tmp_path / "files", quiet=True)
     session.train(settings, "both", tmp_path / "files", quiet=True)
-    assert len(read) > 12 and _history(tmp_path / "files") == _history(tmp_path / "memory")
+    assert len(read) > 12
+    for stage in ("vqvae", "var"):
+        assert history(tmp_path / "files", stage) == history(tmp_path / "memory", stage)
     with np.load(tmp_path / "files" / "var" / "tokens.npz") as found:
         with np.load(tmp_path / "memory" / "var" / "tokens.npz") as expected:
             assert found["train"].shape == (2, 90, 21)
@@ -136,7 +117,7 @@ def test_a_damaged_picture_is_named(folder, grain, tmp_path):
         (tmp_path / "a" / file.name).write_bytes(file.read_bytes())
     damaged = tmp_path / "a" / _load(tmp_path, "grain").train.names[2].rpartition("/")[2]
     damaged.write_bytes(damaged.read_bytes()[:30])
-    reader = ahead.Ahead(_load(tmp_path, "grain").train, lambda step: np.arange(3))
+    reader = Ahead(_load(tmp_path, "grain").train, lambda step: np.arange(3))
     with pytest.raises(UserError, match=f"{damaged} is no picture, damaged or cut short"):
         reader.batch(0)
 

@@ -19,9 +19,7 @@ WRONG = {
     ),
     "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
-    "stage": (["--stage=vqvea"], "did you mean 'vqvae'"),
     "interval": (["--settings=log_every=7"], "must be a multiple of --settings=log_every=7"),
-    "seed": (["--seed=-1"], "--seed=-1 given: choose 0 to 2147483647"),
     "batch": (
         ["--max_images=8", "--image_size=64"],
         "--settings=vqvae_batch_size=16 given, but there are",
@@ -31,23 +29,16 @@ WRONG = {
         "--settings=classifier_batch_size=64 given",
     ),
     "no out": (["--out="], "--out= is empty"),
-    "family": (["--family=lama"], "unknown model family 'lama': choose one of var, llamagen"),
     "other family": (
         ["--settings=dropout=0.2"],
         "--settings=dropout=0.2 is for --family=llamagen only",
     ),
-    "codec first": (["--stage=var"], "holds no trained codec"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
         "--settings=depth=9 given, but --init=demo has --settings=depth=4, which training does",
     ),
     "Infinity": (["--init=infinity-2b"], "--init=infinity-2b is of the family infinity: var and"),
-    "family of init": (
-        ["--init=demo-llamagen", "--family=var"],
-        "--family=var given, but --init=demo-llamagen is of the family llamagen",
-    ),
-    "loader": (["--loader=disk"], "unknown loader 'disk'"),
     # the axis of a mesh has the name of a flag
     "mesh": (["--mesh=data=0"], "error: --mesh=data=0: data=0 is no number of devices"),
     "parts": (

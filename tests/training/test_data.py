@@ -126,27 +126,22 @@ def test_what_is_hidden_is_no_picture(tmp_path):
     assert PictureFolder(tmp_path).files == names
 
 
-def test_no_picture_is_left_out_in_silence(tmp_path):
-    (tmp_path / "a").mkdir()
-    for name in ("0.png", "1.png", "x.gif", "y.GIF", "z.tif", "notes.txt"):
-        (tmp_path / "a" / name).write_bytes(b"")
-    with pytest.raises(UserError, match=r"is of a kind .* \(2 \.gif, 1 \.tif in all\)"):
-        data.load(tmp_path, 8)
-
-
 IMAGES = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
 LABELS = np.arange(4)
 BAD = {
     "keys": ({"x": IMAGES}, "holds x: it must hold data, offsets and labels, or images"),
     "shape": ({"images": IMAGES[..., 0], "labels": LABELS}, r"uint8 \[N, height, width, 3\]"),
     "count": ({"images": IMAGES, "labels": LABELS[:3]}, "4 pictures but 3 labels"),
-    "negative": ({"images": IMAGES, "labels": LABELS - 9}, "is negative"),
-    "empty": ({"images": IMAGES[:0], "labels": LABELS[:0]}, "holds no pictures"),
+    "negative": ({"images": IMAGES, "labels": LABELS - 9}, "labels are -9 to -6"),
+    "empty": ({"images": IMAGES[:0], "labels": LABELS[:0]}, "0 pictures but 0 labels"),
     "offsets": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 5]), "labels": LABELS[:2]},
         "offsets do not cut data",
     ),
-    "overflow": ({"images": IMAGES, "labels": LABELS + 2**32}, "label 4294967299 is given"),
+    "overflow": (
+        {"images": IMAGES, "labels": LABELS + 2**32},
+        "labels are 4294967296 to 4294967299",
+    ),
     "files": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
         "picture 0 is no picture",
@@ -180,26 +175,14 @@ def test_bad_files(tmp_path):
         data.load(tmp_path / "folder", 8)
 
 
-@pytest.mark.parametrize("text", ['{"classes": [1]}', "3"])
-def test_bad_class_names(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"classes": [1]}', "must be JSON"), ("3", "JSON"), ('{"classes": ["a"]}', "has no name")],
+)
+def test_bad_class_names(tmp_path, text, message):
     np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS)
     (tmp_path / "classes.json").write_text(text)
-    with pytest.raises(UserError, match="must be JSON like"):
-        data.load(tmp_path, 8)
-
-
-@pytest.mark.parametrize("size", [0, -10])
-def test_truncated_arrays(tmp_path, size):
-    np.savez_compressed(tmp_path / "x.npz", images=IMAGES, labels=LABELS)
-    (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:size])
-    with pytest.raises(UserError, match="cannot read"):
-        data.load(tmp_path / "x.npz", 8)
-
-
-def test_unnamed_label(tmp_path):
-    np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS * 0 + 7)
-    (tmp_path / "classes.json").write_text('{"classes": ["a"]}')
-    with pytest.raises(UserError, match="label 7 has no name"):
+    with pytest.raises(UserError, match=message):
         data.load(tmp_path, 8)
 
 
@@ -209,8 +192,6 @@ def test_batches():
     first, second = np.concatenate(steps).reshape(2, 10)
     assert sorted(first) == sorted(second) == list(range(10)) and first.tolist() != second.tolist()
     chex.assert_trees_all_equal(data_order.pictures_of_step(10, 4, seed=3, step=3), steps[3])
-    mirrored = np.concatenate([data_order.mirrored_in_step(8, 0, n) for n in range(50)])
-    assert 0.4 < mirrored.mean() < 0.6
 
 
 def test_shifted_copies():

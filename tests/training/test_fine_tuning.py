@@ -2,7 +2,6 @@
 resumed run does not begin again."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +12,14 @@ from flax import nnx
 import varjax
 from tests.often import often
 from tests.training import test_llamagen
+from tests.training.conftest import dies_at, history
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint
 from varjax.training import data, fine_tuning, session
-from varjax.training.llamagen_trainer import LlamaGenStage
-from varjax.training.var_trainer import TransformerStage, VARStage
+from varjax.training.var_trainer import LlamaGenStage, TransformerStage, VARStage
 from varjax.training.vqvae_trainer import VQVAEStage
 
 NAMES = ("red", "green", "blue", "yellow")
@@ -86,11 +85,6 @@ def _own_loss(init: str, pictures: data.Dataset) -> float:
     return float((np.log(np.exp(logits - top).sum(-1)) - chosen).mean())
 
 
-def _history(out, stage="var") -> list[dict]:
-    lines = (out / stage / "history.jsonl").read_text().splitlines()
-    return [json.loads(line) | {"images_per_second": None} for line in lines]
-
-
 @pytest.fixture(scope="module", params=often(("llamagen",), STAGES))
 def run(request, made, tmp_path_factory):
     """(family, settings, folder, loss before step 0) of a run with a frozen codec."""
@@ -119,9 +113,9 @@ def test_it_begins_with_the_loss_of_the_checkpoint(made, run):
 def test_losses_fall_and_the_model_draws(made, run):
     """The codec is the checkpoint's, and so is the sampling."""
     family, settings, out, first = run
-    history = _history(out)
-    assert history[-1]["validation"]["loss"] < first - 0.05
-    assert history[-1]["loss"] < history[0]["loss"] - 0.05
+    logged = history(out, "var")
+    assert logged[-1]["validation"]["loss"] < first - 0.05
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.05
     model, before = varjax.load(out / "model"), varjax.load(made[family][0])
     assert model.metadata["sampling"] == {"cfg": 1.25}
     assert model.metadata["training"]["init"] == settings.start.digest
@@ -131,24 +125,11 @@ def test_losses_fall_and_the_model_draws(made, run):
     assert varjax.generate(model, labels=[1, 3], policy="full").shape == (2, side, side, 3)
 
 
-class Killed(Exception):
-    pass
-
-
 def test_a_resumed_run_does_not_begin_again(made, run, tmp_path, monkeypatch):
     """It reads no weights of the checkpoint for the transformer; losses are the same, all bits."""
     family, settings, out, _ = run
-    step = TransformerStage.step
-
-    def dying(self, state, n):
-        if n == 7:
-            raise Killed
-        return step(self, state, n)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TransformerStage, "step", dying)
-        with pytest.raises(Killed):
-            session.train(settings, "var", tmp_path / "run", quiet=True)
+    with dies_at(TransformerStage, 7):
+        session.train(settings, "var", tmp_path / "run", quiet=True)
 
     def not_again(*given):
         raise AssertionError("the weights are those of the run")
@@ -156,23 +137,14 @@ def test_a_resumed_run_does_not_begin_again(made, run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fine_tuning.Start, "transformer_parameters", not_again)
         session.train(settings, "var", tmp_path / "run", quiet=True)
-    assert _history(tmp_path / "run") == _history(out)
-
-
-def test_another_checkpoint_does_not_go_on(made, run, tmp_path):
-    family, settings, out, _ = run
-    other = _checkpoint(tmp_path / "other", settings, NAMES)
-    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    changed = dataclasses.replace(settings.start, digest=fine_tuning.Start.read(other).digest)
-    with pytest.raises(UserError, match="other settings: init was"):
-        session.train(fine_tuning.FineTuning(**own | {"start": changed}), "var", out)
+    assert history(tmp_path / "run", "var") == history(out, "var")
 
 
 def test_the_codec_is_trained_from_its_weights(made, tmp_path):
     """Its quantiser runs from the first step on, and no code is placed anew."""
     settings = _tuned(made, "var", vqvae_steps=2, vqvae_lr=1e-9)
     session.train(settings, "vqvae", tmp_path / "run", quiet=True)
-    entry = _history(tmp_path / "run", "vqvae")[-1]
+    entry = history(tmp_path / "run", "vqvae")[-1]
     assert "quantizer" in entry
     codec = varjax.load(made["var"][0]).parts["codec"]
     pictures = data.load(settings.data, settings.image_size)
@@ -181,18 +153,6 @@ def test_the_codec_is_trained_from_its_weights(made, tmp_path):
     error = jnp.square(found - images).mean((1, 2, 3)) / 4
     psnr = float((-10 * jnp.log10(error)).mean())
     np.testing.assert_allclose(entry["validation"]["psnr"], psnr, atol=1e-3)
-    with pytest.raises(UserError, match="has 2 of 3 steps"):  # it is the one that is used now
-        longer = dataclasses.replace(settings, vqvae_steps=3)
-        (tmp_path / "run" / "vqvae" / "settings.json").write_text(
-            json.dumps(longer.deciding("vqvae"))
-        )
-        session.train(longer, "var", tmp_path / "run", quiet=True)
-
-
-def test_a_codec_is_not_trained_under_a_transformer(made, run):
-    family, settings, out, _ = run
-    with pytest.raises(UserError, match="was begun with the codec of init"):
-        session.train(settings, "vqvae", out)
 
 
 def test_weights_arrive_in_their_places(made):
@@ -207,6 +167,17 @@ def test_weights_arrive_in_their_places(made):
     for name, array in state["params"].items():
         assert array.dtype == jnp.float32 and np.array_equal(array, expected[name]), name
         assert np.array_equal(state["ema"][name], expected[name])
+
+
+def test_folders_that_do_not_go_on(made, run, tmp_path):
+    """With the codec trained now, or with another checkpoint."""
+    _, settings, out, _ = run
+    with pytest.raises(UserError, match="was begun with the codec of init"):
+        session.train(settings, "vqvae", out)
+    other = fine_tuning.Start.read(_checkpoint(tmp_path / "other", settings, NAMES))
+    changed = dataclasses.replace(settings.start, digest=other.digest)
+    with pytest.raises(UserError, match="other settings: init was"):
+        session.train(dataclasses.replace(settings, start=changed), "var", out)
 
 
 def _classes(names, count):

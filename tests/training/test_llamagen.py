@@ -1,6 +1,5 @@
 """A tiny LlamaGen is trained, stopped, continued, loaded and drawn with; where data lies."""
 
-import json
 import shutil
 
 import chex
@@ -10,14 +9,14 @@ import numpy as np
 import pytest
 
 import varjax
+from tests.training.conftest import dies_at, history
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.nn import layers
 from varjax.storage import checkpoint
-from varjax.training import data, session, stage
-from varjax.training.llamagen_trainer import LlamaGenStage
+from varjax.training import session
 from varjax.training.settings import TrainingSettings
-from varjax.training.vqvae_trainer import VQVAEStage
+from varjax.training.var_trainer import LlamaGenStage
 
 TINY = {
     **{"image_size": 4, "ch": 32, "ch_mult": (1,), "vocab_size": 16, "z_channels": 4},
@@ -37,11 +36,6 @@ def _settings(pictures, **changes) -> TrainingSettings:
     return TrainingSettings.for_family("llamagen", data=str(pictures), **TINY | changes)
 
 
-def _history(out, stage: str) -> list[dict]:
-    lines = (out / stage / "history.jsonl").read_text().splitlines()
-    return [json.loads(line) | {"images_per_second": None} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def whole(shared_tiny, tmp_path_factory):
     """(settings, folder, model) of a run."""
@@ -53,10 +47,10 @@ def whole(shared_tiny, tmp_path_factory):
 def test_losses_fall_and_the_codebook_lives(whole):
     settings, out, _ = whole
     for name in ("vqvae", "var"):
-        history = _history(out, name)
-        assert [entry["step"] for entry in history] == list(range(4, 25, 4))
-        assert history[-1]["loss"] < 0.95 * history[0]["loss"]
-    codec, transformer = (_history(out, name)[-1]["validation"] for name in ("vqvae", "var"))
+        logged = history(out, name)
+        assert [entry["step"] for entry in logged] == list(range(4, 25, 4))
+        assert logged[-1]["loss"] < 0.95 * logged[0]["loss"]
+    codec, transformer = (history(out, name)[-1]["validation"] for name in ("vqvae", "var"))
     assert codec["codes_used"] > 4 and codec["psnr"] > 8
     assert len(transformer["per_quarter"]) == 4 and np.isfinite(transformer["loss"])
     tokens = np.load(out / "var" / "tokens.npz")["train"]
@@ -76,24 +70,16 @@ def test_the_model_draws_pictures(whole):
     assert model.sampling().top_k == 16 and model.sampling().cfg == 2
 
 
-def test_a_killed_run_goes_on_exactly(whole, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     """Dropout of a step follows from its number, too."""
     settings, out, _ = whole
     again = tmp_path / "again"
     shutil.copytree(out / "vqvae", again / "vqvae")
-    original = LlamaGenStage.step
-
-    def dying(self, state, n):
-        if n == 14:
-            raise KeyboardInterrupt
-        return original(self, state, n)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(LlamaGenStage, "step", dying)
+    with dies_at(LlamaGenStage, 14):
         session.train(settings, "var", again, quiet=True)
-    assert _history(again, "var")[-1]["step"] == 12
+    assert history(again, "var")[-1]["step"] == 12
     session.train(settings, "var", again, quiet=True)
-    assert _history(again, "var") == _history(out, "var")
+    assert history(again, "var") == history(out, "var")
 
 
 def test_dropout(whole):
@@ -108,24 +94,6 @@ def test_dropout(whole):
     noisy = [model.teacher_forced(context, tokens, dropout=0.1, key=key) for key in keys]
     chex.assert_trees_all_equal(plain, model.teacher_forced(context, tokens, key=keys[0]))
     assert not np.allclose(plain, noisy[0]) and not np.allclose(*noisy)
-
-
-def test_large_data_stays_on_the_host(whole, monkeypatch):
-    """Pictures and tokens of a step are the same either way."""
-    settings, _, _ = whole
-    images = np.arange(6 * 4 * 4 * 3, dtype=np.uint8).reshape(6, 4, 4, 3)
-    pictures = data.Dataset(images, np.zeros(6, np.int32), images, np.zeros(6, np.int32), 1)
-    there = VQVAEStage(settings, settings.codec, pictures)._images(3)
-    monkeypatch.setattr(stage, "RESIDENT", 10)
-    here = VQVAEStage(settings, settings.codec, pictures)
-    assert isinstance(here._train_data, np.ndarray)
-    chex.assert_trees_all_equal(here._images(3), there)
-    chosen, mirrored = here.pictures(3)
-    expected = [
-        data.to_float(images[i][:, ::-1] if m else images[i])
-        for i, m in zip(chosen, mirrored, strict=True)
-    ]
-    chex.assert_trees_all_equal(there, np.stack(expected))
 
 
 WRONG = {

@@ -21,7 +21,7 @@ def _stage(tiny, **changes) -> VARStage:
     tokens, labels = rng.integers(0, 32, (2, 64, 21)), rng.integers(0, 4, 64).astype(np.int32)
     pictures = Dataset(tokens.astype(np.int32), labels, tokens[0, :8], labels[:8], 4)
     codec = VQVAEStage(settings, settings.codec, pictures)
-    quantizer = codec.model(codec.first_parameters()).quantizer
+    quantizer = codec.model(codec.first_state()["params"]).quantizer
     return VARStage(settings, settings.transformer(4), pictures, quantizer)
 
 

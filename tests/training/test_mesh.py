@@ -22,7 +22,7 @@ def test_losses_of_one_device(tmp_path):
         text=True,
     )
     assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.count("same losses") == 4
+    assert found.stdout.count("same losses") == 3
 
 
 def test_meshes():

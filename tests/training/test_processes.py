@@ -12,9 +12,8 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.training.conftest import _discs, _write_discs
+from tests.training.conftest import _write_discs
 
 # a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
@@ -25,17 +24,13 @@ TINY = (
 ).split()
 
 
-# of a run that begins with a checkpoint, which has its codes
-TUNING = TINY[:-1]
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
-def start(folder, out, each, *flags, tiny=TINY):
+def start(folder, out, each, *flags):
     """Train in processes, whose own things are in `each`: [{"when": signal, "flags": ...}]. Returns
     [(exit status, standard output, standard error)]."""
     port, started = free_port(), []
@@ -45,7 +40,7 @@ def start(folder, out, each, *flags, tiny=TINY):
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
-        command += [*tiny, *flags, *own.get("flags", ())]
+        command += [*TINY, *flags, *own.get("flags", ())]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # quick compilation, too
         environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -131,22 +126,6 @@ def test_one_of_two_is_asked_to_end(folder, tokens):
     check_losses(folder / tokens, folder / "one")
 
 
-@pytest.mark.slow
-def test_two_fine_tune_from_files(folder):
-    """A checkpoint's codec and transformer, on pictures of which each process reads its own."""
-    pytest.importorskip("grain", reason="pictures in files need grain")
-    for i, (image, label) in enumerate(zip(*_discs(64), strict=True)):
-        (folder / "files" / f"{label}").mkdir(exist_ok=True, parents=True)
-        Image.fromarray(image).save(folder / "files" / f"{label}" / f"{i}.png")
-    flags = (f"--init={folder / 'one' / 'model'}", f"--data={folder / 'files'}", "--stage=both")
-    assert start(folder, "tuned", [{}], *flags, "--loader=memory", tiny=TUNING)[0][0] == 0
-    two = start(folder, "tuned-by-two", [{}] * 2, *flags, "--loader=grain", tiny=TUNING)
-    assert [status for status, *_ in two] == [0, 0], two
-    assert "4 of 4 classes are classes of" in two[0][2], two
-    check_losses(folder / "tuned-by-two", folder / "tuned")
-    assert losses(folder / "tuned", "var")[0] < losses(folder / "one", "var")[0] - 0.1
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [
@@ -156,19 +135,10 @@ def test_two_fine_tune_from_files(folder):
             "not the same folder as that of process 0",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"flags": ["--data=other/discs.npz"]},
-            "process 1 was started with another data than process 0",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
-def test_what_one_process_is_asked_for_all_must_be(pictures, discs, tmp_path, own, message):
-    for name in ("elsewhere", "other"):
-        (tmp_path / name).mkdir()
-    images, labels = discs(64, seed=1)
-    np.savez(tmp_path / "other" / "discs.npz", images=images, labels=labels)
-    flags = [flag.replace("=other", f"={tmp_path}/other") for flag in own.get("flags", ())]
-    for status, _, err in start(tmp_path, "out", [{}, {**own, "flags": flags}]):
+def test_what_one_process_is_asked_for_all_must_be(pictures, tmp_path, own, message):
+    (tmp_path / "elsewhere").mkdir()
+    for status, _, err in start(tmp_path, "out", [{}, own]):
         assert status == 2 and message in err and err.count("error:") == 1, err
     assert not (tmp_path / "out").exists() and not list((tmp_path / "elsewhere").iterdir())

@@ -14,18 +14,22 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import jax
 import numpy as np
 
 from varjax.errors import UserError, some
+from varjax.storage import lock
 
 AUTO = "auto"
 Tree = TypeVar("Tree")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
 START_S, HEARTBEAT_S, STOP_S = 120, 45, 30  # seconds until somebody counts as lost
+SEEN_WITHIN = 20.0  # seconds until a shared file system shows what another machine has written
 MOST = 10**5  # processes
 MESSAGE = 2000  # bytes of an error that other processes are told
 LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
@@ -111,6 +115,28 @@ def wait() -> None:
     say_all(np.zeros(1))
 
 
+@contextlib.contextmanager
+def held(folder: Path, message: str, advice: str) -> Iterator[None]:
+    """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs.
+
+    Raises:
+      UserError: in all of them, if another run holds it (`message`), or a process does not see the
+        first one's folder (`advice`).
+    """
+    with contextlib.ExitStack() as stack:
+        with together():
+            if is_first():
+                stack.enter_context(lock.held(folder, message))
+        with together():
+            end = time.monotonic() + SEEN_WITHIN
+            while not (folder / lock.NAME).exists():
+                if time.monotonic() > end:
+                    where = f"{folder} is not the same folder as that of process 0"
+                    raise UserError(f"{where}: {advice}")
+                time.sleep(0.2)
+        yield
+
+
 def say_all(values: np.ndarray) -> np.ndarray:
     """Exchange arrays of one shape; return those of all processes, [processes, ...]. It waits for
     all. `LostProcess` if one does not answer."""
@@ -139,16 +165,15 @@ def gathered(tree: Tree) -> Tree:
     the other. Arrays of one process stay where they are."""
     if count() == 1:
         return tree
-    return jax.tree.map(_whole, tree)
-
-
-def _whole(array: jax.Array) -> np.ndarray:
-    if array.is_fully_addressable:
-        return np.asarray(array)
     from jax.experimental import multihost_utils
 
+    def whole(array: jax.Array) -> np.ndarray:
+        if not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
+        return np.asarray(array)
+
     with answering():
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+        return jax.tree.map(whole, tree)
 
 
 @contextlib.contextmanager
@@ -181,20 +206,14 @@ def together() -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         mine = str(error) or type(error).__name__
-    texts = _texts(mine)
-    if mine:
-        raise AgreedError(mine)
-    failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]
-    if failed:
-        raise AgreedError(failed[0])
-
-
-def _texts(mine: str) -> list[str]:
-    """Exchange texts, of which `MESSAGE` bytes are told; return those of all processes."""
     said = np.zeros(MESSAGE, np.uint8)
     data = np.frombuffer(mine.encode(errors="replace")[:MESSAGE], np.uint8)
     said[: len(data)] = data
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in say_all(said)]
+    failed = [mine] * bool(mine)
+    failed += [f"process {i}: {text}" for i, text in enumerate(texts) if text]
+    if failed:
+        raise AgreedError(failed[0])
 
 
 def agree(asked: Mapping[str, object]) -> None:
@@ -205,25 +224,21 @@ def agree(asked: Mapping[str, object]) -> None:
     Raises:
       AgreedError: what differs, and in which processes; the same in all of them.
     """
-    digests = np.stack([_digest(value) for value in (list(asked), *asked.values())])
-    names = ["settings", *asked]
-    padded = np.zeros((256, digests.shape[1]), np.uint8)
-    padded[: len(digests)] = digests
-    every = say_all(padded)
+    named = {"settings": list(asked), **asked}
+    texts = [json.dumps(value, sort_keys=True, default=str) for value in named.values()]
+    hashes = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
+    # arrays of one shape, also where one process has more settings than another
+    every = say_all(np.frombuffer(hashes.ljust(32 * 256, b"\0"), np.uint8).reshape(256, 32))
     other = (every != every[:1]).any(-1)  # [processes, names]
-    if not other.any():
-        return
-    who = some([str(i) for i in np.flatnonzero(other.any(1))], 8)
-    what = some([name for name, differs in zip(names, other.any(0), strict=False) if differs], 8)
-    raise AgreedError(
-        f"process {who} was started with another {what} than process 0: give all processes the "
-        "same flags, files and versions"
-    )
-
-
-def _digest(value: object) -> np.ndarray:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    if other.any():
+        who = some([str(i) for i in np.flatnonzero(other.any(1))], 8)
+        what = some(
+            [name for name, differs in zip(named, other.any(0), strict=False) if differs], 8
+        )
+        raise AgreedError(
+            f"process {who} was started with another {what} than process 0: give all processes the "
+            "same flags, files and versions"
+        )
 
 
 def leave(status: int) -> None:

@@ -127,15 +127,12 @@ def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:
     over its own devices' parts."""
     if processes.count() == 1:
         return jax.device_put(arrays, shardings)
-    places = jax.tree.broadcast(shardings, arrays)
-    return jax.tree.map(_placed, arrays, places)
 
+    def placed(array: Leaf, where: NamedSharding) -> Leaf:
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):  # which are not NumPy's
+            kind = jax.random.key_impl(array)
+            return jax.random.wrap_key_data(placed(jax.random.key_data(array), where), impl=kind)
+        held = np.asarray(array)
+        return jax.make_array_from_callback(held.shape, where, lambda part: held[part])
 
-def _placed(array: Leaf, where: NamedSharding) -> Leaf:
-    if processes.count() == 1:
-        return jax.device_put(array, where)
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):  # which are not NumPy's
-        kind = jax.random.key_impl(array)
-        return jax.random.wrap_key_data(_placed(jax.random.key_data(array), where), impl=kind)
-    held = np.asarray(array)
-    return jax.make_array_from_callback(held.shape, where, lambda part: held[part])
+    return jax.tree.map(placed, arrays, jax.tree.broadcast(shardings, arrays))

@@ -47,16 +47,11 @@ class TrainingMesh:
         if text is None and processes.count() > 1:
             text = f"{DATA}={REST}"
         found = cls(**axis_sizes(text, AXES, available))
+        takes = f"a mesh of {found} takes {found.size} devices, {processes.where()} has {available}"
         if found.size > available:
-            raise UserError(
-                f"a mesh of {found} takes {found.size} devices, {processes.where()} has "
-                f"{available}: choose smaller axes"
-            )
+            raise UserError(f"{takes}: choose smaller axes")
         if processes.count() > 1 and found.size < available:
-            raise UserError(
-                f"a mesh of {found} takes {found.size} devices, {processes.where()} has "
-                f"{available}: the mesh has to take all of them, for example {DATA}={REST}"
-            )
+            raise UserError(f"{takes}: the mesh has to take all, for example {DATA}={REST}")
         return found
 
     def __str__(self) -> str:
@@ -86,20 +81,19 @@ class TrainingMesh:
         """The first of these devices with the axes of the mesh; they may be of absent chips."""
         return make_mesh({DATA: self.data, FSDP: self.fsdp}, devices)
 
-    def batch(self, mesh: Mesh | None = None) -> NamedSharding:
-        """Where the arrays of a step lie, pictures along their first axis. mesh: of `over`, here
-        and below; None: of this machine's devices."""
-        return shardings(P(IMAGES), mesh or self.devices)
+    def batch(self) -> NamedSharding:
+        """Where the arrays of a step lie, pictures along their first axis."""
+        return shardings(P(IMAGES), self.devices)
 
-    def whole(self, mesh: Mesh | None = None) -> NamedSharding:
+    def whole(self) -> NamedSharding:
         """Where arrays lie that every device has whole."""
-        return shardings(P(), mesh or self.devices)
+        return shardings(P(), self.devices)
 
-    def state(self, tree: Tree, mesh: Mesh | None = None) -> Tree:
+    def state(self, tree: Tree) -> Tree:
         """Where each array of a state lies, in place of the array: it is divided along its longest
         axis that `fsdp` divides, and whole on all devices if there is none."""
         names = jax.tree.map(lambda a: by_longest(a.shape, self.fsdp), tree)
-        return shardings(names, mesh or self.devices)
+        return shardings(names, self.devices)
 
     def images(self, array: jax.Array) -> jax.Array:
         """Keep an array of a compiled step divided by pictures, its first axis. It stays as it is
@@ -113,9 +107,12 @@ class TrainingMesh:
         as they are. but: names of parts that stay divided."""
         if self.fsdp == 1:
             return weights
-        return jax.tree_util.tree_map_with_path(
-            lambda path, a: a if but and _names(path) & set(but) else self._in_use(a), weights
-        )
+
+        def gathered(path: tuple, array: jax.Array) -> jax.Array:
+            names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
+            return array if names & set(but) else self._in_use(array)
+
+        return jax.tree_util.tree_map_with_path(gathered, weights)
 
     def _in_use(self, array: jax.Array) -> jax.Array:
         divided = self.state(array)
@@ -149,8 +146,3 @@ class TrainingMesh:
 def _but_gathered(primitive, *_, **__) -> bool:
     """Policy of `jax.checkpoint`: keep everything for gradients but what is gathered."""
     return primitive.name != "sharding_constraint"
-
-
-def _names(path: Sequence) -> set[str]:
-    """Names on the way to a leaf of a tree."""
-    return {str(getattr(key, "key", getattr(key, "name", key))) for key in path}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -133,35 +132,24 @@ class _Placing:
     split: Split | None
     where: NamedSharding | None = None
 
-    @property
     def shares(self) -> dict[Ranges, list[jax.Device]]:
         """{what of the divided axis: devices of this process that hold it}; (): all."""
-        found = defaultdict(list)
-        places = self.where.addressable_devices_indices_map(self.leaf.shape)
+        places, found = self.where.addressable_devices_indices_map(self.leaf.shape), {}
         for device, index in places.items():
-            found[self._ranges(index)].append(device)
+            bounds, ranges = index[self.split.axis] if self.split else slice(None), []
+            if bounds != slice(None):
+                # [q | k | v] divided in two would give one device q and half of k: every section
+                # is divided, and the shares of a device are put side by side
+                width, start = self.leaf.shape[self.split.axis], 0
+                parts = width // (bounds.stop - bounds.start)
+                number = bounds.start * parts // width
+                for section in self.split.parts:
+                    section *= width // sum(self.split.parts)
+                    first = start + number * (section // parts)
+                    ranges.append((first, first + section // parts))
+                    start += section
+            found.setdefault(tuple(ranges), []).append(device)
         return found
-
-    def _ranges(self, index: tuple[slice, ...]) -> Ranges:
-        bounds = index[self.split.axis] if self.split else slice(None)
-        if bounds == slice(None):
-            return ()
-        # [q | k | v] divided in two would give one device q and half of k: every section is
-        # divided, and the shares of a device are put side by side
-        width = self.leaf.shape[self.split.axis]
-        unit, parts = width // sum(self.split.parts), width // (bounds.stop - bounds.start)
-        number, start, found = bounds.start * parts // width, 0, []
-        for section in (unit * part for part in self.split.parts):
-            share = section // parts
-            found.append((start + number * share, start + (number + 1) * share))
-            start += section
-        return tuple(found)
-
-    def part(self, ranges: Ranges) -> np.ndarray:
-        return stored.part_of(self.leaf, self.split.axis if ranges else WHOLE, ranges)
-
-    def made_of(self, arrays: list[jax.Array]) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.where, arrays)
 
 
 def place(
@@ -174,32 +162,34 @@ def place(
     Raises:
       UserError: files of weights that are on disk are damaged.
     """
-    tree = jax.tree.structure(networks)
-    found = jax.tree.leaves(map_weights(_Placing, networks))
-    places = jax.tree.leaves(shardings)
-    assert tree.num_leaves == len(found) == len(places)
-    found = [dataclasses.replace(f, where=w) for f, w in zip(found, places, strict=True)]
+    tree, places = jax.tree.structure(networks), iter(jax.tree.leaves(shardings))
+    found = [
+        dataclasses.replace(placing, where=next(places))
+        for placing in jax.tree.leaves(map_weights(_Placing, networks))
+    ]
     together = defaultdict(list)  # layers of one stored array
-    for number, placing in enumerate(found):
+    for placing in found:
         leaf = placing.leaf
-        together[id(leaf.origin if stored.is_one(leaf) else leaf)].append(number)
-    arrays = [None] * len(found)
-    for numbers in together.values():
-        placed = _placed([found[number] for number in numbers])
-        for number, array in zip(numbers, placed, strict=True):
-            arrays[number] = array
-    return tree.unflatten(arrays)
+        together[id(leaf.origin if stored.is_one(leaf) else leaf)].append(placing)
+    arrays = {}
+    for group in together.values():
+        arrays |= zip(map(id, group), _placed(group), strict=True)
+    return tree.unflatten(arrays[id(placing)] for placing in found)
 
 
 def _placed(group: list[_Placing]) -> list[jax.Array]:
     """Arrays on their devices: all layers of a share before the next share is read."""
     arrays = [[] for _ in group]
-    for ranges, devices in group[0].shares.items():
+    for ranges, devices in group[0].shares().items():
         for placing, held in zip(group, arrays, strict=True):
-            part = placing.part(ranges)
+            axis = placing.split.axis if ranges else WHOLE
+            part = stored.part_of(placing.leaf, axis, ranges)
             held += [jax.device_put(part, device) for device in devices]
             jax.block_until_ready(held[-len(devices) :])  # only then the host's copy is free
             del part
     if stored.is_one(group[0].leaf):
         group[0].leaf.forget()
-    return [p.made_of(held) for p, held in zip(group, arrays, strict=True)]
+    return [
+        jax.make_array_from_single_device_arrays(p.leaf.shape, p.where, held)
+        for p, held in zip(group, arrays, strict=True)
+    ]

@@ -5,7 +5,6 @@ The loss is cross entropy on pictures that are mirrored and shifted a little at 
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,10 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
-from varjax.evaluation import extractors
-from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.parallel import processes
-from varjax.parallel.training import TrainingMesh
-from varjax.storage import checkpoint
-from varjax.storage.atomic import check_new_folder
-from varjax.training import loop
-from varjax.training.data import Dataset
-from varjax.training.settings import TrainingSettings
+from varjax.evaluation.classifier import Classifier
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 SHIFT = 1 / 16  # the largest move in every direction, as a part of the side
-STORAGE_DTYPE = "bfloat16"  # type of the finished weights
 
 
 @dataclass(frozen=True)
@@ -39,11 +29,9 @@ class ClassifierStage(TrainingStage):
         return adamw(rate, b2=0.99, clip=1.0, weight_decay=0.05)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        chosen, mirrored = self.pictures(n)
-        images = self.ahead.batch(n) if self.ahead else self.data.train[chosen]
-        images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+        images, labels = self.images(n)
         images = shifted(images, np.random.default_rng((self.settings.seed, n, 2)))
-        return self._train(state, *self.spread(images, self.data.train_labels[chosen]))
+        return self._train(state, *self.spread(images, labels))
 
     def validate(self, state: dict) -> dict:
         """Measure the cross entropy in nats, and the share of pictures whose class is found."""
@@ -89,33 +77,3 @@ def shifted(
     wide = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
     places = random.integers(0, 2 * most + 1, (len(images), 2))
     return np.stack([x[i : i + side, j : j + side] for x, (i, j) in zip(wide, places, strict=True)])
-
-
-def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierConfig:
-    """Return the configuration of a classifier for these pictures."""
-    return ClassifierConfig(
-        num_classes=pictures.num_classes,
-        image_size=settings.image_size,
-        class_names=pictures.class_names,
-    )
-
-
-def train(
-    settings: TrainingSettings,
-    pictures: Dataset,
-    out: Path,
-    model: Path,
-    quiet: bool,
-    mesh: TrainingMesh,
-) -> None:
-    """Train the classifier in the folder `out`, which this process holds, and write `model`."""
-    with processes.together():
-        check_new_folder(model, replaces=checkpoint.written, flag="out")
-        config = configuration(settings, pictures)
-    stage = ClassifierStage(settings, config, pictures, mesh=mesh)
-    averages = processes.gathered(loop.run(stage, out, quiet)["ema"])
-    parts = {ClassifierStage.name: stage.model(averages)}
-    part = extractors.CATALOGUE.parts[ClassifierStage.name]
-    with processes.together():
-        if processes.is_first():
-            checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)

@@ -37,7 +37,7 @@ from varjax.errors import UserError, choose, some
 from varjax.io.pictures import fit_picture
 from varjax.storage import npz
 from varjax.storage.manifest import is_text, read_json
-from varjax.training import ahead, decoding
+from varjax.training import decoding
 
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
@@ -103,7 +103,10 @@ def load(
       MissingExtra: grain is needed and not installed.
     """
     path = Path(path)
-    _check_loader(loader, path)
+    if choose("loader", loader, LOADERS) == "grain":
+        decoding.library()
+        if path.is_file() or (path / "train.npz").is_file():
+            raise UserError(f"loader=grain reads folders of pictures, {path} is .npz: leave it out")
     parts, names = _parts(path, image_size, max_images)
     if len(parts) == 1:
         parts = _hold_out(*parts[0], val_fraction, path)
@@ -111,20 +114,14 @@ def load(
     if train.dtype == object:  # names of files
         stay = loader == "grain" or (loader == "auto" and _fill(len(train), image_size, copies))
         if stay:
-            ahead.library()
+            decoding.library()
             val, val_labels = (a[: max_validation or None] for a in (val, val_labels))
-        train, val = _read_files(path, train, image_size, stay), _read_files(path, val, image_size)
+        train, val = (decoding.InFiles.of(path, names, image_size) for names in (train, val))
+        train, val = train if stay else train[:], val[:]
     top = int(max(train_labels.max(), val_labels.max())) + 1
     if names and top > len(names):
         raise UserError(f"{path}: label {top - 1} has no name, classes.json names {len(names)}")
     return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
-
-
-def _check_loader(loader: str, path: Path) -> None:
-    if choose("loader", loader, LOADERS) == "grain":
-        ahead.library()
-        if path.is_file() or (path / "train.npz").is_file():
-            raise UserError(f"loader=grain reads folders of pictures, {path} is .npz: leave it out")
 
 
 def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[str, ...]]:
@@ -154,11 +151,9 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     if isinstance(pictures.train, decoding.InFiles):
         return replace(pictures, train=replace(pictures.train, moves=moves), train_labels=labels)
     train = np.empty((1 + count, *pictures.train.shape), np.uint8)
-    for i, picture in enumerate(pictures.train):
-        edged = decoding.with_edges(picture)
-        train[0, i] = picture
-        for copy, move in enumerate(moves[i], start=1):
-            train[copy, i] = decoding.moved(edged, move, len(picture))
+    train[0] = pictures.train
+    for i, copy in np.ndindex(moves.shape):
+        train[1 + copy, i] = decoding.moved(train[0, i], moves[i, copy])
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
@@ -166,60 +161,46 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
 
 
 def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    *found, labels = _arrays(path)
-    if len(found) == 2:
-        images = _unpack(*found, path, image_size, limit)
-    else:
-        images = _resize_all(*found, path, image_size, limit)
-    return images, _check_labels(labels, len(images), path, limit)
-
-
-def _arrays(path: Path) -> list[np.ndarray]:
-    """Return the arrays of the first of `NPZ_ARRAYS` that the file holds."""
+    """Return the first `limit` pictures in the wanted size, and their labels."""
     held = npz.names(path)
-    for names in NPZ_ARRAYS:
-        if set(names) <= set(held):
-            found = npz.load(path, names)
-            return [found[name] for name in names]
-    raise UserError(
-        f"{path} holds {some(sorted(held)) or 'nothing'}: it must hold data, offsets and labels,"
-        " or images and labels, or arr_0 and arr_1"
-    )
+    names = next((names for names in NPZ_ARRAYS if set(names) <= set(held)), None)
+    if names is None:
+        raise UserError(
+            f"{path} holds {some(sorted(held)) or 'nothing'}: it must hold data, offsets and"
+            " labels, or images and labels, or arr_0 and arr_1"
+        )
+    found = npz.load(path, names)
+    *pictures, labels = (found[name] for name in names)
+    _check(path, "labels", labels, _lists_integers(labels), "integers [N]")
+    count = max(0, len(pictures[-1]) - (len(pictures) > 1)) if pictures[-1].ndim else 0
+    if count != len(labels) or not count:
+        raise UserError(
+            f"{path}: {count} pictures but {len(labels)} labels: one for each is needed"
+        )
+    if labels.min() < 0 or labels.max() > LARGEST_LABEL:
+        raise UserError(
+            f"{path}: labels are {labels.min()} to {labels.max()}: 0 to {LARGEST_LABEL} work"
+        )
+    read = _unpack if len(pictures) > 1 else _resize_all
+    images = read(*pictures, path, image_size, limit or None)
+    return images, labels[: limit or None].astype(np.int32)
 
 
-def _check(path: Path, what: str, array: np.ndarray, fits: bool, needed: str) -> None:
-    """`UserError` unless an array fits. what: its name and a verb. needed: what would fit."""
+def _check(path: Path, name: str, array: np.ndarray, fits: bool, needed: str) -> None:
     if not fits:
-        raise UserError(f"{path}: {what} {array.dtype} {array.shape}, {needed} needed")
+        raise UserError(f"{path}: {name}: {array.dtype} {array.shape} given, needed is {needed}")
 
 
 def _lists_integers(array: np.ndarray) -> bool:
     return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
 
 
-def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.ndarray:
-    """Return the first `limit` labels as int32 [count]."""
-    _check(path, "labels are", labels, _lists_integers(labels), "integers [N] are")
-    labels = labels[: limit or None]
-    if len(labels) != count:
-        raise UserError(f"{path}: {count} pictures but {len(labels)} labels")
-    if not count:
-        raise UserError(f"{path} holds no pictures")
-    if labels.min() < 0:
-        raise UserError(f"{path}: label {labels.min()} is negative; labels count from 0")
-    if labels.max() > LARGEST_LABEL:
-        raise UserError(f"{path}: label {labels.max()} is given, at most {LARGEST_LABEL} works")
-    return labels.astype(np.int32)
-
-
 def _unpack(
-    data: np.ndarray, offsets: np.ndarray, path: Path, image_size: int, limit: int
+    data: np.ndarray, offsets: np.ndarray, path: Path, image_size: int, limit: int | None
 ) -> np.ndarray:
     """Decode pictures that are stored one after another as files."""
-    fits = data.dtype == np.uint8 and data.ndim == 1
-    _check(path, "data is", data, fits, "uint8 [bytes] is")
-    fits = _lists_integers(offsets) and offsets.size > 0
-    _check(path, "offsets are", offsets, fits, "integers [N + 1] are")
+    _check(path, "data", data, data.dtype == np.uint8 and data.ndim == 1, "uint8 [bytes]")
+    _check(path, "offsets", offsets, _lists_integers(offsets), "integers [N + 1]")
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
@@ -227,22 +208,18 @@ def _unpack(
             f"{path}: offsets do not cut data into pictures: they must increase from 0 to"
             f" {data.size}"
         )
-    raw, files = data.tobytes(), list(pairwise(offsets))[: limit or None]
+    raw, files = data.tobytes(), list(pairwise(offsets))[:limit]
     named = ((raw[a:b], f"{path}, picture {i}") for i, (a, b) in enumerate(files))
     found = (decoding.read(*one, image_size) for one in named)
     return decoding.together(found, len(files), image_size)
 
 
-def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
-    """Return the first `limit` pictures in the wanted size."""
+def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int | None) -> np.ndarray:
     fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == 3
-    _check(path, "images are", images, fits, "uint8 [N, height, width, 3] is")
-    if 0 in images.shape[1:3]:
-        raise UserError(f"{path}: images are {images.shape}, pictures without pixels")
-    images = images[: limit or None]
-    if images.shape[1:3] == (image_size, image_size):
+    _check(path, "images", images, fits and images.size > 0, "uint8 [N, height, width, 3]")
+    images, size = images[:limit], (image_size, image_size)
+    if images.shape[1:3] == size:
         return images
-    size = (image_size, image_size)
     return decoding.together((fit_picture(x, size) for x in images), len(images), image_size)
 
 
@@ -261,16 +238,6 @@ def _class_names(path: Path) -> tuple[str, ...]:
 
 
 # --- folders ---
-
-
-def _read_files(
-    path: Path, names: np.ndarray, image_size: int, stay: bool = False
-) -> np.ndarray | decoding.InFiles:
-    """Return pictures of these names, which may stay in their files."""
-    if stay:
-        return decoding.InFiles(path, tuple(names), image_size, np.empty((len(names), 0), np.int8))
-    found = (decoding.read(path / name, str(path / name), image_size) for name in names)
-    return decoding.together(found, len(names), image_size)
 
 
 def _fill(pictures: int, image_size: int, copies: int) -> bool:

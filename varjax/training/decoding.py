@@ -1,14 +1,16 @@
 """Picture files as uint8 arrays of one size, decoded at once, or when they are asked for."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from varjax.errors import UserError, some
+from varjax.errors import UserError, require, some
 from varjax.io.pictures import ENDINGS, STORED, fit_picture, picture_files, read_picture
 from varjax.storage import ordinary
 from varjax.storage.manifest import is_text
@@ -18,6 +20,13 @@ REACH = 2  # the largest move of a copied picture, in pixels
 MOVES = tuple(  # (rows, columns)
     (y, x) for y in range(2 * REACH + 1) for x in range(2 * REACH + 1) if (y, x) != (REACH, REACH)
 )
+
+THREADS, FEWEST_AHEAD = 16, 64  # pictures
+
+
+def library():
+    """The package grain. `MissingExtra` if it is not installed."""
+    return require("grain", extra="train", purpose="reading pictures while they are trained on")
 
 
 def read(source: Path | bytes, name: str, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
@@ -62,17 +71,11 @@ def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copi
     return found
 
 
-def moved(
-    edged: UInt8[np.ndarray, "s s 3"], move: int, size: int
-) -> UInt8[np.ndarray, "size size 3"]:
-    """Return a picture at another place. edged: by `with_edges`. move: index into `MOVES`."""
-    y, x = MOVES[move]
+def moved(picture: UInt8[np.ndarray, "S S 3"], move: int) -> UInt8[np.ndarray, "S S 3"]:
+    """Return a picture at another place, its edges repeated. move: index into `MOVES`."""
+    (y, x), size = MOVES[move], len(picture)
+    edged = np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
     return edged[y : y + size, x : x + size]
-
-
-def with_edges(picture: UInt8[np.ndarray, "S S 3"]) -> UInt8[np.ndarray, "s s 3"]:
-    """Repeat the edges of a picture as far as moves reach."""
-    return np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,11 @@ class InFiles:
 
     dtype = np.dtype(np.uint8)
 
+    @classmethod
+    def of(cls, root: Path, names: Sequence[str], image_size: int) -> "InFiles":
+        """Pictures without copies."""
+        return cls(root, tuple(names), image_size, np.empty((len(names), 0), np.int8))
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return len(self), self.image_size, self.image_size, 3
@@ -104,12 +112,11 @@ class InFiles:
         copy, number = divmod(int(row), len(self.names))
         path = self.root / self.names[number]
         found = read(path, str(path), self.image_size)
-        if not copy:
-            return found
-        return moved(with_edges(found), self.moves[number, copy - 1], self.image_size)
+        return moved(found, self.moves[number, copy - 1]) if copy else found
 
-    def __getitem__(self, rows: np.ndarray) -> UInt8[np.ndarray, "n S S 3"]:
-        return together(map(self.picture, rows), len(rows), self.image_size)
+    def __getitem__(self, rows: np.ndarray | slice) -> UInt8[np.ndarray, "n S S 3"]:
+        chosen = np.arange(len(self))[rows]
+        return together(map(self.picture, chosen), len(chosen), self.image_size)
 
     def digest(self) -> bytes:
         """A checksum of names and sizes of the files: reading all of them would take long."""
@@ -117,3 +124,49 @@ class InFiles:
         for name in self.names:
             found.update(f"{name} {(self.root / name).stat().st_size}\n".encode())
         return found.digest()
+
+
+class Ahead:
+    """Batches of pictures, decoded by threads of `grain` while the steps before theirs run. To
+    grain it is the source of the pictures of all batches, one after the other, without end.
+
+    Which pictures a step takes is not grain's affair: it follows from seed and step
+    (`stage.pictures_of_step`), whatever the number of processes. So a run goes on at any step, and
+    what a step sees is what it sees with pictures in memory.
+
+    pictures: in files.
+    rows_of: batch -> rows of the pictures in it, int [B], always the same for a batch.
+    own: which pictures of a batch are read, int [rows], those of this process; None: all.
+    """
+
+    def __init__(
+        self,
+        pictures: InFiles,
+        rows_of: Callable[[int], Int[np.ndarray, " B"]],
+        own: Int[np.ndarray, " rows"] | None = None,
+    ):
+        self._pictures, self._rows_of = pictures, lru_cache(maxsize=8)(rows_of)
+        self._count = len(rows_of(0))
+        self._own = np.arange(self._count) if own is None else own
+        self._next, self._coming = None, iter(())
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, place: int) -> UInt8[np.ndarray, "S S 3"]:
+        batch, i = divmod(place, len(self._own))
+        return self._pictures.picture(self._rows_of(batch)[self._own[i]])
+
+    def batch(self, n: int) -> UInt8[np.ndarray, "B S S 3"]:
+        """Return batch n; pictures of other processes are black. One after the other is quick; any
+        other order begins to read anew."""
+        if n != self._next:
+            grain, size = library(), len(self._own)
+            most = max(2 * size, FEWEST_AHEAD)
+            options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=most)
+            coming = grain.MapDataset.source(self)[n * size :]
+            self._coming = iter(coming.to_iter_dataset(options).batch(size))
+        self._next = n + 1
+        found = np.zeros((self._count, *self._pictures.shape[1:]), np.uint8)
+        found[self._own] = next(self._coming)
+        return found

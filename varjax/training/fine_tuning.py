@@ -1,19 +1,17 @@
 """Fine-tuning: runs that begin with the weights of a checkpoint, a VAR or a LlamaGen.
 
-Sizes are the checkpoint's. Its weights are read by part, straight to where training keeps them.
+Sizes are the checkpoint's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
-import jax
 import numpy as np
+from flax import nnx
 
 from varjax import model, model_names
 from varjax.calibration.files import model_digest
-from varjax.codecs.autoencoder import ImageCodec
 from varjax.codecs.vq.config import VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
@@ -21,7 +19,7 @@ from varjax.models import registry
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
 from varjax.nn import parameters
-from varjax.nn.stored import WHOLE, Stored
+from varjax.parallel.sharding import place
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset
 from varjax.training.settings import FAMILIES, TrainingSettings
@@ -42,18 +40,16 @@ def settings(init: str, **given) -> "FineTuning":
       UserError: there is no such checkpoint, it cannot be trained, or something given contradicts.
     """
     start = Start.read(init)
+    refused = {name: f"the codec of init={init} has its codes" for name in FROM_NOTHING}
+    for name, has in start.sizes.items():
+        if given.get(name, has) != has:
+            refused[name] = f"init={init} has {name}={_shown(has)}, which training does not change"
     if given.get("family", start.family) != start.family:
         refused = {"family": f"init={init} is of the family {start.family}"}
-    else:
-        refused = {
-            name: f"init={init} has {name}={_shown(has)}, which training does not change"
-            for name, has in start.sizes.items()
-            if given.get(name, has) != has
-        }
-        codes = f"the codec of init={init} has its codes"
-        refused |= {name: codes for name in FROM_NOTHING if name in given}
-    for name, why in refused.items():
-        raise UserError(f"{name}={_shown(given[name])} given, but {why}: leave it out")
+    for name in given:
+        if name in refused:
+            why = refused[name]
+            raise UserError(f"{name}={_shown(given[name])} given, but {why}: leave it out")
     if given.get("label_drop") and not start.label_drop:
         raise UserError(
             f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
@@ -85,10 +81,28 @@ class Start:
         found = model.describe(model_names.found(path))
         family = found.family.name
         configs = {name: part.config for name, part in found.parts.items()}
-        if problem := next(_problems(path, family, found.directory, **configs), None):
-            raise UserError(problem)
-        digest = model_digest(found.metadata)
-        return cls(path, family, digest, configs["transformer"], configs["codec"], found.metadata)
+        transformer, codec = configs["transformer"], configs["codec"]
+        if family not in FAMILIES:
+            raise UserError(
+                f"init={path} is of the family {family}: {' and '.join(FAMILIES)} can be trained,"
+                " which draw from labels"
+            )
+        problems = {
+            f"draws from {transformer.condition}: training takes labels": (
+                transformer.condition != "labels"
+            ),
+            "has no weights here: give the folder of a converted checkpoint": not found.directory,
+            "has token maps that are no squares: training takes square pictures": (
+                family == "var" and any(h != w for h, w in transformer.schedule.maps)
+            ),
+            "has a codec that does not take pictures in RGB": (
+                getattr(codec, "in_channels", 3) != 3 or not getattr(codec, "has_encoder", True)
+            ),
+        }
+        for problem, there in problems.items():
+            if there:
+                raise UserError(f"init={path} {problem}")
+        return cls(path, family, model_digest(found.metadata), transformer, codec, found.metadata)
 
     @property
     def label_drop(self) -> float:
@@ -114,36 +128,29 @@ class Start:
             "shared_aln": network.shared_aln,
         }
 
-    def modules(self) -> dict:
-        """{part: module} in float32 whose arrays stay in their files (`Stored`) until their places
-        are known. `UserError` if files are damaged."""
-        wanted = dict.fromkeys(registry.family(self.family).tree, "float32")
+    def load(self, part: str) -> nnx.Module:
+        """A part in float32, in host memory. `UserError` if files are damaged."""
         folder = model.describe(model_names.found(self.path)).directory
-        return checkpoint.load(folder, registry.CATALOGUE, wanted, on_disk=True)[0]
-
-    def codec_module(self) -> ImageCodec:
-        """The codec on the default device."""
-        codec = self.modules()["codec"]
-        arrays = {name: jax.numpy.asarray(leaf) for name, leaf in parameters.named(codec).items()}
-        return parameters.fill(codec, arrays)
+        wanted = {part: "float32"}
+        return checkpoint.load(folder, registry.CATALOGUE, wanted, on_host=True)[0][part]
 
     def codec_parameters(self, places: Mapping) -> dict:
         """{name: array} of the codec. places: {name: sharding}."""
-        return _placed(parameters.named(self.modules()["codec"]), places)
+        return place(parameters.named(self.load("codec")), places)
 
     def transformer_parameters(self, rows: Sequence[int], seed: int, places: Mapping) -> dict:
         """{name: array} of the transformer. rows: for each class of the data its class here, or -1
         (`classes`): then its embedding is drawn, with the mean and spread of those that are there.
         """
-        found = parameters.named(self.modules()["transformer"])
-        table = np.asarray(found[CLASSES])
+        found = parameters.named(self.load("transformer"))
+        table = found[CLASSES]
         count = self.transformer.num_classes
         old, null = table[:count], table[count:]
         drawn = np.random.default_rng((seed, len(rows))).standard_normal((len(rows), old.shape[1]))
         drawn = old.mean(0) + (old - old.mean(0)).std() * drawn
         rows = np.asarray(rows)
         own = np.where(rows[:, None] < 0, drawn, old[rows]).astype(table.dtype)
-        return _placed({**found, CLASSES: np.concatenate([own, null])}, places)
+        return place({**found, CLASSES: np.concatenate([own, null])}, places)
 
     def classes(self, pictures: Dataset) -> tuple[list[int], str]:
         """For each class of the data the same class of the checkpoint, or -1; and a line about it.
@@ -167,7 +174,7 @@ class Start:
 class FineTuning(TrainingSettings):
     """Settings of a run that begins with a checkpoint; make them by `settings`."""
 
-    start: Start = field(metadata={"stages": (), "family": None, "least": None, "most": None})
+    start: Start = field(metadata={"stages": (), "family": None, "valid": None})
 
     @property
     def codec(self) -> VQVAEConfig | VQConfig:
@@ -178,44 +185,6 @@ class FineTuning(TrainingSettings):
 
     def deciding(self, stage: str) -> dict:
         return super().deciding(stage) | {"init": self.start.digest}
-
-
-def _problems(
-    path: str, family: str, directory: Path | None, *, transformer, codec, **others
-) -> Iterator[str]:
-    """Yield why a checkpoint cannot be trained further."""
-    if family not in FAMILIES:
-        yield (
-            f"init={path} is of the family {family}: {' and '.join(FAMILIES)} can be trained, which"
-            " draw from labels"
-        )
-    if transformer.condition != "labels":
-        yield f"init={path} draws from {transformer.condition}: training takes labels"
-    if directory is None:
-        yield f"init={path} has no weights here: give the folder of a converted checkpoint"
-    if family == "var" and any(h != w for h, w in transformer.schedule.maps):
-        yield f"init={path} has token maps that are no squares: training takes square pictures"
-    if getattr(codec, "in_channels", 3) != 3:
-        yield f"init={path} has a codec of {codec.in_channels} channels: training takes RGB"
-    if not getattr(codec, "has_encoder", True):
-        yield f"init={path} has a codec without encoder, which cannot turn pictures into tokens"
-
-
-def _placed(arrays: Mapping[str, Stored | np.ndarray], places: Mapping) -> dict:
-    """Arrays where they belong, one after the other; of each a process reads what it holds."""
-    return {name: _place(array, places[name]) for name, array in arrays.items()}
-
-
-def _place(array: Stored | np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        if isinstance(array, np.ndarray):
-            return array[index]
-        bounds = [s.indices(size)[:2] for s, size in zip(index, array.shape, strict=True)]
-        cut = [i for i, found in enumerate(bounds) if found != (0, array.shape[i])]
-        assert len(cut) <= 1, index  # states are divided along one axis
-        return array.part(cut[0], [bounds[cut[0]]]) if cut else array.part(WHOLE)
-
-    return jax.block_until_ready(jax.make_array_from_callback(array.shape, where, part))
 
 
 def _shown(value: object) -> str:

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
@@ -28,7 +27,7 @@ from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
-from varjax.storage.atomic import check_place, new_file
+from varjax.storage.atomic import new_file
 from varjax.training.stage import TrainingStage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
@@ -36,47 +35,41 @@ RECORDS, WINDOW = "records.json", "window"
 LARGEST_HISTORY = 2**30  # bytes
 
 
-def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> None:
-    """Check that stages may start or go on in `out`.
+class Stopped(Exception):
+    """The system has asked to end, and all steps so far are stored."""
+
+    def __init__(self, stage: str, done: int, steps: int):
+        super().__init__(f"{stage}: {done} of {steps} steps are stored: resume by the same command")
+
+
+def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
+    """Check that stages may start or go on in the folder `out`.
 
     settings: {stage: {name: value}}.
 
     Raises:
-      UserError: `out` cannot be written, holds something else, or holds a stage with other
-        settings.
+      UserError: `out` holds something else, or a stage with other settings.
     """
-    if not str(out).strip() or not os.path.exists(out):
-        check_place(out, flag="out")
-        return
-    out = Path(out)
-    if not out.is_dir():
-        raise UserError(f"out={out} is not a folder: choose another one")
-    if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"out={out}: no permission to read and write there")
-    found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
-    if not found and {path.name for path in out.iterdir()} - {lock.NAME}:
+    begun = any((out / stage / SETTINGS).is_file() for stage in settings)
+    if not begun and {path.name for path in out.iterdir()} - {lock.NAME}:
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
-    for stage in settings.keys() - set(found):
-        if (out / stage / CHECKPOINTS).exists():
+    for stage, wanted in settings.items():
+        if (out / stage / SETTINGS).is_file():
+            _compare(out / stage / SETTINGS, wanted)
+        elif (out / stage / CHECKPOINTS).exists():
             raise UserError(
                 f"{out / stage} holds checkpoints but no {SETTINGS}, which says what was trained:"
                 " put it back, or choose another folder"
             )
-    for stage in found:
-        _compare(out / stage / SETTINGS, settings[stage])
 
 
 def _compare(path: Path, settings: Mapping) -> None:
     """Refuse settings that differ from those of the run that was begun."""
-    try:
-        data = ordinary.read(path, manifest.LARGEST_JSON)
-        stored = manifest.parse_json(data.decode("utf-8"))
-        if not isinstance(stored, dict):
-            raise ValueError("it must hold a JSON object")
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error!s:.200}): choose another folder") from error
+    stored = manifest.read_json(path)
+    if not isinstance(stored, dict):
+        raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
     if not processes.is_first():
         # another machine may have the pictures elsewhere; their content is compared
         stored["data"] = settings.get("data")
@@ -89,7 +82,7 @@ def _compare(path: Path, settings: Mapping) -> None:
         )
 
 
-class StageFolder:
+class StageFolder(contextlib.AbstractContextManager):
     """The files of one stage. As a context it closes the checkpoints.
 
     It creates the folder; `check_folder` must have passed before.
@@ -98,28 +91,25 @@ class StageFolder:
     def __init__(self, out: str | os.PathLike, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self._checkpoints = self.path / CHECKPOINTS
+        self._advice = f"to train this stage from its start, remove {self.path}"
         with processes.together():
-            for path in (self.path, self._checkpoints):
-                if path.exists() and not path.is_dir():
-                    raise UserError(f"{path} is not a folder: remove it, or choose another one")
-            self._write(SETTINGS, json.dumps(settings, indent=1))
+            if processes.is_first():
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                self._write(SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
-        with arrays.failed_reading(self._checkpoints, self._advice()):
+        with arrays.failed_reading(self._checkpoints, self._advice):
             self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
-
-    def __enter__(self) -> "StageFolder":
-        return self
 
     def __exit__(self, *error) -> None:
         self._manager.close()
 
-    def restore(self, like: dict, places: dict | None = None) -> tuple[dict | None, int]:
+    def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
 
-        like: a state, or its shapes. places: where its arrays go (`TrainingStage.places`); None: to
-        the default device.
+        like: a state, or shapes with the shardings of its arrays: the run may have begun on other
+          devices.
 
         Damaged checkpoints that are newer are removed and reported.
 
@@ -129,7 +119,7 @@ class StageFolder:
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                found = self._restored(step, _placed_shapes(like, places))
+                found = self._restored(step, like)
             except UserError as error:
                 damaged[step] = error
                 continue
@@ -146,8 +136,8 @@ class StageFolder:
         folder = self._checkpoints / str(step)
         with processes.together():  # all go on from the same one
             if processes.is_first() and (records := self._records().get(str(step))):
-                checksums.check_files(folder, records, self._advice())
-        with arrays.failed_reading(folder, self._advice()):
+                checksums.check_files(folder, records, self._advice)
+        with arrays.failed_reading(folder, self._advice):
             ordinary.check_folder(folder)
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
@@ -161,9 +151,6 @@ class StageFolder:
             return {}
         return found
 
-    def _advice(self) -> str:
-        return f"to train this stage from its start, remove {self.path}"
-
     def save(self, step: int, state: dict, window: Sequence[Mapping] = ()) -> None:
         """Write a checkpoint and keep the two newest. All processes call it.
 
@@ -172,29 +159,28 @@ class StageFolder:
         `OSError` if it cannot be written; earlier checkpoints stay.
         """
         values = [{name: float(value) for name, value in metrics.items()} for metrics in window]
-        with arrays.failed_writing(self._checkpoints / str(step)):
+        folder = self._checkpoints / str(step)
+        with arrays.failed_writing(folder):
             self._manager.save(
                 step, args=ocp.args.StandardSave(state), custom_metadata={WINDOW: values}
             )
         if processes.is_first():
-            self._record(step)
+            known = self._records() | {str(step): checksums.file_records(folder)}
+            steps = map(str, self._manager.all_steps())
+            self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
 
     def window(self, step: int) -> list[dict]:
         """Return the metrics that were saved with the checkpoint after a step."""
-        if not step:
-            return []
-        damaged = arrays.failed_reading(self._checkpoints / str(step), self._advice())
-        with contextlib.suppress(UserError), damaged:  # then a mean of fewer steps
-            return list((self._manager.metadata(step).custom_metadata or {}).get(WINDOW, ()))
+        damaged = arrays.failed_reading(self._checkpoints / str(step), self._advice)
+        if step:
+            with contextlib.suppress(UserError), damaged:  # then a mean of fewer steps
+                return list((self._manager.metadata(step).custom_metadata or {}).get(WINDOW, ()))
         return []
-
-    def _record(self, step: int) -> None:
-        known = self._records() | {str(step): checksums.file_records(self._checkpoints / str(step))}
-        steps = map(str, self._manager.all_steps())
-        self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
 
     def keep_history(self, up_to: int) -> None:
         """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
+        if not processes.is_first():
+            return
         path, kept = self.path / HISTORY, []
         data = ordinary.read(path, LARGEST_HISTORY) if path.exists() else b""
         for line in data.decode("utf-8", "replace").splitlines():
@@ -204,27 +190,13 @@ class StageFolder:
 
     def append_history(self, entry: Mapping) -> None:
         """Add one line to the history."""
-        if not processes.is_first():
-            return
-        with ordinary.opened(self.path / HISTORY, "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+        if processes.is_first():
+            with ordinary.opened(self.path / HISTORY, "ab") as file:
+                file.write(json.dumps(entry).encode() + b"\n")
 
     def _write(self, name: str, text: str) -> None:
-        if not processes.is_first():
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
         with new_file(self.path / name) as file:
             file.write(text.encode())
-
-
-def _placed_shapes(like: dict, places: dict | None) -> dict:
-    """Return shapes with places: the run may have begun on other devices."""
-    if places is None:
-        place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-        places = jax.tree.map(lambda _: place, like)
-    return jax.tree.map(
-        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like, places
-    )
 
 
 def run(
@@ -241,7 +213,12 @@ def run(
       UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
-        state, start = folder.restore(stage.shapes, stage.places(stage.shapes))
+        placed = jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+            stage.shapes,
+            stage.places(stage.shapes),
+        )
+        state, start = folder.restore(placed)
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         else:
@@ -253,13 +230,6 @@ def run(
             if goes_on and stop.after_step():
                 raise Stopped(stage.name, stage.steps, stage.steps)
             return state
-
-
-class Stopped(Exception):
-    """The system has asked to end, and all steps so far are stored."""
-
-    def __init__(self, stage: str, done: int, steps: int):
-        super().__init__(f"{stage}: {done} of {steps} steps are stored: resume by the same command")
 
 
 def _loop(
@@ -299,8 +269,7 @@ def _loop(
 
 def _means(stage: TrainingStage, window: list[Mapping], done: int) -> dict[str, float]:
     """Return the mean of each metric since the last log line, over the steps that have it."""
-    window = jax.device_get(window)
-    means = {}
+    window, means = jax.device_get(window), {}
     names = {name for metrics in window for name in metrics}
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         values = [float(metrics[name]) for metrics in window if name in metrics]

@@ -1,31 +1,33 @@
-"""A whole training session: codec, then tokens, then transformer, then the finished checkpoint."""
+"""A whole training session: codec, then tokens, then transformer, then the finished checkpoint; or
+a classifier."""
 
 import dataclasses
 import os
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
+from varjax.evaluation import networks
+from varjax.evaluation.classifier import ClassifierConfig
 from varjax.models import registry
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
-from varjax.parallel import processes, shared_folder
+from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint, manifest
-from varjax.storage.atomic import check_new_folder
-from varjax.training import classifier_trainer, data, loop
-from varjax.training.llamagen_trainer import LlamaGenStage
+from varjax.storage.atomic import check_new_folder, check_place
+from varjax.training import data, loop
+from varjax.training.classifier_trainer import ClassifierStage
 from varjax.training.settings import TrainingSettings
-from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
+from varjax.training.var_trainer import LlamaGenStage, VARStage, read_tokens, write_tokens
 from varjax.training.vqvae_trainer import VQVAEStage
 
 STAGES = ("vqvae", "var", "both", "classifier")
-# {value of `stage`: stages that the session goes through}; others go through codec and transformer
-NEEDED = {"vqvae": ("vqvae",), "classifier": ("classifier",)}
 MODEL = "model"  # the folder of the finished checkpoint inside the run's folder
 TRANSFORMERS = {"var": VARStage, "llamagen": LlamaGenStage}
 SAMPLING = {  # {family: recommended sampling}
@@ -55,46 +57,59 @@ def train(
     """
     with processes.together():
         choose("stage", stage, STAGES)
-        needed = NEEDED.get(stage, ("vqvae", "var"))
-        mesh = TrainingMesh() if mesh is None else mesh
-        if settings.start:
-            _check_start(stage, Path(out))
-        for name in (stage,) if stage == "var" else needed:  # the codec is there already
+        check_place(out, flag="out")
+        out, mesh = Path(out), TrainingMesh() if mesh is None else mesh
+        trained = _trained(settings, stage, out)
+        for name in trained:
             size = getattr(settings, f"{name}_batch_size")
             mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
-        stored = {name: settings.deciding(name) for name in needed}
-        loop.check_folder(out, stored)
-        if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone: no model
-            check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     # the folder of the data may have another path on another machine; its content is compared
     own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     own |= {"data": Path(settings.data).name, "start": settings.start and settings.start.digest}
     processes.agree({"stage": stage, "mesh": str(mesh)} | own)
-    with shared_folder.held(
-        Path(out),
+    with processes.held(
+        out,
         f"another process trains in {out}: wait, or choose another folder",
         f"out={out} has to be on a file system that all processes share",
     ):
         with processes.together():
-            loop.check_folder(out, stored)  # again: another process may have ended just now
-            if "var" in needed and _is_complete(settings, Path(out)):
-                return Path(out) / MODEL
-        pictures = _pictures(settings, stage, needed, Path(out))
+            stages = (stage,) if stage in ("vqvae", "classifier") else ("vqvae", "var")
+            loop.check_folder(out, {name: settings.deciding(name) for name in stages})
+            last = out / "var" / loop.CHECKPOINTS / str(settings.var_steps)
+            if "var" in stages and (out / MODEL / manifest.NAME).is_file() and last.is_dir():
+                return out / MODEL  # it stays, with what was added to it
+            if stage != "vqvae":
+                check_new_folder(out / MODEL, replaces=checkpoint.written, flag="out")
+        pictures = _pictures(settings, trained)
         if stage == "classifier":
-            classifier_trainer.train(settings, pictures, Path(out), Path(out) / MODEL, quiet, mesh)
-            return Path(out) / MODEL
-        return _train(settings, stage, pictures, out, quiet, mesh)
+            return _train_classifier(settings, pictures, out, quiet, mesh)
+        return _train(settings, stage, trained, pictures, out, quiet, mesh)
 
 
-def _pictures(
-    settings: TrainingSettings, stage: str, needed: tuple[str, ...], out: Path
-) -> data.Dataset:
-    """Read the data, and check that it is enough, and the same in all processes."""
-    with processes.together():
-        if stage == "var" and not (settings.start or _has_codec(out)):
+def _trained(settings: TrainingSettings, stage: str, out: Path) -> tuple[str, ...]:
+    """The stages that are trained or gone on with. `UserError` if they cannot begin in `out`."""
+    has_codec = (out / "vqvae" / loop.SETTINGS).is_file()
+    if stage == "classifier":
+        if settings.start:
+            raise UserError("a classifier begins with nothing: leave init out")
+        return (stage,)
+    if stage == "var" and not has_codec:
+        if not settings.start:
             raise UserError(
                 f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
             )
+        return (stage,)  # the codec stays that of the checkpoint
+    if settings.start and not has_codec and (out / "var" / loop.SETTINGS).is_file():
+        raise UserError(
+            f"the transformer in out={out} was begun with the codec of init: train the codec in"
+            " another folder"
+        )
+    return (stage,) if stage == "vqvae" else ("vqvae", "var")
+
+
+def _pictures(settings: TrainingSettings, trained: tuple[str, ...]) -> data.Dataset:
+    """Read the data, and check that it is enough, and the same in all processes."""
+    with processes.together():
         pictures = data.load(
             settings.data,
             settings.image_size,
@@ -104,105 +119,77 @@ def _pictures(
             settings.shifts,
             settings.max_validation,
         )
-        used = (stage,) if stage == "var" else needed
-        settings.check_pictures(len(pictures.train), used)
+        for name in trained:
+            size = getattr(settings, f"{name}_batch_size")
+            if size > len(pictures.train):
+                raise UserError(
+                    f"{name}_batch_size={size} given, but there are {len(pictures.train)} training"
+                    f" pictures: choose at most {len(pictures.train)}"
+                )
     if processes.count() > 1:
         where = type(pictures.train).__name__  # machines may differ in memory
         processes.agree({"loader": where, "data": pictures.digest()})
     return pictures
 
 
-def _is_complete(settings: TrainingSettings, out: Path) -> bool:
-    """Whether `out` holds a model and nothing is left to train, so that the model stays."""
-    if not (out / MODEL / manifest.NAME).is_file():
-        return False
-    return (out / "var" / loop.CHECKPOINTS / str(settings.var_steps)).is_dir()
+def _train_classifier(
+    settings: TrainingSettings, pictures: data.Dataset, out: Path, quiet: bool, mesh: TrainingMesh
+) -> Path:
+    config = ClassifierConfig(
+        num_classes=pictures.num_classes,
+        image_size=settings.image_size,
+        class_names=pictures.class_names,
+    )
+    stage = ClassifierStage(settings, config, pictures, mesh=mesh)
+    network = stage.model(processes.gathered(loop.run(stage, out, quiet)["ema"]))
+    with processes.together():
+        if processes.is_first():
+            part, parts = networks.CATALOGUE.parts["classifier"], {"classifier": network}
+            checkpoint.save(out / MODEL, part, parts, dtype="bfloat16", overwrite=True)
+    return out / MODEL
 
 
 def _train(
     settings: TrainingSettings,
     stage: str,
+    trained: tuple[str, ...],
     pictures: data.Dataset,
-    out: str | os.PathLike,
+    out: Path,
     quiet: bool,
     mesh: TrainingMesh,
 ) -> Path | None:
     """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    codec = _codec(settings, stage, pictures, Path(out), quiet, mesh)
+    start, given = settings.start, None
+    if "vqvae" in trained:
+        codec_given = start.codec_parameters if start else None
+        codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
+        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
+        codec = codec_stage.model(processes.gathered(state["ema"]))
+    else:
+        with processes.together():
+            codec = jax.device_put(start.load("codec"))
     if stage == "vqvae":
         return None
-    path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
+    path, count = out / "var" / "tokens.npz", len(pictures.train)
     if not processes.say_all(np.array(path.exists()))[0]:
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
     with processes.together():
         tokens = read_tokens(path, pictures, config)
-    quantizer = getattr(codec, "quantizer", None)
-    made, given = TRANSFORMERS[settings.family], None
-    if start := settings.start:
+    if start:
         rows, line = start.classes(pictures)
         loop.say(f"var: {line}", quiet)
         given = partial(start.transformer_parameters, rows, settings.seed)
+    made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
     state = loop.run(transformer_stage, out, quiet)
     transformer = transformer_stage.model(processes.gathered(state["ema"]))
     with processes.together():
-        _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
-    return Path(out) / MODEL
-
-
-def _codec(
-    settings: TrainingSettings,
-    stage: str,
-    pictures: data.Dataset,
-    out: Path,
-    quiet: bool,
-    mesh: TrainingMesh,
-) -> ImageCodec:
-    """Return the trained codec: it is trained now or was before, or it is that of the checkpoint
-    that the run begins with."""
-    start = settings.start
-    if stage == "var" and start and not _has_codec(out):
-        with processes.together():
-            return start.codec_module()
-    given = start.codec_parameters if start else None
-    codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=given)
-    if stage == "var":
-        state = _finished_state(codec_stage, out)
-    else:
-        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
-    return codec_stage.model(processes.gathered(state["ema"]))
-
-
-def _has_codec(out: Path) -> bool:
-    """Whether a codec was trained in `out`, at least in part."""
-    return (out / "vqvae" / loop.SETTINGS).is_file()
-
-
-def _check_start(stage: str, out: Path) -> None:
-    """`UserError` if a stage cannot begin with a checkpoint in `out`."""
-    if stage == "classifier":
-        raise UserError("a classifier begins with nothing: leave init out")
-    if stage != "var" and not _has_codec(out) and (out / "var" / loop.SETTINGS).is_file():
-        raise UserError(
-            f"the transformer in out={out} was begun with the codec of init: train the codec in"
-            " another folder"
-        )
-
-
-def _finished_state(stage: VQVAEStage, out: str | os.PathLike) -> dict:
-    """Return the state after the last step of the codec's training."""
-    stored = stage.settings.deciding(stage.name)
-    with loop.StageFolder(out, stage.name, stored) as folder:
-        state, done = folder.restore(stage.shapes, stage.places(stage.shapes))
-    if done < stage.steps:
-        raise UserError(
-            f"the codec in {folder.path} has {done} of {stage.steps} steps: finish it with"
-            " stage=vqvae or both"
-        )
-    return state
+        if processes.is_first():
+            _save_model(settings, pictures, transformer, codec, out / MODEL)
+    return out / MODEL
 
 
 def _save_model(
@@ -212,19 +199,21 @@ def _save_model(
     codec: ImageCodec,
     model: Path,
 ) -> None:
-    """Write the folder `model` in one process."""
-    if not processes.is_first():
-        return
-    dtype = jnp.dtype(settings.save_dtype)
+    """Write the folder `model` with the sampling that is recommended for what was trained."""
+    dtype, start = jnp.dtype(settings.save_dtype), settings.start
     parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+    sampling = dict(SAMPLING[settings.family])
+    sampling["top_k"] = min(sampling["top_k"], settings.vocab_size)
+    if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
+        sampling["cfg"] = 1.0
     metadata = {
-        "sampling": _sampling(settings),
+        "sampling": start.description.get("sampling", sampling) if start else sampling,
         "training": {
             "vqvae_steps": settings.vqvae_steps,
             "var_steps": settings.var_steps,
             "pictures": len(pictures.train) // (1 + settings.shifts),
             "shifts": settings.shifts,
-            **({"init": settings.start.digest} if settings.start else {}),
+            **({"init": start.digest} if start else {}),
             "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }
@@ -232,14 +221,3 @@ def _save_model(
         metadata["class_names"] = list(pictures.class_names)
     family = registry.family(settings.family)
     checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
-
-
-def _sampling(settings: TrainingSettings) -> dict:
-    """Return the sampling that is recommended for what was trained."""
-    if settings.start and "sampling" in settings.start.description:
-        return dict(settings.start.description["sampling"])
-    found = dict(SAMPLING[settings.family])
-    found["top_k"] = min(found["top_k"], settings.vocab_size)
-    if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
-        found["cfg"] = 1.0
-    return found

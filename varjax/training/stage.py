@@ -20,13 +20,11 @@ from varjax.nn import parameters
 from varjax.parallel import processes
 from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
-from varjax.training.ahead import Ahead
 from varjax.training.data import Dataset
-from varjax.training.decoding import InFiles
+from varjax.training.decoding import Ahead, InFiles
 from varjax.training.settings import TrainingSettings
 
 Tree = TypeVar("Tree")
-RESIDENT = 16 * 2**30  # pictures or tokens of up to so many bytes are put on the device once
 
 
 @dataclass(frozen=True)
@@ -69,19 +67,27 @@ class TrainingStage:
     def batch_size(self) -> int:
         return getattr(self.settings, f"{self.name}_batch_size")
 
-    def first_parameters(self) -> dict:
-        """Return the parameters before step 0."""
-        return parameters.named(self.network(self.config, rngs=nnx.Rngs(self.settings.seed)))
-
     def state_of(self, params: Mapping) -> dict:
-        """Return the state before step 0 with these parameters. It may be traced."""
-        return initial_state(params, self.optimizer())
+        """State before step 0 with these parameters, all that a checkpoint holds: {"params",
+        "ema", "optimizer", "step"}. It may be traced."""
+        # an explicit type: weakly typed leaves would make the first step compile twice
+        params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
+        return {
+            "params": params,
+            "ema": jax.tree.map(jnp.copy, params),
+            "optimizer": self.optimizer().init(params),
+            "step": jnp.zeros((), jnp.int32),
+        }
 
     def first_state(self) -> dict:
         """Return the state before step 0, where it belongs. On a mesh each device makes its own
         part of averages and moments."""
         places = self.places(self.shapes)
-        params = self.given(places["params"]) if self.given else self.first_parameters()
+        if self.given:
+            params = self.given(places["params"])
+        else:
+            drawn = self.network(self.config, rngs=nnx.Rngs(self.settings.seed))
+            params = parameters.named(drawn)
         if self.mesh.size == 1:
             return jax.device_put(self.state_of(params), places)
         if not self.given:
@@ -92,12 +98,8 @@ class TrainingStage:
     @cached_property
     def shapes(self) -> dict:
         """Shapes and types of the state, by which it is placed and read back."""
-        return jax.eval_shape(self.state_of, self.parameter_shapes)
-
-    @property
-    def parameter_shapes(self) -> dict:
-        """Shapes and types of the parameters while they are trained."""
-        return parameters.named(parameters.abstract(self.network, self.config))
+        params = parameters.named(parameters.abstract(self.network, self.config))
+        return jax.eval_shape(self.state_of, params)
 
     def places(self, state: dict) -> dict:
         """Return where each array of a state lies, in place of the array."""
@@ -145,36 +147,28 @@ class TrainingStage:
         """Return the pictures of step n, int [B], and which of them are mirrored, bool [B]."""
         size, seed = self.batch_size, self.settings.seed
         chosen = pictures_of_step(len(self.data.train_labels), size, seed, n)
-        return chosen, mirrored_in_step(size, seed, n)
+        return chosen, np.random.default_rng((seed, n, 1)).random(size) < 0.5
 
-    def train_items(self, *index: np.ndarray) -> jax.Array | np.ndarray:
-        """Return entries of the training data, which lies on the device unless it is large.
-
-        Steps then wait for no transfer.
-        """
-        return _take(self._train_data, index)
+    def images(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pictures of step n, uint8 [B, S, S, 3], half of them mirrored on average, and
+        their labels [B]."""
+        chosen, mirrored = self.pictures(n)
+        images = self._ahead.batch(n) if self._ahead else self.data.train[chosen]
+        images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+        return images, self.data.train_labels[chosen]
 
     @cached_property
-    def ahead(self) -> Ahead | None:
-        """The steps' pictures where these stay in their files."""
+    def _ahead(self) -> Ahead | None:
+        """The steps' pictures where these stay in their files. A process reads what its devices
+        take."""
         if not isinstance(self.data.train, InFiles):
             return None
-        return Ahead(self.data.train, lambda n: self.pictures(n)[0], self._rows_here)
-
-    @property
-    def _rows_here(self) -> np.ndarray | None:
-        """Which pictures of a step this process's devices take, int [rows]; None: all."""
-        if processes.count() == 1:
-            return None
-        every = np.arange(self.batch_size)
-        parts = self.mesh.batch().addressable_devices_indices_map((self.batch_size,))
-        return np.unique(np.concatenate([every[index] for index in parts.values()]))
-
-    @cached_property
-    def _train_data(self) -> jax.Array | np.ndarray:
-        data = self.data.train  # many processes hand over what is their devices'
-        resident = data.nbytes <= RESIDENT and processes.count() == 1
-        return jnp.asarray(data) if resident else data
+        own = None
+        if processes.count() > 1:
+            every = np.arange(self.batch_size)
+            parts = self.mesh.batch().addressable_devices_indices_map((self.batch_size,))
+            own = np.unique(np.concatenate([every[index] for index in parts.values()]))
+        return Ahead(self.data.train, lambda n: self.pictures(n)[0], own)
 
 
 # --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
@@ -189,20 +183,6 @@ def pictures_of_step(count: int, batch_size: int, seed: int, step: int) -> np.nd
     """Return int64 [batch_size], the pictures of a step. Every epoch is a new permutation."""
     positions = step * batch_size + np.arange(batch_size)
     return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
-
-
-def mirrored_in_step(batch_size: int, seed: int, step: int) -> np.ndarray:
-    """Return bool [batch_size]: which pictures of a step are mirrored, half of them on average."""
-    return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5
-
-
-def _take(array: jax.Array | np.ndarray, index: tuple) -> jax.Array | np.ndarray:
-    return _take_on_device(array, index) if isinstance(array, jax.Array) else array[index]
-
-
-@jax.jit
-def _take_on_device(array, index: tuple):
-    return array[index]
 
 
 def whole_batches(count: int, batch_size: int) -> Iterator[slice]:
@@ -228,31 +208,19 @@ def learning_rate(
     return optax.join_schedules(pieces, [warm_up, warm_up + flat])
 
 
-def decays(params: Mapping) -> dict[str, bool]:
-    """Select what decays: matrices and convolutions, not embeddings, biases, scales or phi."""
-    return {name: name.endswith("/kernel") for name in params}
-
-
 def adamw(
     rate: optax.Schedule, b2: float, clip: float, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
-    """Return AdamW on gradients that are clipped to the norm `clip` over all parameters."""
+    """AdamW on gradients that are clipped to the norm `clip` over all parameters. Matrices and
+    convolutions decay; embeddings, biases, scales and phi do not."""
+
+    def decays(params: Mapping) -> dict[str, bool]:
+        return {name: name.endswith("/kernel") for name in params}
+
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
     )
-
-
-def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> dict:
-    """Return what a checkpoint holds, all arrays: {"params", "ema", "optimizer", "step"}."""
-    # an explicit type: weakly typed leaves would make the first step compile twice
-    params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
-    return {
-        "params": params,
-        "ema": jax.tree.map(jnp.copy, params),
-        "optimizer": optimizer.init(params),
-        "step": jnp.zeros((), jnp.int32),
-    }
 
 
 def gradients_of(loss_of: Callable, params: Mapping, batch: tuple, parts: int = 1) -> tuple:

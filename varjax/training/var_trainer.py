@@ -1,4 +1,4 @@
-"""Training of transformers in general and of VAR: teacher forcing on a finished codec's tokens.
+"""Training of transformers, VAR and LlamaGen: teacher forcing on a finished codec's tokens.
 
 Tokens, plain and mirrored, are made once, in float32, and kept in a file. All tokens of a picture
 are predicted at once, in VAR under the block-causal mask. The loss is their mean cross entropy.
@@ -23,9 +23,8 @@ from varjax.models.var.config import VARConfig
 from varjax.parallel import processes
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
-from varjax.training.ahead import Ahead
 from varjax.training.data import Dataset, to_float
-from varjax.training.decoding import InFiles
+from varjax.training.decoding import Ahead, InFiles
 from varjax.training.settings import TrainingSettings
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
@@ -54,10 +53,9 @@ class TransformerStage(TrainingStage):
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         chosen, mirrored = self.pictures(n)
-        tokens = self.train_items(mirrored.astype(int), chosen)
-        labels = self.data.train_labels[chosen]
-        tokens, labels = self.spread(tokens, labels)
-        return self._train(state, self._quantizer, tokens, labels, self.everywhere(self.key(n)))
+        tokens = self.data.train[mirrored.astype(int), chosen]
+        batch = self.spread(tokens, self.data.train_labels[chosen])
+        return self._train(state, self._quantizer, *batch, self.everywhere(self.key(n)))
 
     @functools.cached_property
     def _quantizer(self) -> Quantizer | None:
@@ -132,6 +130,29 @@ class VARStage(TransformerStage):
         return "per_scale", list(zip(schedule.starts, schedule.ends, strict=True))
 
 
+@dataclass(frozen=True)
+class LlamaGenStage(TransformerStage):
+    """Each token of a picture is predicted from the tokens before, row by row. As published,
+    dropout acts on the inputs and on what attention and feed-forward add (Sun et al. 2024, arXiv
+    2406.06525, appendix)."""
+
+    ema, clip = 0.999, 1.0
+
+    def logits(self, model, quantizer, tokens, labels, key):
+        context = model.encode_condition(labels, guided=False)
+        if key is None:
+            return model.teacher_forced(context, tokens[:, :-1])
+        key = jax.random.fold_in(key, 1)  # `key` itself has decided which labels are dropped
+        dropout = self.settings.dropout
+        return model.teacher_forced(context, tokens[:, :-1], dropout=dropout, key=key)
+
+    @property
+    def token_ranges(self) -> tuple[str, list[tuple[int, int]]]:
+        """Quarters from top to bottom."""
+        edges = [i * self.config.image_tokens // 4 for i in range(5)]
+        return "per_quarter", list(zip(edges, edges[1:], strict=False))
+
+
 def write_tokens(
     path: Path, codec: ImageCodec, pictures: Dataset, settings: TrainingSettings
 ) -> None:
@@ -163,33 +184,23 @@ def _tokens(
         own = together * batch + size * processes.index()
         return np.minimum(np.arange(own, own + size), len(images) - 1)
 
+    encode = jax.jit(type(codec).images_to_tokens)
     ahead = Ahead(images, rows_of) if isinstance(images, InFiles) else None
     for batch in range(batches):
         pixels = to_float(ahead.batch(batch) if ahead else images[rows_of(batch)])
         views = (pixels, pixels[:, :, ::-1]) if mirrored else (pixels,)
-        made = np.stack([_encode(codec, view) for view in views], axis=1)
+        made = np.stack([encode(codec, view) for view in views], axis=1)
         found.append(processes.say_all(made).reshape(-1, *made.shape[1:]))
     return np.concatenate(found)[: len(images)].swapaxes(0, 1)
-
-
-@jax.jit
-def _encode(codec: ImageCodec, images) -> jax.Array:
-    return codec.images_to_tokens(images)
 
 
 def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> Dataset:
     """Return `pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L].
 
-    `UserError` unless the file holds tokens of such pictures for a model of this configuration.
+    `UserError` if the file is damaged or holds tokens of other pictures.
     """
-    count, length = len(pictures.train), config.total_tokens
-    most = 8 * 2 * count * length  # bytes; they may pack well
-    try:
-        found = npz.load(path, TOKENS, max(most, npz.LARGEST))
-        train, labels, val, val_labels = (found[name] for name in TOKENS)
-    except (UserError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it to make it again") from None
-    shapes = train.shape == (2, count, length) and val.shape == (len(val_labels), length)
-    if not shapes or not np.array_equal(labels, pictures.train_labels):
+    most = 8 * 2 * len(pictures.train) * config.total_tokens  # bytes; they may pack well
+    found = npz.load(path, TOKENS, max(most, npz.LARGEST))
+    if not np.array_equal(found["train_labels"], pictures.train_labels):
         raise UserError(f"{path} holds tokens of other pictures: delete it to make it again")
-    return replace(pictures, train=train, val=val, val_labels=val_labels)
+    return replace(pictures, train=found["train"], val=found["val"], val_labels=found["val_labels"])

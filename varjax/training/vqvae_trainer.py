@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Float
 
 from varjax.codecs.autoencoder import ImageCodec
 from varjax.training.data import to_float
@@ -49,7 +49,7 @@ class VQVAEStage(TrainingStage):
         return {**super().state_of(params), "usage": jnp.zeros(self.config.vocab_size)}
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        settings, images = self.settings, self._images(n)
+        settings, images = self.settings, self._pixels(n)
         quantise = n >= settings.autoencoder_steps
         since = n - settings.autoencoder_steps
         if self.given:  # codes of a checkpoint are trained, and never moved
@@ -66,7 +66,7 @@ class VQVAEStage(TrainingStage):
         pictures, codec = self.data.val[: self.settings.max_validation], self.model(state["ema"])
         errors, usage = [], 0
         for rows in whole_batches(len(pictures), self.batch_size):
-            (images,) = self.spread(jnp.asarray(to_float(pictures[rows])))
+            (images,) = self.spread(to_float(pictures[rows]))
             found, used = self._reconstruction_error(codec, images)
             errors.append(found)
             usage = usage + used
@@ -79,19 +79,16 @@ class VQVAEStage(TrainingStage):
             "perplexity": float(perplexity(jnp.asarray(usage))),
         }
 
-    def _images(self, n: int) -> jax.Array:
-        """Return the pictures of step n, [B, S, S, 3] in [-1, 1], half of them mirrored."""
-        chosen, mirrored = self.pictures(n)
-        images = self.ahead.batch(n) if self.ahead else self.train_items(chosen)
-        return _pixels(*self.spread(images, mirrored))
+    def _pixels(self, n: int) -> jax.Array | np.ndarray:
+        return self.spread(to_float(self.images(n)[0]))[0]
 
     def _place_codes(self, state: dict, n: int) -> dict:
         """Put the first codes into the state: k-means of the vectors of some batches."""
         count = self.config.vocab_size
         wanted = VECTORS_PER_CODE * count
-        vectors = [self._first_vectors(state, self._images(n))]
+        vectors = [self._first_vectors(state, self._pixels(n))]
         for i in range(1, -(-wanted // len(vectors[0]))):
-            vectors.append(self._first_vectors(state, self._images(n + i)))
+            vectors.append(self._first_vectors(state, self._pixels(n + i)))
         key, moved = self.everywhere((self.key(n), jnp.ones(count, bool)))
         codes = k_means(key, jnp.concatenate(vectors)[:wanted], count)
         state = _with_codes(state, codes, moved)
@@ -105,8 +102,8 @@ class VQVAEStage(TrainingStage):
         new, (_, (metrics, used)), norm = descend(
             state, loss_of, (images,), self.optimizer(), self.ema, self.settings.accumulate
         )
-        new = self.kept({**new, "usage": state["usage"] + used})
-        return new, {**metrics, "gradient_norm": norm}
+        new = {**new, "usage": state["usage"] + used}
+        return self.kept(new), {**metrics, "gradient_norm": norm}
 
     def _loss(self, params: dict, images, quantise: bool):
         codec, dtype = self.model(self.mesh.in_use(params)), jnp.dtype(self.settings.dtype)
@@ -149,15 +146,6 @@ class VQVAEStage(TrainingStage):
         return self.seen((errors, self._usage(tokens)))
 
 
-@jax.jit
-def _pixels(
-    images: UInt8[Array, "B S S 3"], mirrored: Bool[Array, " B"]
-) -> Float[Array, "B S S 3"]:
-    images = jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
-    # a look-up gives every device the numbers that the host would compute
-    return jnp.asarray(to_float(np.arange(256)))[images]
-
-
 def _with_codes(state: Mapping, codes, moved) -> dict:
     """Return the state with new codes where `moved`, also in the average, and with usage zero."""
     name = _codes_name(state)
@@ -177,11 +165,6 @@ def _codes_name(state: Mapping) -> str:
 # --- a codebook that does not collapse: first codes from k-means, seldom used ones placed anew ----
 
 
-def _nearest(vectors: Float[Array, "n C"], codes: Float[Array, "V C"]) -> Int[Array, " n"]:
-    distances = jnp.square(codes).sum(-1) - 2 * vectors @ codes.T
-    return jnp.argmin(distances, axis=-1)
-
-
 def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Array, "V C"]:
     """Return `count` random vectors with a little noise, all different where there are enough."""
     pick, noise = jax.random.split(key)
@@ -197,7 +180,8 @@ def k_means(key: Array, vectors: Float[Array, "n C"], num_codes: int) -> Float[A
     start, key = jax.random.split(key)
 
     def improve(codes, key):
-        owner = _nearest(vectors, codes)
+        distances = jnp.square(codes).sum(-1) - 2 * vectors @ codes.T
+        owner = jnp.argmin(distances, axis=-1)
         counts = jnp.zeros(num_codes).at[owner].add(1)
         sums = jnp.zeros_like(codes).at[owner].add(vectors)
         means = sums / jnp.maximum(counts, 1)[:, None]
