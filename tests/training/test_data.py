@@ -65,52 +65,6 @@ def test_class_folders(tmp_path):
     assert (np.ptp(splits.train, axis=(1, 2, 3)) == 0).all()
 
 
-def _kinds() -> dict[str, bytes]:
-    """Files that all show 57 above white: {name: content}."""
-    grey = np.repeat(np.array([57, 255], np.uint8), 32).reshape(8, 8)
-    picture, turned = Image.fromarray(grey), Image.Exif()
-    turned[0x0112] = 6
-    clear = Image.fromarray(np.where(grey == 57, grey, 0))
-    clear.putalpha(Image.fromarray(np.where(grey == 57, np.uint8(255), np.uint8(0))))
-    white, palette = Image.new("L", (8, 8), 255), Image.fromarray((grey == 255).astype(np.uint8))
-    palette.putpalette([57, 57, 57, 0, 0, 0])
-    files = {
-        "grey.bmp": (picture, {}),
-        "grey16.png": (Image.fromarray(grey * np.uint16(256) + np.uint16(99)), {}),
-        "turned.png": (picture.convert("RGB").rotate(90), {"exif": turned}),
-        "clear.png": (clear, {}),
-        "palette.png": (palette, {"transparency": 1}),
-        "inks.jpg": (picture.convert("CMYK"), {"quality": 100}),
-        "animated.webp": (picture, {"lossless": True, "save_all": 1, "append_images": [white]}),
-    }
-    found = {}
-    for name, (image, options) in files.items():
-        kind = Image.registered_extensions()[name[name.index(".") :]]
-        image.save(file := io.BytesIO(), kind, **options)
-        found[name] = file.getvalue()
-    return found
-
-
-def test_pictures_are_read_as_by_edit(tmp_path, monkeypatch):
-    """Upper bits of 16, upright, transparency on white: in class folders and packed."""
-    files, folder = _kinds(), tmp_path / "folder" / "a"
-    folder.mkdir(parents=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    offsets = np.cumsum([0, *map(len, files.values())])
-    packed = np.frombuffer(b"".join(files.values()), np.uint8)
-    np.savez(tmp_path / "x.npz", data=packed, offsets=offsets, labels=np.zeros(len(files), int))
-    for path in (folder.parent, tmp_path / "x.npz"):
-        found = data.load(path, 8)
-        images = np.concatenate([found.train, found.val]).astype(int)
-        assert len(images) == len(files)
-        assert abs(images[:, :4] - 57).max() <= 3 and images[:, 4:].min() >= 252
-        with monkeypatch.context() as patch:
-            patch.setattr("varjax.io.pictures.MOST_PIXELS", 63)
-            with pytest.raises(UserError, match="8 x 8 pixels: at most 63 work"):
-                data.load(path, 8)
-
-
 def test_what_is_hidden_is_no_picture(tmp_path):
     """Neither of training nor of evaluation: forks of macOS, checkpoints of notebooks."""
     names = [f"{name}/{i}.png" for name in "ab" for i in range(4)]

@@ -5,9 +5,6 @@ import jax
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
-from varjax.parallel.training import TrainingMesh
-from varjax.training import session
 from varjax.training.data import Dataset
 from varjax.training.var_trainer import VARStage
 from varjax.training.vqvae_trainer import VQVAEStage
@@ -48,12 +45,3 @@ def test_same_losses_in_less_memory(tiny):
         stage = _stage(tiny, **changes)
         np.testing.assert_allclose(_losses(stage), losses, atol=within, rtol=within)
         assert _temporary_bytes(stage) < 0.8 * size, changes
-
-
-def test_a_step_that_cannot_be_divided(tiny, tmp_path):
-    message = "var_batch_size=8 cannot be split evenly over accumulate=3: choose a multiple of 3"
-    with pytest.raises(UserError, match=message):
-        session.train(
-            tiny(accumulate=3, vqvae_batch_size=9), "both", tmp_path / "out", mesh=TrainingMesh()
-        )
-    assert not (tmp_path / "out").exists()

@@ -151,12 +151,6 @@ def test_wrong_settings(tiny, changes, message):
         tiny(**changes)
 
 
-def test_batches_larger_than_the_data(tiny, tmp_path):
-    with pytest.raises(UserError, match="var_batch_size=62 given, but there are 61 training"):
-        session.train(tiny(var_batch_size=62), "both", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("text", ["[1]", ""])
 def test_damaged_settings(tiny, tmp_path, text):
     folder = tmp_path / "run" / "vqvae"

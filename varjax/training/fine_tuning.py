@@ -19,7 +19,6 @@ from varjax.models import registry
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
 from varjax.nn import parameters
-from varjax.parallel.sharding import place
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset
 from varjax.training.settings import FAMILIES, TrainingSettings
@@ -134,11 +133,7 @@ class Start:
         wanted = {part: "float32"}
         return checkpoint.load(folder, registry.CATALOGUE, wanted, on_host=True)[0][part]
 
-    def codec_parameters(self, places: Mapping) -> dict:
-        """{name: array} of the codec. places: {name: sharding}."""
-        return place(parameters.named(self.load("codec")), places)
-
-    def transformer_parameters(self, rows: Sequence[int], seed: int, places: Mapping) -> dict:
+    def transformer_parameters(self, rows: Sequence[int], seed: int) -> dict:
         """{name: array} of the transformer. rows: for each class of the data its class here, or -1
         (`classes`): then its embedding is drawn, with the mean and spread of those that are there.
         """
@@ -150,7 +145,7 @@ class Start:
         drawn = old.mean(0) + (old - old.mean(0)).std() * drawn
         rows = np.asarray(rows)
         own = np.where(rows[:, None] < 0, drawn, old[rows]).astype(table.dtype)
-        return place({**found, CLASSES: np.concatenate([own, null])}, places)
+        return {**found, CLASSES: np.concatenate([own, null])}
 
     def classes(self, pictures: Dataset) -> tuple[list[int], str]:
         """For each class of the data the same class of the checkpoint, or -1; and a line about it.

@@ -61,8 +61,9 @@ def train(
         out, mesh = Path(out), TrainingMesh() if mesh is None else mesh
         trained = _trained(settings, stage, out)
         for name in trained:
-            size = getattr(settings, f"{name}_batch_size")
-            mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
+            if not _is_finished(settings, name, out):
+                size = getattr(settings, f"{name}_batch_size")
+                mesh.check_batch(f"{name}_batch_size", size, settings.accumulate)
     # the folder of the data may have another path on another machine; its content is compared
     own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     own |= {"data": Path(settings.data).name, "start": settings.start and settings.start.digest}
@@ -75,8 +76,8 @@ def train(
         with processes.together():
             stages = (stage,) if stage in ("vqvae", "classifier") else ("vqvae", "var")
             loop.check_folder(out, {name: settings.deciding(name) for name in stages})
-            last = out / "var" / loop.CHECKPOINTS / str(settings.var_steps)
-            if "var" in stages and (out / MODEL / manifest.NAME).is_file() and last.is_dir():
+            done = "var" in stages and _is_finished(settings, "var", out)
+            if done and (out / MODEL / manifest.NAME).is_file():
                 return out / MODEL  # it stays, with what was added to it
             if stage != "vqvae":
                 check_new_folder(out / MODEL, replaces=checkpoint.written, flag="out")
@@ -84,6 +85,11 @@ def train(
         if stage == "classifier":
             return _train_classifier(settings, pictures, out, quiet, mesh)
         return _train(settings, stage, trained, pictures, out, quiet, mesh)
+
+
+def _is_finished(settings: TrainingSettings, stage: str, out: Path) -> bool:
+    steps = getattr(settings, f"{stage}_steps")
+    return (out / stage / loop.CHECKPOINTS / str(steps)).is_dir()
 
 
 def _trained(settings: TrainingSettings, stage: str, out: Path) -> tuple[str, ...]:
@@ -163,7 +169,7 @@ def _train(
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
     start, given = settings.start, None
     if "vqvae" in trained:
-        codec_given = start.codec_parameters if start else None
+        codec_given = (lambda: parameters.named(start.load("codec"))) if start else None
         codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
         state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
         codec = codec_stage.model(processes.gathered(state["ema"]))

@@ -46,8 +46,8 @@ class TrainingStage:
     config: object
     data: Dataset = field(compare=False, repr=False)
     mesh: TrainingMesh = field(default=TrainingMesh(), kw_only=True)
-    # {name: sharding} -> {name: array}, the parameters before step 0; None: they are drawn
-    given: Callable[[Mapping], Mapping] | None = field(
+    # returns {name: array}, the parameters before step 0; None: they are drawn
+    given: Callable[[], Mapping] | None = field(
         default=None, kw_only=True, compare=False, repr=False
     )
 
@@ -84,16 +84,14 @@ class TrainingStage:
         part of averages and moments."""
         places = self.places(self.shapes)
         if self.given:
-            params = self.given(places["params"])
+            params = self.given()
         else:
             drawn = self.network(self.config, rngs=nnx.Rngs(self.settings.seed))
             params = parameters.named(drawn)
         if self.mesh.size == 1:
             return jax.device_put(self.state_of(params), places)
-        if not self.given:
-            # a compiled initialisation of all parameters takes minutes to compile
-            params = {name: place(array, self.mesh.state(array)) for name, array in params.items()}
-        return jax.jit(self.state_of, out_shardings=places)(params)
+        # a compiled initialisation of all parameters takes minutes to compile
+        return jax.jit(self.state_of, out_shardings=places)(place(params, places["params"]))
 
     @cached_property
     def shapes(self) -> dict:
