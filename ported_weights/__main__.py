@@ -51,7 +51,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.sampling import RECOMMENDABLE
-from varjax.storage import places
+from varjax.storage.names import converted
 
 ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
 FLAGS = CommandFlags(
@@ -132,14 +132,14 @@ def main(argv) -> None:
         _refuse_others(given, *names, "out", "dtype", "overwrite")
         files = {name: given[name] for name in names}
         convert.convert(PublishedModel(**files), out, dtype=dtype, overwrite=overwrite)
-        name = model if Path(out) == places.converted(model) else shlex.quote(out)
+        name = model if Path(out) == converted(model) else shlex.quote(out)
         print(f"next: python -m experiments.run --checkpoint={name} --policy=headkv")
 
 
 def _fetched(given: dict) -> dict:
     """Return --out and the files of --source=hub. --out is checked before anything is loaded."""
     model = given["model"]
-    out = Path(given["out"] or places.converted(model))
+    out = Path(given["out"] or converted(model))
     if not given["out"] and model in hub.names():
         out.parent.mkdir(parents=True, exist_ok=True)
     convert.check_output(str(out), given["dtype"], given["overwrite"])

@@ -20,7 +20,7 @@ from varjax.errors import UserError
 from varjax.model import load
 from varjax.model_names import found
 from varjax.models import registry
-from varjax.storage import places
+from varjax.storage import names
 
 FIXTURES = ROOT / "tests" / "fixtures" / "var"
 REPO = "FoundationVision/var"
@@ -76,8 +76,8 @@ def refused(outcome, *words):
     line = next(line for line in err.splitlines() if line.startswith("error:"))
     for word in words:
         assert word in line, line
-    assert not places.converted("var-custom").exists()
-    assert not list(places.converted("x").parent.glob(".*"))
+    assert not names.converted("var-custom").exists()
+    assert not list(names.converted("x").parent.glob(".*"))
 
 
 def test_by_name(served, convert):
@@ -85,7 +85,7 @@ def test_by_name(served, convert):
     status, out, err = convert()
     assert status == 0, err
     assert "385,755 parameters written" in out and f"revision {'c' * 40}" in err
-    folder = places.converted("var-custom")
+    folder = names.converted("var-custom")
     described = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     assert {Path(s["file"]).name for s in described["sources"]} == {
         "var.safetensors",
@@ -156,7 +156,7 @@ def test_plain_headers_of_any_hub():
 def test_a_link_out_of_the_cache(served, convert, tmp_path):
     """It is neither read nor removed. The cache itself, and a repository in it, may be links."""
     assert convert()[0] == 0
-    shutil.rmtree(places.converted("var-custom"))
+    shutil.rmtree(names.converted("var-custom"))
     [found] = (tmp_path / "hub").rglob("var.safetensors")
     blob, precious = found.resolve(), tmp_path / "precious"
     blob.rename(precious)
@@ -233,9 +233,9 @@ def test_a_converted_model_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="--model=var-d16 --source=hub` converts them"):
         load("var-d16")
-    shutil.copytree(models.checkpoint_folder("c_k5_nol2norm"), places.converted("var-d16"))
+    shutil.copytree(models.checkpoint_folder("c_k5_nol2norm"), names.converted("var-d16"))
     model = load("var-d16")
-    assert model.name == "var-d16" and model.directory == places.converted("var-d16")
+    assert model.name == "var-d16" and model.directory == names.converted("var-d16")
     assert found("var-d20") == "var-d20" and found(None) is None
     (tmp_path / "var-d16").mkdir()  # a folder that is here comes first
     assert found("var-d16") == "var-d16"

@@ -1,7 +1,6 @@
 """Orbax on a full disk: an error of the system that names the folder."""
 
 import errno
-from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint
@@ -88,9 +87,3 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
             arrays.write(tmp_path / "params", {"a": np.zeros(2)})
         assert raised is kind or caught.value.errno == errno.ENOSPC
         assert not list(tmp_path.iterdir())
-
-
-def test_reading_what_is_not_there(tmp_path):
-    for folder in (tmp_path / "nowhere", Path("/dev/null")):
-        with pytest.raises(arrays.UserError, match="cannot read the parameters in"):
-            arrays.read(folder, {}, {}, "model.json")

@@ -9,7 +9,7 @@ import pytest
 from varjax.errors import UserError
 from varjax.nn import quantized
 from varjax.nn.schemes import SCHEMES
-from varjax.storage import arrays, by_part
+from varjax.storage import arrays
 
 DRAWN = np.random.default_rng(0).normal(size=(3, 32, 48)).astype(np.float32)
 QKV = ((8, 16), (24, 32), (40, 48))  # the second half of every section
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 def stored(folder, dtype="float32"):
-    return by_part.stored(folder, "blocks/qkv/kernel", DRAWN.shape, jnp.dtype(dtype))
+    return arrays.by_part(folder, "blocks/qkv/kernel", DRAWN.shape, jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

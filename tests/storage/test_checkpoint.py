@@ -222,10 +222,8 @@ _RECORD = {"size": 3, "crc32": "00000000"}
 ENTRIES = {  # ABSENT: without the entry
     "version": ({"format_version": 2}, "format version 2, this varjax reads version 1"),
     "true_version": ({"format_version": True}, "format version True"),
-    "no_version": ({"format_version": ABSENT}, "format version None"),
     "family": ({"family": "vrr"}, "unknown family 'vrr', known are var"),
     "no_transformer": ({"transformer": ABSENT}, "entry 'transformer' is missing"),
-    "no_schedule": ({"schedule": ABSENT}, "entry 'schedule' is missing"),
     "schedule": ({"schedule": [[1, 1], [2, 2]]}, "inconsistent: schedule"),
     "codec": ({"codec": {"ch": "wide"}}, "entry 'codec'.*ch is 'wide'"),
     "no_classes": ({"num_classes": ABSENT}, "num_classes 0 but"),
@@ -233,31 +231,19 @@ ENTRIES = {  # ABSENT: without the entry
     "no_files": ({"files": ABSENT}, "'files' is missing"),
     "few_names": ({"class_names": ["a", "b"]}, "has 2 names: it must be a list of 3 texts"),
     "number_name": ({"class_names": ["a", "b", 3]}, "must be a list of 3 texts"),
-    "text_names": ({"class_names": "abc"}, "must be a list of 3 texts"),
     "sampling_null": ({"sampling": None}, "'sampling'.*must hold names and values"),
-    "sampling_list": ({"sampling": [1]}, "'sampling'.*must hold names and values"),
-    "sampling_text": ({"sampling": "x"}, "'sampling'.*must hold names and values"),
     "top_k": ({"sampling": {"top_k": 1.5}}, "'sampling': top_k=1.5"),
-    "large_top_k": ({"sampling": {"top_k": 13}}, "'sampling': top_k=13"),
-    "cfg_text": ({"sampling": {"cfg": "1"}}, "'sampling': cfg='1'"),
-    "cfg_null": ({"sampling": {"cfg": None}}, "'sampling': cfg=None"),
     "cfg_nan": ({"sampling": {"cfg": float("nan")}}, "'sampling': cfg=nan"),
     "files_list": ({"files": ["x"]}, "'files' is missing"),
     "record_null": ({"files": {"x": None}}, "'files': 'x' has the record None"),
-    "record_crc": ({"files": {"x": {"size": 3}}}, "'files': 'x'"),
     "record_outside": ({"files": {"../x": _RECORD}}, "needed are paths inside the folder"),
     "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
     "no_checksums": ({"files": {}}, "damaged or incomplete: there is no checksum of"),
     "other_classes": ({"num_classes": 10**12}, "inconsistent: num_classes 1000000000000 but .* 3"),
     "dtype": ({"dtype": "x"}, "dtype: 'x' in the description, float32 in the"),
-    "other_dtype": ({"dtype": "bfloat16"}, "dtype: 'bfloat16' in the description, float32"),
-    "count": ({"parameters": -1}, "parameters: -1 in the description"),
     "true_count": ({"parameters": True}, "parameters: True in the description"),
     "sources": ({"sources": 3}, "entry 'sources' is missing or malformed"),
-    "other_count": (
-        {"parameters": 7},
-        "describes: parameters: 7 in the description, [0-9]+ in the files",
-    ),
+    "count": ({"parameters": 7}, "describes: parameters: 7 in the description, [0-9]+ in the"),
 }
 
 
@@ -281,21 +267,6 @@ def test_both_parts_must_belong_together(copy, changes):
         manifest.read(copy, FAMILIES)
 
 
-@pytest.mark.parametrize("depth", [100, 990, 100_000])
-@pytest.mark.parametrize("marks", ["[]", ('{"a":', "}")])
-def test_deeply_nested_descriptions(tmp_path, depth, marks):
-    text = marks[0] * depth + "1" + marks[1] * depth
-    (tmp_path / "model.json").write_text(text)
-    with pytest.raises(UserError, match="nested more than 64 deep"):
-        manifest.read(tmp_path, FAMILIES)
-
-
-def test_a_key_that_is_there_twice(tmp_path):
-    (tmp_path / "model.json").write_text('{"family": "var", "sizes": {"a": 1, "a": 2}}')
-    with pytest.raises(UserError, match="key 'a' is there twice"):
-        manifest.read(tmp_path, FAMILIES)
-
-
 @pytest.mark.parametrize(
     "metadata", [{"class_names": ["a"]}, {"sampling": {"cfg": "x"}}, {"sampling": None}]
 )
@@ -303,17 +274,6 @@ def test_wrong_entries_are_not_written(tmp_path, modules, metadata):
     with pytest.raises(UserError, match=next(iter(metadata))):
         _save(tmp_path / "new" / "x", modules, metadata=metadata)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "name, match",
-    [("", "is no folder"), ("a\0b", "NUL byte"), ("x" * 300, "at most"), ("f/x", "not a folder")],
-)
-def test_impossible_folders(tmp_path, modules, monkeypatch, name, match):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "f").write_text("")
-    with pytest.raises(UserError, match=match):
-        _save(name, modules, overwrite=True)
 
 
 def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatch):
@@ -333,14 +293,23 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
         assert line in text
 
 
+UNREADABLE = {
+    "{": "model.json",
+    "[1]": "must hold a JSON object",
+    "[" * 100 + "]" * 100: "nested more than 64 deep",
+    '{"a":' * 10**5 + "1" + "}" * 10**5: "nested more than 64 deep",
+    '{"family": "var", "sizes": {"a": 1, "a": 2}}': "key 'a' is there twice",
+}
+
+
 def test_not_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="no checkpoint folder"):
         checkpoint.load(tmp_path / "nowhere", CATALOGUE)
     with pytest.raises(UserError, match="is not a varjax checkpoint: it has no model.json"):
         checkpoint.load(tmp_path, CATALOGUE)
-    for text in ("{", "[1]", "\x00"):
+    for text, message in UNREADABLE.items():
         (tmp_path / "model.json").write_text(text)
-        with pytest.raises(UserError, match="model.json"):
+        with pytest.raises(UserError, match=message):
             checkpoint.load(tmp_path, CATALOGUE)
 
 
@@ -351,26 +320,24 @@ def _files(folder):
     return sorted(f for f in (folder / "params").rglob("*") if f.is_file())
 
 
-def test_truncated_or_missing_files_are_named(saved, tmp_path):
-    for number, file in enumerate(_files(saved)):
-        damaged = shutil.copytree(saved, tmp_path / str(number))
-        target = damaged / file.relative_to(saved)
-        target.write_bytes(file.read_bytes()[:-1])
-        with pytest.raises(UserError, match=f"{file.name} has .* bytes instead of"):
-            checkpoint.load(damaged, CATALOGUE)
-        target.unlink()
-        with pytest.raises(UserError, match=f"{file.name} is missing"):
-            checkpoint.load(damaged, CATALOGUE)
+def _altered(data: bytes) -> bytes:
+    middle = len(data) // 3, len(data) // 3 + len(data) // 2
+    return data[: middle[0]] + bytes(middle[1] - middle[0]) + data[middle[1] :]
 
 
-def test_altered_bytes_are_found(saved, tmp_path):
+DAMAGES = {
+    "has .* bytes instead of": lambda file, data: file.write_bytes(data[:-1]),
+    "is missing": lambda file, data: file.unlink(),
+    "has been altered": lambda file, data: file.write_bytes(_altered(data)),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_every_damaged_file_is_named(saved, tmp_path, said):
     for number, file in enumerate(_files(saved)):
         damaged = shutil.copytree(saved, tmp_path / str(number))
-        data = bytearray(file.read_bytes())
-        start = len(data) // 3
-        data[start : start + len(data) // 2] = bytes(len(data) // 2)
-        (damaged / file.relative_to(saved)).write_bytes(data)
-        with pytest.raises(UserError, match=f"{file.name} has been altered"):
+        DAMAGES[said](damaged / file.relative_to(saved), file.read_bytes())
+        with pytest.raises(UserError, match=f"{file.name} {said}"):
             checkpoint.load(damaged, CATALOGUE)
 
 

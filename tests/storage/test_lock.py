@@ -40,11 +40,3 @@ def test_a_folder_made_for_nothing_vanishes(tmp_path):
     with lock.held(tmp_path / "mine", ""):
         pass
     assert (tmp_path / "mine").is_dir()
-
-
-def test_the_same_process_holds_it_once(tmp_path):
-    with lock.held(tmp_path, ""), pytest.raises(UserError, match="in use"):
-        with lock.held(tmp_path, "in use"):
-            pass
-    with lock.held(tmp_path, "in use"):
-        assert (tmp_path / lock.NAME).exists()

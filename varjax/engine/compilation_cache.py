@@ -15,7 +15,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from varjax.errors import UserError
-from varjax.storage.places import cache_folder
+from varjax.storage.names import cache_folder
 
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.

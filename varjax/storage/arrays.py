@@ -1,9 +1,13 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import asyncio
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +21,47 @@ from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
 from varjax.nn.quantized import Leaf, Quantized, quantize
 from varjax.nn.schemes import Scheme
-from varjax.nn.stored import Stored
-from varjax.storage import by_part, ordinary
-from varjax.storage.orbax_errors import failed_reading, failed_writing
+from varjax.nn.stored import WHOLE, Ranges, Stored
+from varjax.storage import ordinary
 
 CHUNK_BYTES = 2**26  # of stored arrays
 TOGETHER_BYTES = 2**24  # of arrays that are written at the same time
+
+
+@contextlib.contextmanager
+def failed_reading(
+    folder: Path, advice: str = "convert or copy the checkpoint again"
+) -> Iterator[None]:
+    """Turns every error over damaged files into a `UserError` that names the folder."""
+    try:
+        yield
+    except (UserError, MemoryError, jax.errors.JaxRuntimeError):  # the last: device memory is full
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        raise UserError(
+            f"cannot read the parameters in {folder}: the files are damaged or incomplete"
+            f" ({reason}); {advice}"
+        ) from error
+
+
+@contextlib.contextmanager
+def failed_writing(folder: Path) -> Iterator[None]:
+    """Turns an error over a full disk and the like into an `OSError` that names the new `folder`,
+    of which nothing is left then."""
+    try:
+        yield
+    except BaseException as error:
+        for _ in range(20):  # Orbax's threads may still be writing
+            for path in (folder, *folder.parent.glob(f"{folder.name}.orbax-checkpoint-tmp*")):
+                shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.05)
+        # TensorStore hides the system's number in the text of a ValueError
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        if number is None or getattr(error, "filename", None):
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
 
 
 def floating_dtype(dtype) -> np.dtype | None:
@@ -38,13 +77,6 @@ def floating_dtype(dtype) -> np.dtype | None:
     return found
 
 
-def _type_of(leaf, floating: np.dtype | None):
-    """The leaf's own type, or `floating` where it is given and the leaf has floating numbers."""
-    if floating is not None and parameters.is_floating(leaf.dtype):
-        return floating
-    return leaf.dtype
-
-
 def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
     """{name: array} of a module in host memory, floating ones in `dtype` if given."""
     wanted, arrays = floating_dtype(dtype), {}
@@ -54,8 +86,8 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
                 f"{name} is in 8 bits, and checkpoints hold what models were trained with: write "
                 f"the model that it was made from"
             )
-        kind = _type_of(leaf, wanted)
-        arrays[name] = np.asarray(leaf if leaf.dtype == kind else leaf.astype(kind))
+        cast = wanted is not None and parameters.is_floating(leaf.dtype)
+        arrays[name] = np.asarray(leaf.astype(wanted) if cast and leaf.dtype != wanted else leaf)
     return arrays
 
 
@@ -173,10 +205,18 @@ def read(
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = flatten_dict(checkpointer.metadata(path).item_metadata.tree, sep="/")
         _check(folder, stored, expected, described_in, said)
-        types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
+        types = {}
+        for name, dtype in wanted.items():
+            kind = stored[name].dtype
+            types[name] = kind if dtype is None or not parameters.is_floating(kind) else dtype
         in_8_bits = in_8_bits or {}
         if on_disk:
-            return _on_disk(folder, expected, stored, types, in_8_bits)
+            found = {}
+            for name, kind in types.items():
+                scheme, shape = in_8_bits.get(name), tuple(expected[name].shape)
+                array = by_part(folder, name, shape, stored[name].dtype if scheme else kind)
+                found[name] = quantize(array, scheme, kind) if scheme else array
+            return found
         plain = {name: kind for name, kind in types.items() if name not in in_8_bits}
         found = _restore(checkpointer, path, plain, on_host)
         for name, scheme in in_8_bits.items():
@@ -184,19 +224,6 @@ def read(
             (matrix,) = _restore(checkpointer, path, {name: stored[name].dtype}, True).values()
             found[name] = quantize(matrix, scheme, types[name])
         return found if on_host else jax.tree.map(jnp.asarray, found)
-
-
-def _on_disk(
-    folder: Path, expected: Mapping, stored: Mapping, types: Mapping, in_8_bits: Mapping
-) -> dict[str, Stored | Quantized]:
-    """The arrays named in {name: type}, read by part later; in 8 bits those with a scheme."""
-    found = {}
-    for name, kind in types.items():
-        read_as = stored[name].dtype if name in in_8_bits else kind
-        array = by_part.stored(folder, name, tuple(expected[name].shape), read_as)
-        scheme = in_8_bits.get(name)
-        found[name] = quantize(array, scheme, kind) if scheme else array
-    return found
 
 
 def _check(
@@ -236,3 +263,37 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
     found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
     return jax.block_until_ready(flatten_dict(found, sep="/"))
+
+
+def by_part(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
+    """An array of the tree in `folder` (`write`), floating numbers cast to `dtype` as they are
+    read. `UserError` then if files are damaged.
+
+    TensorStore, which is what Orbax reads with, gives ranges of an array: only chunks that a range
+    touches are read and unpacked. Orbax itself gives whole arrays, or equal shares of contiguous
+    indices; queries, keys and values side by side are shared section by section.
+    """
+
+    def read_ranges(axis: int | None, ranges: Ranges) -> np.ndarray:
+        import tensorstore as ts  # here: commands without weights do not wait for it
+
+        with failed_reading(folder):
+            base, key = folder.absolute().as_posix(), name.replace("/", ".")
+            place = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{key}/"}
+            store = ts.open({"driver": "auto", "kvstore": place}, open=True, read=True).result()
+            if store.dtype.numpy_dtype != dtype:
+                store = ts.cast(store, dtype)
+            if axis is WHOLE:
+                return store.read().result()
+            before = (slice(None),) * axis
+            if len(ranges) == 1:
+                return store[(*before, slice(*ranges[0]))].read().result()
+            # filled section by section: beside the result only one of them is in memory
+            size, start = sum(end - first for first, end in ranges), 0
+            found = np.empty((*shape[:axis], size, *shape[axis + 1 :]), dtype)
+            for first, end in ranges:
+                section = store[(*before, slice(first, end))].read().result()
+                found[(*before, slice(start, start := start + end - first))] = section
+            return found
+
+    return Stored(shape, np.dtype(dtype), read_ranges)

@@ -107,7 +107,13 @@ def save(
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
     with new_folder(directory, replaces=written if overwrite else None) as folder:
         tree = {name: module for name, module in parts.items() if name not in own}
-        content = _write_tree(directory, folder, what, tree, metadata, dtype)
+        configs = {name: module.config for name, module in tree.items()}
+        free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
+        manifest.check_entries(directory, what, free, configs)
+        params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in tree.items()})
+        arrays.write(folder / PARAMS, params)
+        content = {**free, **manifest.compose(what, configs, params)}
+        content["files"] = checksums.file_records(folder / PARAMS)
         for name, source in beside.items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, folder / name)
@@ -162,23 +168,15 @@ def _write_part(
     params = arrays.host_arrays(module, dtype)
     arrays.write(folder / PARAMS, params)
     own = [{k: v for k, v in s.items() if k != "part"} for s in sources if s.get("part") == name]
-    content = {"sources": own, **manifest.compose_part(part, module.config, params)}
-    content["files"] = checksums.file_records(folder)
+    content = {
+        "format_version": manifest.FORMAT_VERSION,
+        "kind": part.name.lower(),
+        "sources": own,
+        "config": module.config.to_published(),
+        **arrays.totals(params),
+        "files": checksums.file_records(folder),
+    }
     manifest.write(folder, content, f"{name}.json")
-
-
-def _write_tree(
-    where, folder: Path, family: Family, parts: Mapping, metadata: Mapping, dtype
-) -> dict:
-    """Writes the parts that share a tree, and returns the content of `model.json`. where: the
-    checkpoint, for messages."""
-    configs = {name: module.config for name, module in parts.items()}
-    free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
-    manifest.check_entries(where, family, free, configs)
-    params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in parts.items()})
-    arrays.write(folder / PARAMS, params)
-    content = {**free, **manifest.compose(family, configs, params)}
-    return content | {"files": checksums.file_records(folder / PARAMS)}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -245,12 +243,25 @@ def load(
     described, metadata = describe(path, known, dtypes)
     dtypes = dict.fromkeys(described) if dtypes is None else dtypes
     tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
-    modules = _abstract_tree(path, metadata, known) if tree else {}
-    how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk, "said": metadata}
-    loaded = _load_tree(path, metadata, modules, tree, how) if tree else {}
+    loaded = {}
+    if tree:  # names and shapes are checked for all its parts
+        checksums.check_files(path / PARAMS, metadata["files"], within=".")
+        modules = _abstract_tree(path, metadata, known)
+        named = {name: parameters.named(module) for name, module in modules.items()}
+        wanted = _prefixed({part: dict.fromkeys(named[part], tree[part]) for part in tree})
+        how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk, "said": metadata}
+        found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
+        for part in tree:
+            own = {name: found[f"{part}/{name}"] for name in named[part]}
+            loaded[part] = parameters.fill(modules[part], own)
     for name in described.keys() - tree.keys():
-        given = described[name], dtypes[name], on_host
-        loaded[name] = _load_part(part_folder(path, name), name, known.parts[name], *given)
+        folder, module = part_folder(path, name), described[name]
+        content = manifest.read_part(folder, name, known.parts[name])
+        checksums.check_files(folder, content["files"], within=PARAMS)
+        expected = parameters.named(module)
+        wanted, file = dict.fromkeys(expected, dtypes[name]), f"{name}.json"
+        found = arrays.read(folder / PARAMS, expected, wanted, file, on_host, said=content)
+        loaded[name] = parameters.fill(module, found)
     return {name: loaded[name] for name in described}, metadata
 
 
@@ -260,34 +271,6 @@ def _abstract_tree(path: Path, content: Mapping, known: Catalogue) -> dict[str, 
     return {name: part.abstract(configs[name]) for name, part in family.tree.items()}
 
 
-def _load_tree(
-    path: Path,
-    content: Mapping,
-    modules: Mapping[str, nnx.Module],
-    dtypes: Mapping,
-    how: Mapping,
-) -> dict[str, nnx.Module]:
-    """Reads parts of the tree. Names and shapes are checked for all its parts, including those that
-    are not asked for. how: arguments of `arrays.read`."""
-    checksums.check_files(path / PARAMS, content["files"], within=".")
-    named = {name: parameters.named(module) for name, module in modules.items()}
-    wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
-    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
-    own = {part: {n: found[f"{part}/{n}"] for n in named[part]} for part in dtypes}
-    return {part: parameters.fill(modules[part], own[part]) for part in dtypes}
-
-
 def _prefixed(by_part: Mapping[str, Mapping]) -> dict:
     """{part: {name: x}} -> {"part/name": x}."""
     return {f"{part}/{name}": x for part, of in by_part.items() for name, x in of.items()}
-
-
-def _load_part(
-    folder: Path, name: str, part: Part, module: nnx.Module, dtype, on_host: bool
-) -> nnx.Module:
-    content = manifest.read_part(folder, name, part)
-    checksums.check_files(folder, content["files"], within=PARAMS)
-    expected = parameters.named(module)
-    wanted, file = dict.fromkeys(expected, dtype), f"{name}.json"
-    found = arrays.read(folder / PARAMS, expected, wanted, file, on_host, said=content)
-    return parameters.fill(module, found)

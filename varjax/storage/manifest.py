@@ -43,17 +43,6 @@ def compose(
     return content
 
 
-def compose_part(part: Part, config: Configuration, arrays: Mapping[str, np.ndarray]) -> dict:
-    """The entries of NAME.json, for a part with a folder of its own, that follow from its
-    configuration and its arrays."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "kind": part.name.lower(),
-        "config": config.to_published(),
-        **stored.totals(arrays),
-    }
-
-
 def write(folder: Path, content: Mapping, name: str = NAME) -> None:
     """Writes a description. Its format and kind come first."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}

@@ -4,6 +4,7 @@ Every file that is named after such a text goes through `inside`. So nothing is 
 the folder where it belongs, and nothing fails late because a file system refuses a name.
 """
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -54,3 +55,18 @@ def check_distinct(names: Iterable[str]) -> None:
                 f"{other!a:.80} and {name!a:.80} are the same file on many systems: rename one"
             )
         seen[key] = name
+
+
+# --- folders of varjax in the user's cache folder ---
+
+
+def cache_folder(*names: str) -> Path:
+    """`varjax/NAMES` in XDG_CACHE_HOME, else in ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home).joinpath("varjax", *names)
+
+
+def converted(name: str) -> Path:
+    """The folder that `python -m ported_weights --model=NAME` writes unless it is told another one,
+    and that `--checkpoint=NAME` and `varjax.load(NAME)` read."""
+    return cache_folder("checkpoints", name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
-from varjax.evaluation import networks
+from varjax.evaluation import extractors
 from varjax.evaluation.classifier import ClassifierConfig
 from varjax.models import registry
 from varjax.models.transformer import Transformer
@@ -150,7 +150,7 @@ def _train_classifier(
     network = stage.model(processes.gathered(loop.run(stage, out, quiet)["ema"]))
     with processes.together():
         if processes.is_first():
-            part, parts = networks.CATALOGUE.parts["classifier"], {"classifier": network}
+            part, parts = extractors.CATALOGUE.parts["classifier"], {"classifier": network}
             checkpoint.save(out / MODEL, part, parts, dtype="bfloat16", overwrite=True)
     return out / MODEL
 
