@@ -23,7 +23,7 @@ from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
 from varjax import measure_calibration
 from varjax.calibration import files as measured
-from varjax.calibration.data import Calibration, show_guidance
+from varjax.calibration.data import Calibration
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.model import default_dtype
@@ -52,9 +52,11 @@ def summary(found: Calibration) -> str:
     distances = found.key_discrepancy[:, 1:].mean(1)
     selectivities = found.selectivity[:, 1:].mean(1)
     layers = zip(distances, selectivities, found.query_variance.mean(1), strict=True)
+    cfg = found.guidance
+    guidance = cfg if isinstance(cfg, str) else f"{cfg:g}"
     lines = [
         f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
-        f"{found.schedule}, cfg {show_guidance(found.guidance)}, {found.num_samples} images",
+        f"{found.schedule}, cfg {guidance}, {found.num_samples} images",
         "attention density of the last scale, by source scale: "
         + " ".join(f"{d:.3f}" for d in found.attention_density.mean((0, 1))),
         "layer  key discrepancy  selectivity  query variance (mean over heads)",

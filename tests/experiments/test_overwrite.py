@@ -21,14 +21,13 @@ def report(folder, name="report.json", **more):
 
 
 def a_run(folder):
-    """As versions wrote it that listed no files."""
-    report(folder)
+    report(folder, files=["report.json", "grid.png"])
     (folder / "grid.png").write_bytes(b"")
 
 
 def a_run_of_prompts(folder):
     prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), Kind.GENEVAL, 1)
-    layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1)
+    layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1, seed=0)
     report(folder, files=["report.json", "manifest.json"])
 
 
@@ -71,7 +70,7 @@ def a_list_of_anything(folder):
 
 
 def a_sweep(folder):
-    report(folder, "sweep.json")
+    report(folder, "sweep.json", files=["sweep.json", "samples.npz"])
     (folder / "samples.npz").write_bytes(b"")
     (folder / ".DS_Store").write_bytes(b"")
 

@@ -16,6 +16,7 @@ from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.policies import Full, Streaming
 from varjax.text.encoder import TextEncoder
+from varjax.text.features import TextFeatures
 
 NAME = models.FAMILIES["infinity"]
 
@@ -80,10 +81,9 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
             self.weights, self.self = jax.numpy.ones((64, 64)), self
 
         def encode(self, prompts, *_, **__):
-            return features(len(prompts))
-
-        def peak_bytes(self, *_):
-            return None
+            empty, width = np.ones(len(prompts), bool), model.config.text_channels
+            kv = np.ones((len(prompts), width), np.float32)
+            return TextFeatures(kv=kv, lens=np.ones(len(prompts), int), unconditional=empty)
 
     monkeypatch.setattr(TextEncoder, "load", lambda *_: Reader())
     gc.disable()

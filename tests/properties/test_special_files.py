@@ -38,7 +38,7 @@ READERS = {
     "history": (loop.HISTORY, lambda path: _stage(path).keep_history(1)),
     "line of the history": (loop.HISTORY, lambda path: _stage(path).append_history({})),
     "part": (parts.SETTINGS, lambda path: parts.read(path.parent.parent)),
-    "unfinished run": (parts.SETTINGS, lambda path: WorkFolder(path.parent, {}).differs()),
+    "unfinished run": (parts.SETTINGS, lambda path: WorkFolder(path.parent, {}).check(False)),
     "batch": ("a.npz", batch_files.read),
     "settings of a batch": ("a.npz", batch_files.settings_of),
     "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),

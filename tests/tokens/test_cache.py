@@ -125,8 +125,9 @@ def test_a_batch_is_its_rows_alone(name):
 def test_condition_and_newest_tokens_stay(name):
     """After the last decision: the condition as it was, and the newest tokens of the window."""
     plan, model, _, state = run_of(name)
-    share = getattr(plan.policy, "recent_share", 0) if name == "h2o" else 0
-    window = plan.rule.always_newest or int(share * plan.allocation.main[0])
+    window = plan.policy.window
+    if name == "h2o":
+        window = int(plan.policy.recent_share * plan.allocation.main[0])
     decided, last = plan.sequence.stages(plan.allocation.period)
     newest = set(range(decided * plan.allocation.period - window, plan.sequence.steps))
     for (layer, row, head), numbers in held(state, 3).items():

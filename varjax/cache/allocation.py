@@ -20,6 +20,7 @@ LARGEST = 10**6  # size of a head
 NUMBERS = ("num_layers", "num_heads", "head_dim", "rows_per_image", "queries_per_head")
 # The largest published models have a third and a fifth of these.
 LARGEST_HEADS = 2**12  # layers times heads
+LARGEST_PAIRS = 2**20  # heads of all layers times the square of the number of scales
 LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of an image
 
 
@@ -55,8 +56,10 @@ class Geometry:
             )
         # Tables and searches grow with these numbers: refused before anything is made.
         heads, tokens = self.num_layers * self.num_heads, self.schedule.total_tokens
+        scales = self.schedule.num_scales if isinstance(self.schedule, Schedule) else 0
         for size, most, words in (
             (heads, LARGEST_HEADS, "heads in all"),
+            (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
             (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of an image"),
         ):
             if size > most:

@@ -86,7 +86,7 @@ def plan_segments(
     # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
     # weights: a scale costs at least as much as `least` tokens.
     tokens, count = tuple(schedule.tokens), None
-    if segments != AUTO:
+    if not (isinstance(segments, str) and segments == AUTO):
         count = _parse_count(segments, schedule.num_scales)
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
