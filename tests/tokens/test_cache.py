@@ -125,9 +125,10 @@ def test_a_batch_is_its_rows_alone(name):
 def test_condition_and_newest_tokens_stay(name):
     """After the last decision: the condition as it was, and the newest tokens of the window."""
     plan, model, _, state = run_of(name)
-    window = plan.policy.window
     if name == "h2o":
         window = int(plan.policy.recent_share * plan.allocation.main[0])
+    else:
+        window = plan.policy.window
     decided, last = plan.sequence.stages(plan.allocation.period)
     newest = set(range(decided * plan.allocation.period - window, plan.sequence.steps))
     for (layer, row, head), numbers in held(state, 3).items():

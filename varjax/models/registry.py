@@ -145,6 +145,15 @@ _add("lumina", lumina.PRESETS, lambda c: ChameleonVQConfig(), lumina_sampling)
 CONDITIONS = {"labels": LABELS, "text": TEXT, "prompt_ids": PROMPT_IDS}
 
 
+NEEDED = {  # of the configurations of own models
+    "transformer": (
+        "condition depth embed_dim hidden_dim num_heads head_dim logits_per_token token_maps"
+        " total_tokens condition_bytes check_sampling is_guided"
+    ).split(),
+    "codec": ["downsample"],
+}
+
+
 def register(
     name: str,
     *,
@@ -181,6 +190,8 @@ def register(
     for part in ("transformer", "codec"):
         if not isinstance(given.get(part), Configuration):
             raise UserError(f"model {name!r}: configs has no Configuration for its {part}")
+        if lacking := [n for n in NEEDED[part] if not hasattr(given[part], n)]:
+            raise UserError(f"model {name!r}: its {part} has no {', '.join(lacking)}")
     kind = choose(f"condition of model {name!r}", given["transformer"].condition, CONDITIONS)
 
     def random() -> Mapping[str, nnx.Module]:
