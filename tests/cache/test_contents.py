@@ -19,7 +19,8 @@ def drawn(model, policy, **options):
     return generator, *generator.run_batch(arrays, index, seed=3)
 
 
-@pytest.mark.parametrize("policy", often(("headkv",), ("headkv", "h2o")))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["headkv", "h2o"])
 def test_what_a_policy_decided_by_scales(policy):
     """Where the last scale has a segment of its own, the final cache still says what it read."""
     model = models.fixture_model("c_k5_nol2norm")

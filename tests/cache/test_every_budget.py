@@ -27,6 +27,7 @@ TPU_BLOCKS = (8, 16, 32, 64)  # int8 takes no larger ones
 BLOCKS = {*mosaic_operands.BLOCK_SIZES} & {*triton_operands.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", often(OFTEN, BY_SCALE))
 def test_blocks_that_kernels_take_cost_next_to_nothing(model):
     """Blocks of 16 or more that every kernel takes; the pool fits the budget; of the tokens that

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests import models_under_test as models
 from varjax import measure_calibration
@@ -186,6 +187,7 @@ def test_key_similarity():
             )
 
 
+@pytest.mark.slow
 def test_measured_calibration():
     """`measure` is the same numbers averaged over the conditional rows."""
     model = models.fixture_model(MODEL)

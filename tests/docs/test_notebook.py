@@ -17,6 +17,7 @@ def cells():
     return [cell for cell in content["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_it_runs(cells, monkeypatch, capsys):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

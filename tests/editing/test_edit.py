@@ -131,6 +131,7 @@ def by_text(editor, how, *, source=(3, 4), count=2, seed=3):
     return editor.by_text(both_texts(target, mine), pictures, how, seed=seed)
 
 
+@pytest.mark.slow
 def test_by_text():
     model = models.fixture_model(INFINITY)
     editor, schedule = editor_of(model, batch_size=4), model.config.schedule

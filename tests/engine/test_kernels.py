@@ -120,6 +120,7 @@ def test_wide_heads_through_the_simulator_of_gpus(case, monkeypatch):
 # --- rows in 8 bits -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often((SMALL,), (SMALL, "b_k6_sharedaln")))
 def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
     """Rows that stay in 8 bits on their way, with scales that the next kernel applies, are those

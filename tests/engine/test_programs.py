@@ -37,6 +37,7 @@ def test_weights_are_placed_where_a_program_wants_them():
         np.testing.assert_array_equal(array, old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", often((program.UNROLL,), (program.SCAN, program.UNROLL)))
 def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     """What runs on TPU, forced on this platform: same tokens, a cache that lies row by row."""

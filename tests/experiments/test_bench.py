@@ -52,6 +52,7 @@ def test_check(call):
     assert out.splitlines()[-1] == "triton-interpret on cpu: 9 of 9 right"
 
 
+@pytest.mark.slow
 def test_check_of_models_that_draw_token_by_token(call):
     """Shapes of other models have no operations on single tokens; they choose tokens, too."""
     flags = ("--check", "--shape=var-d30-t1,llamagen-xl-t1", f"--op={','.join(TOKENS)}")

@@ -38,6 +38,7 @@ def sets(tmp_path):
     return flags
 
 
+@pytest.mark.slow
 def test_killed_then_resumed_with_another_number_is_one_run(checkpoint, tmp_path):
     """Two processes, one of which dies; three, which are asked to end; then two again. One process
     that draws as each device does writes the same."""

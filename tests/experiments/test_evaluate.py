@@ -109,6 +109,7 @@ def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
     assert status == 2 and "made with another protocol" in err and not (tmp_path / "more").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
 def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     """Also one that was interrupted: it repeats nothing that was finished."""
@@ -144,6 +145,7 @@ def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     assert status == 2 and "holds no pictures" in err and content(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
 def test_a_reference_of_several_sizes_and_grey(call, networks, tmp_path):
     """Folders as COCO's, by clean-fid's rule: each picture becomes RGB and is resized on its own,

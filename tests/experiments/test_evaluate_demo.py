@@ -15,6 +15,7 @@ from varjax.evaluation.pictures import PackedPictures
 from varjax.evaluation.statistics import Gaussian, frechet
 
 
+@pytest.mark.slow
 def test_features_of_the_demos_classifier(call, tmp_path):
     """Against the definitions, computed here; packed pictures as reference; never called FID."""
     rng = np.random.default_rng(0)

@@ -38,6 +38,7 @@ def labels_found(folder, pictures):
     return found["logits"].argmax(1), found["pool"].astype(np.float64)
 
 
+@pytest.mark.slow
 def test_run_sweep_and_report(call, judged, tmp_path):
     """Both commands find the same numbers; the page shows them."""
     model, lpips = judged

@@ -77,6 +77,7 @@ def test_bad_input(call, tmp_path, monkeypatch, flags, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "budget"), [("2b_b10", 0.1), ("8b_b20", 0.2)])
 def test_published_heatkv_schedule(call, tmp_path, name, budget):
     """What the plan says attention may see is what the authors' planner left."""

@@ -99,6 +99,7 @@ def test_wrong_flags_of_run(call, tmp_path, flags, problem):
     assert status == 2 and problem in err and not out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_by_recipe_and_its_evaluation(call, tmp_path, monkeypatch):
     """Pictures of each class are exact, and resized; the report and the evaluation say how."""
     content = recipes.load("var-fid50k").content

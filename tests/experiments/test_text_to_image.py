@@ -43,6 +43,7 @@ def numbers(values) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
+@pytest.mark.slow
 def test_the_original_through_the_command(call, checkpoint, files, tmp_path):
     """Greedy bits are identical: aspect, size, lists per scale, given bits, ragged texts."""
     arrays, out = models.infinity_fixture(CASE), tmp_path / "out"

@@ -58,6 +58,7 @@ def test_more_smooth_mixes_codes():
     assert np.isfinite(smooth).all() and np.abs(smooth - images).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_without_guidance_there_is_one_row_per_image():
     """Half of the cache, and the logits of the conditional rows alone."""
     model = models.fixture_model(NAME)

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ported_weights import rules
 from ported_weights.readers import sources
@@ -29,6 +30,7 @@ def ported(length: int):
     return rules.apply(table, tensors, part.abstract(config), dtype="float32")[0]
 
 
+@pytest.mark.slow
 def test_forward_of_the_larger_family():
     """Hidden state behind layer 0, keys and values of layer 1, logits."""
     expected = np.load(models.LUMINA_FIXTURES / "lumina_swin_forward.npz")

@@ -140,7 +140,8 @@ def drawn(name: str, batch_size: int, numbers) -> dict[str, np.ndarray]:
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *(part for _, part in found))
 
 
-@pytest.mark.parametrize("name", often((models.GROUPS,), models.TOKEN_MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.TOKEN_MODELS)
 def test_a_batch_equals_its_rows_alone(name):
     """Whatever the batch, padded in the end; every image has a key of its own. Prompts are not
     equally long."""

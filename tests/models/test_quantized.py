@@ -105,6 +105,7 @@ def test_every_family_draws_with_them(name, layers):
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
 
 
+@pytest.mark.slow
 def test_loaded_as_they_are_converted():
     """From the stored numbers, at once or when their places are known."""
     expected = parameters.named(varjax.load(dtype="float32").quantized().transformer)

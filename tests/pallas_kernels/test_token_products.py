@@ -188,6 +188,7 @@ def run(given, name="mosaic"):
 NAMES = "llamagen-xl-384 llamagen-xxl-384 llamagen-3b-384 janus-pro-1b janus-pro-7b".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("llamagen-b-256", 2), *((n, 64) for n in NAMES)])
 def test_published_widths_fit(name, rows, monkeypatch):
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")

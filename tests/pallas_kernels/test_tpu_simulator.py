@@ -99,6 +99,7 @@ def test_attention_moments(shape):
             assert error(a, b) < power * TOLERANCE[spec.dtype], spec.name
 
 
+@pytest.mark.slow
 def test_two_cores():
     """The grid is divided: nothing that one core leaves may be needed by the other."""
     run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)

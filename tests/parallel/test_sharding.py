@@ -178,6 +178,7 @@ def placed(*arguments, devices: int = 4) -> dict:
     return json.loads(found.stdout.splitlines()[-1]) if found.stdout else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -37,6 +37,7 @@ def example(monkeypatch):
     return registry.get_policy("best_attended", 0.3)
 
 
+@pytest.mark.slow
 def test_it_fits_its_budget_and_changes_little(example):
     model = models.fixture_model("b_k6_sharedaln")
     generator = models.greedy_generator(model, example, segments=models.LAST_ALONE)

@@ -98,6 +98,7 @@ def test_newest_tokens_leave_room_for_history(share, recent):
     assert (plan.allocation.protected, plan.allocation.recent) == (14, recent)
 
 
+@pytest.mark.slow
 def test_regions_and_contents_on_a_real_model():
     """Heads of one layer get different capacities per image, and hold exactly what their region
     allows."""

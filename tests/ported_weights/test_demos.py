@@ -74,6 +74,7 @@ def test_pictures_are_of_their_classes(name, least):
     assert judges.agreement(to_uint8(pictures), labels).mean() > least
 
 
+@pytest.mark.slow
 def test_the_demo_is_its_original_in_bfloat16(shared_dir, tmp_path):
     """Its pictures are compared in tests/generation/test_demo_reference.py."""
     if not (original := shared_dir / "data" / "demo_var_torch").is_dir():

@@ -95,6 +95,7 @@ def _command(capsys, module, *flags):
     return stopped.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_encoder_alone_by_command(published, tmp_path, capsys):
     """Converted, it encodes; copied into a checkpoint it would be found there."""
     out, port = tmp_path / "out", partial(_command, capsys, "ported_weights.__main__")

@@ -22,6 +22,7 @@ def whole(shared_tiny, tmp_path_factory):
     return settings, session.train(settings, "classifier", out, quiet=True)
 
 
+@pytest.mark.slow
 def test_it_learns_and_evaluation_reads_it(whole):
     settings, folder = whole
     network = extractors.open_classifier(folder)
@@ -31,6 +32,7 @@ def test_it_learns_and_evaluation_reads_it(whole):
     assert found["pool"].shape == (len(pictures.train), 128)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_exactly(whole, tmp_path):
     settings, folder = whole
     with dies_at(ClassifierStage, 25):

@@ -137,6 +137,7 @@ def test_a_resumed_run_does_not_begin_again(made, run, tmp_path, monkeypatch):
     assert history(tmp_path / "run", "var") == history(out, "var")
 
 
+@pytest.mark.slow
 def test_the_codec_is_trained_from_its_weights(made, tmp_path):
     """Its quantiser runs from the first step on, and no code is placed anew."""
     settings = _tuned(made, "var", vqvae_steps=2, vqvae_lr=1e-9)

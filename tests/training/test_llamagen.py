@@ -44,6 +44,7 @@ def whole(shared_tiny, tmp_path_factory):
     return settings, out, session.train(settings, "both", out, quiet=True)
 
 
+@pytest.mark.slow
 def test_losses_fall_and_the_codebook_lives(whole):
     settings, out, _ = whole
     for name in ("vqvae", "var"):
@@ -70,6 +71,7 @@ def test_the_model_draws_pictures(whole):
     assert model.sampling().top_k == 16 and model.sampling().cfg == 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     """Dropout of a step follows from its number, too."""
     settings, out, _ = whole
