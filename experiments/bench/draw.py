@@ -14,7 +14,7 @@ import numpy as np
 
 import varjax
 from experiments.bench import kernel_times, random_models
-from experiments.bench.report import show_time
+from experiments.bench.measured import show_time
 from pallas_kernels import bench
 from varjax import sampling
 from varjax.engine import memory

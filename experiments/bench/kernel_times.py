@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
-from experiments.bench.report import columns
+from experiments.bench.measured import columns
 
 DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes and lines
 OPERATION = "hlo_op"  # what a CPU's events of kernels have

@@ -5,9 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from experiments.bench.report import Row, show_time
 from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import tune
@@ -46,36 +43,16 @@ def compare(operation: str, spec: ArgSpec, implementation: str) -> tuple[str, di
     return OK if right else WRONG, found, said
 
 
-def timed(operation: str, spec: ArgSpec, budget: float, way: str, repeats: int) -> Row:
-    """One way, timed and compared with the reference. Where that fails, the row has a note instead
-    of seconds or of an error."""
-    own, dense = bench.compressed(spec, budget), way.startswith(bench.DENSE)
-    at_work = spec if dense else own
-    row = Row(operation, own, budget, way, bench.OPERATIONS[operation].work(at_work))
-    if bench.holds_scores(operation, way) and not bench.fits(spec):
-        return replace(row, note="its matrix of scores does not fit")
+def timed(operation: str, spec: ArgSpec, budget: float, way: str, repeats: int) -> dict:
+    """One way and its seconds; None, and a note that says why, where it cannot be timed. budget:
+    share of the cache that heads own."""
+    row = {"shape": spec.name, "operation": operation, "dtype": spec.dtype}
+    row |= {"kv_dtype": spec.pool_dtype.name, "budget": budget, "way": way}
     try:
         seconds = bench.measure(bench.prepare(operation, spec, budget, way), repeats)
-        row = replace(row, seconds=seconds)
-        if not dense:
-            # one row, two heads: enough to see whether numbers are right
-            few = replace(own, rows=1, heads=min(2, own.heads), filling="random")
-            found = bench.errors(operation, few, way).values()
-            row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
+        return row | {"seconds": seconds, "note": ""}
     except Exception as problem:  # out of memory, a library that refuses the call
-        row = replace(row, note=bench.short(problem))
-    return row
-
-
-def failure(row: Row) -> str | None:
-    """The reason why a row of the timed kernel is a failure, or None."""
-    call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
-    allowed = TOLERANCE[row.spec.dtype]
-    if row.seconds is None or row.error is None:
-        return f"{call}: {row.note}"
-    if not row.error < allowed:  # NaN is wrong too
-        return f"{call}: error {row.error:.1e}, allowed is less than {allowed:.0e}"
-    return None
+        return row | {"seconds": None, "note": bench.short(problem)}
 
 
 def tuned(
@@ -94,3 +71,29 @@ def tuned(
         gain = f"{trials[0][1] / seconds:.2f} times as fast as the heuristic's"  # inf: these fail
         print(f"{operation} {spec.name}: {tiles}, {show_time(seconds)}, {gain}", flush=True)
     return found
+
+
+# --- words ---
+
+
+def table(rows: Sequence[dict]) -> str:
+    """What `timed` found, in columns."""
+    shown = ("shape", "operation", "dtype", "kv_dtype", "budget", "way")
+    cells = [
+        (*(str(row[name]) for name in shown), show_time(row["seconds"]), row["note"])
+        for row in rows
+    ]
+    return columns([(*shown, "time", ""), *cells], "<<<<<<><")
+
+
+def columns(cells: Sequence[Sequence[str]], sides: str) -> str:
+    """Rows of cells as lines. sides: "<" or ">" for each column, where its cells lie."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(line.format(*cell).rstrip() for cell in cells)
+
+
+def show_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

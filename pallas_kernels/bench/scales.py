@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels import cache_write, cross_attention, implementations, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
-from pallas_kernels.bench.timing import Candidate, Operation, Work, after, never, relative
+from pallas_kernels.bench.timing import Candidate, Operation, after, never, relative, repeated
 from pallas_kernels.cache_write import api as write_api
 from pallas_kernels.cross_attention import TextKeys
 from pallas_kernels.cross_attention import api as text_api
@@ -34,99 +34,40 @@ FINISH = {
     name: partial(importlib.import_module, f"pallas_kernels.{module}")
     for name, module in (("reference", "projection"), ("mosaic", "mosaic_projection"))
 }
-DENSE = "dense"
 TEXT = 256  # tokens of a text, which has two layers; the call is that of the last
-
-
-def slots(spec: ArgSpec) -> int:
-    return spec.entries * spec.block_size
-
-
-# --- what has to be done at least: every real token and key is moved once ---
-
-
-def _token_bytes(spec: ArgSpec) -> int:
-    return spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
-
-def stored_bytes(spec: ArgSpec) -> int:
-    """Bytes of a slot, scales included."""
-    return 2 * spec.head_dim * spec.pool_dtype.itemsize + (8 if spec.kv_dtype == "int8" else 0)
-
-
-def _attend_work(spec: ArgSpec) -> Work:
-    heads, real, keys = spec.rows * spec.heads, spec.length, slots(spec)
-    moved = 4 * real * _token_bytes(spec) + keys * stored_bytes(spec)
-    return Work(4 * heads * real * (real + keys) * spec.head_dim, heads * moved)
-
-
-def _moments_work(spec: ArgSpec) -> Work:
-    heads, real, keys = spec.rows * spec.heads, spec.length, slots(spec)
-    sums = 4 * real + 4 * (real + keys)
-    moved = 2 * real * _token_bytes(spec) + keys * stored_bytes(spec) / 2 + sums
-    return Work(2 * heads * real * (real + keys) * spec.head_dim, heads * moved)
-
-
-def _write_work(spec: ArgSpec) -> Work:
-    written = min(spec.length, slots(spec))
-    return Work(0, spec.rows * spec.heads * written * (2 * _token_bytes(spec) + stored_bytes(spec)))
-
-
-def _both_work(spec: ArgSpec) -> Work:
-    """Storing reads nothing that attention does not read."""
-    attend, written = _attend_work(spec), min(spec.length, slots(spec))
-    stored = spec.rows * spec.heads * written * stored_bytes(spec)
-    return Work(attend.flops, attend.bytes + stored)
-
-
-def _finish_work(spec: ArgSpec) -> Work:
-    """Keys and values are read and written."""
-    numbers = spec.rows * spec.heads * spec.length * spec.head_dim
-    return Work(0, 4 * numbers * jnp.dtype(spec.dtype).itemsize)
-
-
-def _text_work(spec: ArgSpec) -> Work:
-    heads, real = spec.rows * spec.heads, spec.length
-    moved = (2 * real + 2 * TEXT) * _token_bytes(spec)
-    return Work(4 * heads * real * TEXT * spec.head_dim, heads * moved)
-
-
-def fits(spec: ArgSpec, copies: int = 3) -> bool:
-    """Whether an implementation that holds all scores in float32 `copies` times fits this
-    device."""
-    scores = spec.rows * spec.heads * spec.tokens * (slots(spec) + spec.tokens)
-    # 8 GiB where a backend does not say (CPU)
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**33)
-    return copies * 4 * scores < limit / 2
 
 
 # --- candidates ---
 
 
 def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
-    """Our implementation `name`. run: a function to call in place of the API's."""
+    """Our implementation `name`, or `run`, a function to call in place of the API's. What runs
+    carry is what attention returns, or the sums of the moments, or the pool that they update."""
     run = run or partial(FUNCTIONS[operation], implementation=name)
     rows, heads, tokens, size = args.projection.shape
-    out = jnp.zeros((rows, tokens, heads, size), args.projection.dtype)
     if operation == "attend":
-        return Candidate(name, partial(_attend_step, run), out, (args,))
-    if operation == "store_and_attend":
-        carry = (out, args.kv_pool, args.kv_scale)
-        return Candidate(name, partial(_both_step, run), carry, (args,))
-    if operation == "write":
-        return Candidate(name, partial(_write_step, run), (args.kv_pool, args.kv_scale), (args,))
-    log_sum = jnp.full((rows, heads, tokens), np.log(tokens), jnp.float32)
-    step, sums = partial(_moments_step, run), partial(_moments, run)
-    return Candidate(name, step, jnp.zeros(1), (args, _query_weights(args), log_sum), sums)
+        once = lambda args: run(*args.attend, kv_scale=args.kv_scale)  # noqa: E731
+        return repeated(once, args, depending=_depending_on)
+    if operation == "attention_moments":
+        log_sum = jnp.full((rows, heads, tokens), np.log(tokens), jnp.float32)
+        sums = lambda a, *more: run(*a.moments(*more), kv_scale=a.kv_scale)[0]  # noqa: E731
+        return repeated(sums, args, _query_weights(args), log_sum, depending=_depending_on)
+    out = jnp.zeros((rows, tokens, heads, size), args.projection.dtype)
+
+    def step(carry, rest):
+        out, pool, scale = carry
+        args = replace(_depending_on(out, rest), kv_pool=pool, kv_scale=scale)
+        if operation == "store_and_attend":
+            return run(*args.attend, args.writes, kv_scale=scale)
+        pool, scale = run(*args.write, kv_scale=scale)
+        return pool[0, 0, 0, :1].astype(out.dtype), pool, scale
+
+    out = out if operation == "store_and_attend" else out.reshape(-1)[:1]
+    carry = out, args.kv_pool, args.kv_scale
+    return Candidate(step, carry, (replace(args, kv_pool=None, kv_scale=None),))
 
 
-def _of_spec(operation: str, spec: ArgSpec, name: str) -> Candidate:
-    if operation == "store_and_attend":
-        spec = replace(spec, apart=True)
-    return candidate(operation, spec.arguments(poison=False), name)
-
-
-def _depending_on(args: Arguments, carry) -> Arguments:
+def _depending_on(carry: jax.Array, args: Arguments) -> Arguments:
     """The same arguments, which the compiler takes to be known only once `carry` is."""
     zero = never(carry)
     table = replace(args.table, ids=args.table.ids + zero)
@@ -137,31 +78,10 @@ def _depending_on(args: Arguments, carry) -> Arguments:
     return replace(args, projection=projection, table=table, length=args.length + zero)
 
 
-def _attend_step(run, out, args):
-    return run(*_depending_on(args, out).attend, kv_scale=args.kv_scale)
-
-
-def _both_step(run, carry, args):
-    out, pool, scale = carry
-    args = replace(_depending_on(args, out), kv_pool=pool)
-    return run(*args.attend, args.writes, kv_scale=scale)
-
-
-def _moments(run, carry, args, weights, log_sum):
-    return run(*args.moments(weights, log_sum), kv_scale=args.kv_scale)[0]
-
-
-def _moments_step(run, carry, args, weights, log_sum):
-    found = _moments(run, carry, _depending_on(args, carry), weights, log_sum)
-    # times 0 is not removed by the compiler, because NaN times 0 is not 0
-    return carry + found.reshape(-1)[0] * 0
-
-
-def _write_step(run, carry, args):
-    pool, scale = carry
-    # K and V do not change: without the barrier, finishing them could be moved out of the loop
-    projection, pool = jax.lax.optimization_barrier((args.projection, pool))
-    return run(pool, projection, args.writes, kv_scale=scale)
+def _of_spec(operation: str, spec: ArgSpec, name: str) -> Candidate:
+    if operation == "store_and_attend":
+        spec = replace(spec, apart=True)
+    return candidate(operation, spec.arguments(poison=False), name)
 
 
 def _finish(projection: Projection, name: str) -> jax.Array:
@@ -171,13 +91,8 @@ def _finish(projection: Projection, name: str) -> jax.Array:
 
 
 def _finish_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(out, args):
-        return _finish(_depending_on(args, out).projection, name)
-
     args = spec.arguments(poison=False)
-    rows, heads, tokens, size = args.projection.shape
-    out = jnp.zeros((rows, tokens, 2 * heads * size), args.projection.dtype)
-    return Candidate(name, step, out, (args,))
+    return repeated(lambda a: _finish(a.projection, name), args, depending=_depending_on)
 
 
 def _query_weights(args: Arguments):
@@ -199,11 +114,7 @@ def _text(spec: ArgSpec, name: str, dtype: str) -> tuple[jax.Array, TextKeys]:
 
 
 def _text_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(q, text):
-        return cross_attention.attend_text(q, text, 1)
-
-    q, text = _text(spec, name, spec.dtype)
-    return Candidate(name, step, q, (text,))
+    return repeated(partial(cross_attention.attend_text, layer=1), *_text(spec, name, spec.dtype))
 
 
 def dense(spec: ArgSpec, name: str) -> Candidate:
@@ -214,16 +125,16 @@ def dense(spec: ArgSpec, name: str) -> Candidate:
         shape = (spec.rows, tokens, spec.heads, spec.head_dim)
         return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype)
 
-    keys = slots(spec) + spec.tokens
-    q, k, v = normal(spec.tokens), normal(keys), normal(keys)
-    length = jnp.full((spec.rows,), slots(spec) + spec.length, jnp.int32)
+    stored = spec.entries * spec.block_size
+    q, k, v = normal(spec.tokens), normal(stored + spec.tokens), normal(stored + spec.tokens)
+    length = jnp.full((spec.rows,), stored + spec.length, jnp.int32)
 
-    def step(q, k, v, length):
+    def attend(q, k, v, length):
         return jax.nn.dot_product_attention(
             q, k, v, key_value_seq_lengths=length, scale=1.0, implementation=name
         )
 
-    return Candidate(f"{DENSE} {name}", step, q, (k, v, length))
+    return repeated(attend, q, k, v, length)
 
 
 # --- correctness ---
@@ -233,10 +144,17 @@ def _exact(args: Arguments) -> Arguments:
     return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
 
 
+# One function, so that tables of one shape that are filled differently share a compiled program.
+@partial(jax.jit, static_argnames=("operation", "name", "return_lse"))
+def _run(operation: str, given: tuple, kv_scale, name: str, return_lse: bool = False):
+    flags = {"return_lse": True} if return_lse else {}
+    return FUNCTIONS[operation](*given, kv_scale=kv_scale, implementation=name, **flags)
+
+
 def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args = spec.arguments()
     found, expected = (
-        _run("attend", a.attend, a, n, "return_lse")
+        _run("attend", a.attend, a.kv_scale, n, return_lse=True)
         for a, n in ((args, name), (_exact(args), "reference"))
     )
     real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, expected))
@@ -248,28 +166,29 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     are rounded otherwise would not make the weights add up to 1."""
     args, results = spec.arguments(), []
     for a, n in ((args, name), (_exact(args), "reference")):
-        _, sums = _run("attend", a.attend, a, n, "return_lse")
+        _, sums = _run("attend", a.attend, a.kv_scale, n, return_lse=True)
         given = a.moments(_query_weights(a), sums, squares=True)
-        results.append(_run("attention_moments", given, a, n))
+        results.append(_run("attention_moments", given, a.kv_scale, n))
     return relative(("sums", "squares"), *results)
 
 
 def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the stored numbers. Both implementations store in the type of the pool."""
     args = spec.arguments(poison=False)
-    found, expected = (_stored(*_run("write", args.write, args, n)) for n in (name, "reference"))
+    stored = (_run("write", args.write, args.kv_scale, n) for n in (name, "reference"))
+    found, expected = (_stored(*arrays) for arrays in stored)
     return relative(("pool",), (found,), (expected,))
 
 
 def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the attention and of the stored numbers, where both lie apart."""
     args = replace(spec, apart=True).arguments(poison=False)
-    out, *stored = _run("store_and_attend", (*args.attend, args.writes), args, name)
-    exact = _exact(args)
+    exact, given = _exact(args), (*args.attend, args.writes)
+    out, *stored = _run("store_and_attend", given, args.kv_scale, name)
     found = out[:, : spec.length], _stored(*stored)
     expected = (
-        _run("attend", exact.attend, exact, "reference")[:, : spec.length],
-        _stored(*_run("write", args.write, args, "reference")),
+        _run("attend", exact.attend, exact.kv_scale, "reference")[:, : spec.length],
+        _stored(*_run("write", args.write, args.kv_scale, "reference")),
     )
     return relative(("out", "pool"), found, expected)
 
@@ -288,17 +207,6 @@ def _text_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     return relative(("out",), (found,), (expected,))
 
 
-def _run(operation: str, given: tuple, args: Arguments, name: str, *options: str):
-    return _compiled(given, args.kv_scale, operation, name, options)
-
-
-# One function, so that tables of one shape that are filled differently share a compiled program.
-@partial(jax.jit, static_argnames=("operation", "name", "options"))
-def _compiled(given: tuple, kv_scale, operation: str, name: str, options: tuple[str, ...]):
-    flags = dict.fromkeys(options, True)
-    return FUNCTIONS[operation](*given, kv_scale=kv_scale, implementation=name, **flags)
-
-
 def _stored(pool, scale):
     """The keys and values that a pool stands for; an int8 pool's are float32."""
     if scale is None:
@@ -311,34 +219,20 @@ def _stored(pool, scale):
     return pool.astype(jnp.float32)
 
 
-def _operation(name: str, modules, work, errors, **options) -> Operation:
-    return Operation(modules, work, partial(_of_spec, name), errors, fillings=FILLINGS, **options)
-
-
+ATTEND, SHARED = attend_api.MODULES, ("random", "shared")
 SCALES = {
-    "attend": _operation(
-        "attend", attend_api.MODULES, _attend_work, _attend_errors, holds_scores=True
+    "attend": Operation(ATTEND, partial(_of_spec, "attend"), _attend_errors, fillings=FILLINGS),
+    "attention_moments": Operation(
+        ATTEND, partial(_of_spec, "attention_moments"), _moments_errors, fillings=FILLINGS
     ),
-    "attention_moments": _operation(
-        "attention_moments", attend_api.MODULES, _moments_work, _moments_errors, holds_scores=True
+    "write": Operation(
+        write_api.MODULES, partial(_of_spec, "write"), _write_errors, ("",), False, SHARED
     ),
-    "write": replace(
-        _operation("write", write_api.MODULES, _write_work, _write_errors, of_cache=False),
-        fillings=("random", "shared"),
+    "store_and_attend": Operation(
+        ATTEND, partial(_of_spec, "store_and_attend"), _both_errors, fillings=SHARED
     ),
-    "store_and_attend": replace(
-        _operation(
-            "store_and_attend", attend_api.MODULES, _both_work, _both_errors, holds_scores=True
-        ),
-        fillings=("random", "shared"),
-    ),
-    "finish": Operation(FINISH, _finish_work, _finish_candidate, _finish_errors, of_cache=False),
+    "finish": Operation(FINISH, _finish_candidate, _finish_errors, of_cache=False),
     "attend_text": Operation(
-        text_api.MODULES,
-        _text_work,
-        _text_candidate,
-        _text_errors,
-        models=("infinity",),
-        of_cache=False,
+        text_api.MODULES, _text_candidate, _text_errors, ("infinity",), of_cache=False
     ),
 }

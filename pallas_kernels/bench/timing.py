@@ -1,16 +1,15 @@
 """Timings of functions on the device that is there.
 
-A candidate is a function that runs an operation once and returns an array that its next run takes.
-So runs follow each other on the device without the host between them. `measure` times a loop of
-runs and takes the median of several loops. Arguments that a loop does not change are made to depend
-on its carry (`never`); else the compiler would run the operation once, before the loop.
+A candidate is a function that runs an operation once and returns what its next run takes. So runs
+follow each other on the device without the host between them. `measure` times a loop of runs and
+takes the median of several loops. Arguments that a loop does not change are made to depend on its
+carry (`never`, `after`); else the compiler would run the operation once, before the loop.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +24,11 @@ MOST_RUNS = 200
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do an operation.
+    """One way to do an operation. step: traced, (carry, *arguments) -> next carry."""
 
-    step: traced, (carry, *arguments) -> next carry.
-    result: traced, (carry, *arguments) -> the array to compare with other ways; None if that is the
-      next carry.
-    """
-
-    name: str
     step: Callable
     carry: jax.Array | tuple
     arguments: tuple
-    result: Callable | None = None
-
-
-class Work(NamedTuple):
-    """The least work of an operation: floating-point operations and bytes of memory."""
-
-    flops: float
-    bytes: float
 
 
 @dataclass(frozen=True)
@@ -51,28 +36,20 @@ class Operation:
     """How an operation is measured, for shapes (`ArgSpec`) whose heads own all of their table.
 
     modules: implementations by name.
-    work: shape -> least work.
     candidate: (shape, implementation) -> what is timed.
     errors: (shape, implementation) -> relative error of each result against the reference in
       float32.
     models: beginnings of the names of shapes that the operation is for.
     of_cache: whether its time depends on how much heads own.
-    holds_scores: whether the reference has a matrix of queries by keys in memory.
     fillings: fillings of tables (`arg_specs.FILLINGS`) that results may depend on.
     """
 
     modules: implementations.Modules
-    work: Callable[[ArgSpec], Work]
     candidate: Callable[[ArgSpec, str], Candidate]
     errors: Callable[[ArgSpec, str], Mapping[str, float]]
     models: tuple[str, ...] = ("",)
     of_cache: bool = True
-    holds_scores: bool = False
-    fillings: tuple[str, ...] = field(default=FILLINGS[:1])
-
-    def serves(self, spec: ArgSpec) -> bool:
-        """Whether a model of this shape has the operation."""
-        return spec.name.startswith(self.models)
+    fillings: tuple[str, ...] = FILLINGS[:1]
 
     def has(self, name: str) -> bool:
         """Whether the operation has an implementation of that name."""
@@ -87,6 +64,21 @@ def never(carry: jax.Array) -> jax.Array:
 def after(carry: jax.Array, arrays):
     """The same arrays, which the compiler takes to be known only once `carry` is."""
     return jax.lax.optimization_barrier((arrays, never(carry)))[0]
+
+
+def _moved(carry: jax.Array, array: jax.Array) -> jax.Array:
+    return array + never(carry)
+
+
+def repeated(run: Callable, *arguments, depending: Callable = _moved) -> Candidate:
+    """Runs of a function of arrays that none of them changes. depending: (carry, first argument) ->
+    the same as a result of the carry."""
+
+    def step(carry, first, *rest):
+        return run(depending(carry, first), *rest)
+
+    found = jax.eval_shape(run, *arguments)
+    return Candidate(step, jnp.zeros(found.shape, found.dtype), arguments)
 
 
 def measure(candidate: Candidate, repeats: int) -> float:

@@ -4,6 +4,7 @@ logits.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,7 @@ import numpy as np
 
 from pallas_kernels import rank, slot_moves, token_attention
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.bench.scales import slots, stored_bytes
-from pallas_kernels.bench.timing import Candidate, Operation, Work, never, relative, unequal
+from pallas_kernels.bench.timing import Candidate, Operation, after, relative, repeated, unequal
 from pallas_kernels.rank import api as rank_api
 from pallas_kernels.sample import api as sample_api
 from pallas_kernels.slot_moves import api as moves_api
@@ -28,24 +28,11 @@ CODES = {"var": 4096, "llamagen": 16384, "janus": 16384, "lumina": 8192}
 FILTERS = {"top_k": 900, "top_p": 0.96}
 
 
-def _heads(spec: ArgSpec) -> int:
-    return spec.rows * spec.heads
+def slots(spec: ArgSpec) -> int:
+    return spec.entries * spec.block_size
 
 
 # --- attention of a token ---
-
-
-def _attend_work(spec: ArgSpec) -> Work:
-    group = spec.queries_per_head
-    queries = 2 * group * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    moved = queries + slots(spec) * (stored_bytes(spec) + 4)  # 4: positions
-    return Work(4 * group * _heads(spec) * slots(spec) * spec.head_dim, _heads(spec) * moved)
-
-
-def _store_work(spec: ArgSpec) -> Work:
-    """`_attend_work`, and a key and a value that are read and stored."""
-    least, token = _attend_work(spec), 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return Work(least.flops, least.bytes + _heads(spec) * (token + stored_bytes(spec)))
 
 
 def _attend(query: Query, held: HeadSlots, name: str) -> tuple:
@@ -56,17 +43,12 @@ def _store(query: Query, held: HeadSlots, token: NewToken, name: str) -> tuple:
     return token_attention.store_and_attend(query, held, token, implementation=name)
 
 
-def _halfway(q, out):
-    """As large as a query, so that the next one is a query as well."""
-    return (q + out).astype(q.dtype) / 2
-
-
 def _attend_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(q, query, held):
-        return _halfway(q, _attend(replace(query, q=q), held, name)[0])
+    def once(q, query, held):
+        return _attend(replace(query, q=q), held, name)[0]
 
     query, held = token_arguments(spec, sums=False, poison=False)
-    return Candidate(name, step, query.q, (query, held))
+    return repeated(once, query.q, query, held)
 
 
 def _with_token(spec: ArgSpec, **options) -> tuple[Query, HeadSlots, NewToken]:
@@ -80,13 +62,13 @@ def _with_token(spec: ArgSpec, **options) -> tuple[Query, HeadSlots, NewToken]:
 
 def _store_candidate(spec: ArgSpec, name: str) -> Candidate:
     def step(carry, query, held, token):
-        q, pool, scale = carry
-        query, held = replace(query, q=q), replace(held, pool=pool, scale=scale)
-        out, held = _store(query, held, token, name)
-        return _halfway(q, out), held.pool, held.scale
+        out, pool, scale = carry
+        query, token = after(out, (query, token))
+        out, held = _store(query, replace(held, pool=pool, scale=scale), token, name)
+        return out, held.pool, held.scale
 
     query, held, token = _with_token(spec, sums=False, poison=False)
-    return Candidate(name, step, (query.q, held.pool, held.scale), (query, held, token))
+    return Candidate(step, (query.q, held.pool, held.scale), (query, held, token))
 
 
 def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
@@ -120,18 +102,6 @@ def _meant(pool, scale):
 # --- decisions ---
 
 
-def _scores_work(spec: ArgSpec) -> Work:
-    """For a float32 query: keys are read, scores written."""
-    keys, group = slots(spec) - _condition(spec), spec.queries_per_head
-    moved = 4 * group * spec.head_dim + keys * (stored_bytes(spec) / 2 + 4 * group)
-    return Work(2 * group * _heads(spec) * keys * spec.head_dim, _heads(spec) * moved)
-
-
-def _condition(spec: ArgSpec) -> int:
-    """Slots that are not scored: one, unless there is no other."""
-    return min(1, slots(spec) - 1)
-
-
 def _scores(q, held: HeadSlots, name: str):
     """Scores of all slots but the condition's."""
     first = min(1, held.pool.shape[2] - 1)
@@ -145,13 +115,8 @@ def _queries(spec: ArgSpec, count: int, dtype: str):
 
 
 def _scores_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(found, held, q):
-        return _scores(q + never(found), held, name)
-
     _, held = token_arguments(spec, sums=False, poison=False)
-    q = _queries(spec, 1, "float32")
-    found = jnp.zeros((*q.shape[:3], slots(spec) - _condition(spec)), jnp.float32)
-    return Candidate(name, step, found, (held, q))
+    return repeated(partial(_scores, name=name), _queries(spec, 1, "float32"), held)
 
 
 def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
@@ -164,13 +129,6 @@ def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
         expected = run(q.astype(jnp.float32), exact, "reference")
         errors |= relative((what,), (run(q, held, name),), (expected,))
     return errors
-
-
-def _move_work(spec: ArgSpec) -> Work:
-    """Slots that move are read and written. Of the others only the target is read."""
-    places = np.asarray(_places(spec))
-    moved = int((places < slots(spec)).sum())
-    return Work(0, 2 * moved * stored_bytes(spec) + 4 * places.size)
 
 
 def _move(held: HeadSlots, target, name: str) -> HeadSlots:
@@ -193,7 +151,7 @@ def _move_candidate(spec: ArgSpec, name: str) -> Candidate:
         return moved.pool, moved.scale
 
     held = _stored(spec, poison=False)
-    return Candidate(name, step, (held.pool, held.scale), (_places(spec),))
+    return Candidate(step, (held.pool, held.scale), (_places(spec),))
 
 
 def _stored(spec: ArgSpec, poison: bool) -> HeadSlots:
@@ -211,11 +169,6 @@ def _move_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     return errors | unequal("scale", found.scale, expected.scale)
 
 
-def _rank_work(spec: ArgSpec) -> Work:
-    """A score, a tie and two masks are read, a rank written."""
-    return Work(0, _heads(spec) * slots(spec) * (4 + 4 + 1 + 1 + 4))
-
-
 def _ranked(spec: ArgSpec) -> tuple:
     """Arguments of `rank`, with few different scores, so that ties decide."""
     rng, shape = np.random.default_rng(4), (spec.rows, spec.heads, slots(spec))
@@ -226,11 +179,9 @@ def _ranked(spec: ArgSpec) -> tuple:
 
 
 def _rank_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(found, score, tie, *masks):
-        return rank.rank(score, tie + never(found), *masks, implementation=name)
-
-    given = _ranked(spec)
-    return Candidate(name, step, jnp.zeros(given[0].shape, jnp.int32), given)
+    score, tie, *masks = _ranked(spec)
+    once = lambda tie, score, *masks: rank.rank(score, tie, *masks, implementation=name)  # noqa: E731
+    return repeated(once, tie, score, *masks)
 
 
 def _rank_errors(spec: ArgSpec, name: str) -> dict[str, float]:
@@ -253,11 +204,6 @@ def _logits(spec: ArgSpec) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     return jnp.asarray(logits), noise, jnp.float32(1.3) if guided else None
 
 
-def _sample_work(spec: ArgSpec) -> Work:
-    logits, noise, _ = jax.eval_shape(lambda: _logits(spec))
-    return Work(0, 4 * (logits.size + noise.size))
-
-
 def _sample(logits, noise, strength, name: str, zero=0):
     options = {"tau": jnp.float32(0.7) + zero}
     if strength is not None:
@@ -266,11 +212,8 @@ def _sample(logits, noise, strength, name: str, zero=0):
 
 
 def _sample_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(found, logits, noise, strength):
-        return _sample(logits, noise, strength, name, never(found))
-
-    given = _logits(spec)
-    return Candidate(name, step, jnp.zeros(given[1].shape[:2], jnp.int32), given)
+    once = lambda zero, *given: _sample(*given, name, zero)  # noqa: E731
+    return repeated(once, jnp.int32(0), *_logits(spec))
 
 
 def _sample_errors(spec: ArgSpec, name: str) -> dict[str, float]:
@@ -288,18 +231,12 @@ def _sample_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 TOKENS = {
-    "attend_token": Operation(
-        token_api.MODULES, _attend_work, _attend_candidate, _attend_errors, MODELS
-    ),
-    "store_token": Operation(
-        token_api.MODULES, _store_work, _store_candidate, _store_errors, MODELS
-    ),
-    "token_scores": Operation(
-        token_api.SCORES, _scores_work, _scores_candidate, _scores_errors, MODELS
-    ),
-    "move_slots": Operation(moves_api.MODULES, _move_work, _move_candidate, _move_errors, MODELS),
-    "rank": Operation(rank_api.MODULES, _rank_work, _rank_candidate, _rank_errors, MODELS),
+    "attend_token": Operation(token_api.MODULES, _attend_candidate, _attend_errors, MODELS),
+    "store_token": Operation(token_api.MODULES, _store_candidate, _store_errors, MODELS),
+    "token_scores": Operation(token_api.SCORES, _scores_candidate, _scores_errors, MODELS),
+    "move_slots": Operation(moves_api.MODULES, _move_candidate, _move_errors, MODELS),
+    "rank": Operation(rank_api.MODULES, _rank_candidate, _rank_errors, MODELS),
     "sample": Operation(
-        sample_api.MODULES, _sample_work, _sample_candidate, _sample_errors, tuple(CODES), False
+        sample_api.MODULES, _sample_candidate, _sample_errors, tuple(CODES), of_cache=False
     ),
 }

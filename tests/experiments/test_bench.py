@@ -8,10 +8,8 @@ from dataclasses import replace
 import jax
 import pytest
 
-from experiments.bench import report
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.bench.scales import SCALES
-from pallas_kernels.chips import get_chip
 from pallas_kernels.ragged_attention import config, tune
 from tests.often import often
 
@@ -39,8 +37,7 @@ def test_timings(call, tmp_path):
         ("sample", "reference"),
     ]
     for row in rows:
-        assert 0 < row["seconds"] < 1 and row["bytes_per_s"] > 0
-        assert row["error"] is None or row["error"] < 1e-5
+        assert 0 < row["seconds"] < 1 and not row["note"]
     status, _, err = call("bench", *SMALL, f"--json={path}")
     assert status == 2 and "exists already" in err
 
@@ -84,15 +81,13 @@ def test_a_token_kernel_that_is_wrong_is_found(operation, kv_dtype, monkeypatch)
     assert min(bench.errors(operation, spec, "triton-interpret").values()) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(0.5, "error 5.0e-01, allowed is less than 1e-05"), (float("nan"), "error nan, allowed")],
-)
-def test_timings_of_a_wrong_kernel_fail(call, monkeypatch, error, message):
-    monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": error})
-    monkeypatch.setattr(bench, "measure", lambda *_: 1e-3)
+def test_a_kernel_that_cannot_be_timed_fails(call, monkeypatch):
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench, "measure", full)
     status, out, err = call("bench", *SMALL, "--op=attend")
-    assert status == 1 and f"error: reference: attend var-d30-t1 at budget 1: {message}" in err
+    assert status == 1 and "error: reference: attend var-d30-t1: RuntimeError: out of" in err
     assert "dense xla" in out  # the table is printed all the same
 
 
@@ -141,29 +136,6 @@ def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
     assert status == 1 and not err
     assert "REFUSED  write  var-d30-t1" in out and "it takes heads of 64, 128" in out
     assert "0 of 2 right" in out
-
-
-def test_work_counts_what_is_moved():
-    spec = arg_specs.SPECS["var-d30-t36"]  # 16 rows, 30 heads of 64, 36 of 64 tokens
-    spec = replace(spec, entries=4)  # 64 slots
-    found = bench.OPERATIONS["attend"].work(spec)
-    assert found.flops == 4 * 16 * 30 * 36 * 100 * 64
-    assert found.bytes == 16 * 30 * (4 * 36 + 2 * 64) * 64 * 2
-    moments = bench.OPERATIONS["attention_moments"].work(spec)
-    assert moments.bytes == 16 * 30 * ((2 * 36 + 64) * 64 * 2 + 4 * 36 + 4 * 100)
-
-
-def test_table_shows_shares_of_the_peak():
-    spec = arg_specs.SPECS["var-d30-t36"]
-    work = bench.Work(flops=98.94e9, bytes=2.4e9)
-    rows = [
-        report.Row("attend", spec, 1.0, "triton", work, seconds=1e-3),
-        report.Row("attend", spec, 1.0, "reference", work, seconds=2e-3),
-        report.Row("attend", spec, 1.0, "dense xla", work),
-    ]
-    lines = report.text(rows, get_chip("h200")).splitlines()
-    assert "2.4e+03 ( 50%)" in lines[1] and "98.9 ( 10%)" in lines[1]
-    assert "%" not in report.text(rows, None)
 
 
 def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
