@@ -188,8 +188,10 @@ def title(workload: Workload) -> str:
 
 def draw(workloads: Mapping[str, Workload], chip: Chip) -> dict:
     """The result of the programs that draw. workloads: by chip."""
-    job = worker.Job(workloads[chip.name], chip)
-    return job.search() if LARGEST_BATCH.value else job.describe(PROGRAM.asked_batch_size)
+    workload = workloads[chip.name]
+    if LARGEST_BATCH.value:
+        return worker.search(workload, chip)
+    return worker.draw(workload, chip, PROGRAM.asked_batch_size)
 
 
 def main(argv) -> int:

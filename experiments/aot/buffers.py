@@ -1,10 +1,9 @@
-"""Buffers of a compiled program by name, with their places and lifetimes.
+"""Temporaries of a compiled program by name, and arrays that exist twice.
 
-The compilers for GPU and TPU dump their buffer assignment and live ranges as text. These two and
-the compiled text tell
+The compilers for GPU and TPU dump their buffer assignment as text. It and the compiled text tell
 
-- which temporaries are alive when temporaries take most memory, and which operation in our sources
-  made them (the scopes are those of `varjax.engine.scales`);
+- which temporaries are largest, and which operation in our sources made them (the scopes are those
+  of `varjax.engine.scales`);
 - whether the KV pool and the other large arrays of the cache exist once. A second one shows as a
   copy or as a temporary of the same shape.
 
@@ -20,10 +19,9 @@ from experiments.aot.hlo import Instruction, Module
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (.*):$")
 _VALUE = re.compile(
-    r"^ value: <\d+ (?P<name>\S+?)(?:\{(?P<index>[\d,]*)\})?(?: \(phi\))? @\d+> "
-    r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
+    r"^ value: <\d+ (?P<name>\S+?)(?:\{[\d,]*\})?(?: \(phi\))? @\d+> "
+    r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>[^(].*)$"  # of no tuple
 )
-_RANGE = re.compile(r"^    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _SHAPE = re.compile(r"\(*(\w+)\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert"}
 _NEW_ARRAYS = {"copy", "copy-start", "transpose", "convert"}  # moves that write a second array
@@ -38,7 +36,6 @@ class Buffer:
     name: the instruction's.
     place: number of the allocation, and bytes from its start.
     shape: as XLA writes it.
-    first, last: positions in the instruction sequence between which it lives; 0 where unknown.
     source: the operation of our sources, and how the instruction follows from it.
     """
 
@@ -46,24 +43,19 @@ class Buffer:
     place: tuple[int, int]
     size: int
     shape: str
-    first: int
-    last: int
     source: str
 
 
 def read_dump(folder: Path, module: Module) -> list[Buffer]:
     """The temporaries that the compiler dumped into `folder`; empty if the dump cannot be read."""
-    texts = []
-    for pattern in ("*buffer-assignment.txt", "*live-range.txt"):
-        # the program's, among those of small helper modules
-        path = max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
-        texts.append(path.read_text() if path else "")
-    return temporaries(*texts, module) if all(texts) else []
+    # the program's, among those of small helper modules
+    paths = folder.rglob("*buffer-assignment.txt")
+    path = max(paths, key=lambda p: p.stat().st_size, default=None)
+    return temporaries(path.read_text(), module) if path else []
 
 
-def temporaries(assignment: str, ranges: str, module: Module) -> list[Buffer]:
-    """The temporaries in texts of the buffer assignment and of the live ranges; see `read_dump`."""
-    alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(ranges)}
+def temporaries(assignment: str, module: Module) -> list[Buffer]:
+    """The temporaries in the text of the buffer assignment, the largest first."""
     made = {i.name: i for i in module}
     found, number, counts = [], -1, False
     for line in assignment.splitlines():
@@ -72,29 +64,22 @@ def temporaries(assignment: str, ranges: str, module: Module) -> list[Buffer]:
             other_memory = "color " in kind and "color 0" not in kind
             counts = "preallocated-temp" in kind and not other_memory
         elif counts and (match := _VALUE.match(line)):
-            if match["shape"].startswith("("):  # a tuple holds addresses, no numbers
-                continue
             name, place = match["name"], (number, int(match["offset"]))
-            lives = alive.get((name, match["index"] or ""), (0, 0))
-            size, source = int(match["size"]), _source(name, made)
-            found.append(Buffer(name, place, size, match["shape"], *lives, source))
-    return found
+            found.append(
+                Buffer(name, place, int(match["size"]), match["shape"], _source(name, made))
+            )
+    return sorted(found, key=lambda b: -b.size)
 
 
-def fullest_moment(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers that are alive at the position with most bytes, largest first. Values that share
-    a place count once."""
-    best: list[Buffer] = []
-    for moment in sorted({b.first for b in buffers}):
-        places: dict[tuple[int, int], Buffer] = {}
-        for b in buffers:
-            if b.first <= moment <= b.last and b.size > getattr(places.get(b.place), "size", -1):
-                places[b.place] = b
-        best = max(best, list(places.values()), key=lambda some: sum(b.size for b in some))
-    return sorted(best, key=lambda b: -b.size)
+def largest(buffers: Sequence[Buffer], most: int) -> list[Buffer]:
+    """The largest temporaries; of several that share a place the first."""
+    places: dict[tuple[int, int], Buffer] = {}
+    for b in buffers:
+        places.setdefault(b.place, b)
+    return list(places.values())[:most]
 
 
-def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:
+def _source(name: str, made: Mapping[str, Instruction]) -> str:
     """The operation that an instruction comes from, as its metadata names it. Moves of data without
     metadata say what they move."""
     instruction = made.get(name)
@@ -102,9 +87,8 @@ def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:
         return ""
     if instruction.op_name:
         return short_source(instruction.op_name)
-    inner = ""
-    if instruction.opcode in _MOVES and instruction.operands and depth:
-        inner = _source(instruction.operands[0], made, depth - 1)
+    moves = instruction.opcode in _MOVES and instruction.operands
+    inner = _source(instruction.operands[0], made) if moves else ""
     if instruction.opcode in _SILENT and inner:
         return inner
     return f"{instruction.opcode} of {inner}" if inner else instruction.opcode

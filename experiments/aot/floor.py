@@ -88,13 +88,6 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     return 2 * g.head_dim * g.rows_per_image * products
 
 
-def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
-    """Bytes of K and V that a batch reads from the pool and writes to it, at least."""
-    if not plan.pool_tokens:
-        return 0.0
-    return tokens_moved(plan) * plan.num_bytes(batch_size, kv_dtype) / plan.pool_tokens
-
-
 @singledispatch
 def tokens_moved(plan: CachePlan) -> float:
     """Tokens of one row that are read from the pool and written to it, at least."""

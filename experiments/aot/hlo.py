@@ -139,16 +139,14 @@ class Module:
                 rounds, called = self.trips(i) or 1, i.called("body")
             elif i.opcode == "conditional":
                 called = i.called(*_BRANCHES)
-                called = called if everything else [max(called, key=self._length)]
+                length = lambda name: sum(1 for _ in self.runs(name))  # noqa: E731
+                called = called if everything else [max(called, key=length)]
             elif i.opcode == "call":
                 called = i.called("to_apply", "calls")
             elif everything or i.opcode.endswith("-start"):
                 called = i.called("calls")
             for inner in called:
                 yield from self.runs(inner, times * rounds, everything=everything)
-
-    def _length(self, name: str) -> int:
-        return sum(1 for _ in self.runs(name))
 
     def trips(self, loop: Instruction) -> int | None:
         """How often a while loop runs, as the compiler says or as the bound of its condition says;

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from experiments.aot.buffers import short_source
 from experiments.aot.hlo import Instruction, Module, array_bytes
+from varjax.engine.cost import Cost
 
+LISTED = 8  # operations that start kernels
 LARGE = 2**20  # bytes; smaller slices of stacked arrays cost little
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
@@ -56,10 +58,34 @@ def read(module: Module) -> list[Kernel]:
     ]
 
 
+def counts(module: Module, cost: Cost) -> dict:
+    """The kernels of a program as content of a JSON file: how many are started, the operations that
+    start most of them, kernels of ours with FLOPs and bytes as they estimate full tables, and bytes
+    of weights that are copied."""
+    found, sources, ours = read(module), Counter(), {}
+    for k in found:
+        sources[k.source] += 0 if k.ours else k.times
+    for work, calls in cost.kernels.items():
+        each = {"calls": calls, "flops": calls * work.flops, "bytes": calls * work.bytes}
+        ours.setdefault(work.name, Counter()).update(each)
+    for name, total in ours.items():
+        # without calls that the compiler left out because they equal others; a kernel that the text
+        # does not name keeps all
+        started = sum(k.times for k in found if k.ours and name in k.source.split("/"))
+        share = min(1.0, started / total["calls"]) if started else 1.0
+        ours[name] = {key: share * number for key, number in total.items()}
+    return {
+        "kernels": sum(k.times for k in found),
+        "kernels_by_operation": dict((+sources).most_common(LISTED)),
+        "kernels_of_ours": ours,
+        "copied_weight_bytes": sum(k.times * k.copied for k in found),
+    }
+
+
 def _is_free(i: Instruction) -> bool:
     # of an asynchronous pair the start counts, or what it calls
-    wraps = i.opcode.endswith("-start") and i.called("calls")
-    return bool(wraps) or i.opcode in _FREE or i.opcode.endswith(("-done", "-update"))
+    ends = i.opcode.endswith(("-done", "-update"))
+    return ends or i.opcode in _FREE or i.opcode.endswith("-start") and bool(i.called("calls"))
 
 
 def _copied(i: Instruction, module: Module) -> float:

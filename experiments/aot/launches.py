@@ -6,7 +6,7 @@ chip names (`pallas_kernels.chips`). The compiler writes the list ("thunks") whe
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +30,13 @@ class Launches(NamedTuple):
 
 @dataclass
 class _Node:
-    """A line of the list. part: of its parent that it belongs to, "condition" for example."""
+    """A line of the list. part: of its parent that it belongs to, "condition" for example. rounds:
+    of a loop."""
 
     kind: str
     indent: int
     part: str = ""
+    rounds: int | None = None
     children: list["_Node"] = field(default_factory=list)
 
 
@@ -55,48 +57,43 @@ def read(text: str, trips: Sequence[int | None]) -> Launches | None:
     """The starts that a text lists, loops counted by their rounds; None if it lists other loops
     than `trips` has. A loop of unknown length counts once. Of branches the one counts that starts
     most."""
-    rounds = iter(trips)
-    try:
-        found = _all(_tree(text).children, rounds)
-    except StopIteration:
-        return None
-    return None if next(rounds, "end") != "end" else found
-
-
-def _tree(text: str) -> _Node:
-    """The lines of the list, nested as their indentation says."""
     root = _Node("", -1)
-    above, part = [root], ""
+    above, part, loops = [root], "", []
     for line in text.splitlines():
         if found := _PART.match(line):
             part = found[1]
         elif found := _LINE.match(line):
             node = _Node(found["kind"], len(found["indent"]), part)
+            loops += [node] * (node.kind == "kWhile")
             while above[-1].indent >= node.indent:
                 above.pop()
             above[-1].children.append(node)
             above.append(node)
-    return root
+    if len(loops) != len(trips):
+        return None
+    for loop, rounds in zip(loops, trips, strict=True):
+        loop.rounds = rounds
+    return _all(root.children)
 
 
-def _all(nodes: Sequence[_Node], rounds: Iterator[int | None], times: float = 1.0) -> Launches:
-    # a list, because a generator may not end by `StopIteration`
-    each = [_one(node, rounds) for node in nodes]
+def _all(nodes: Sequence[_Node], times: float = 1.0) -> Launches:
+    each = map(_one, nodes)
     return Launches(*(times * sum(counts) for counts in zip(*each, strict=True)))
 
 
-def _one(node: _Node, rounds: Iterator[int | None]) -> Launches:
+def _one(node: _Node) -> Launches:
+    parts: dict[str, list[_Node]] = {}
+    for child in node.children:
+        parts.setdefault(child.part, []).append(child)
     if node.kind == "kWhile":
-        count = next(rounds)
         # where the host knows how often a loop runs it does not ask
-        parts = [n for n in node.children if n.part != "condition" or count is None]
-        return _all(parts, rounds, count or 1)
+        asked = [n for name, part in parts.items() for n in part if name != "condition"]
+        return _all(asked, node.rounds) if node.rounds else _all(node.children)
     if node.kind == "kConditional":
-        parts = dict.fromkeys(n.part for n in node.children)
-        each = [_all([n for n in node.children if n.part == part], rounds) for part in parts]
+        each = map(_all, parts.values())
         return max(each, key=lambda e: e.inside + e.outside, default=Launches())
     if node.children:
-        found = _all(node.children, rounds)
+        found = _all(node.children)
         recorded = node.kind == "kCommandBuffer"
         return Launches(1.0, found.inside + found.outside) if recorded else found
     starts = not (node.kind in _NO_START or node.kind.endswith("Done"))

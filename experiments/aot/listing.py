@@ -124,8 +124,7 @@ def _of_program(of: str, program: Mapping) -> list[str]:
     their estimates; the operations that exchange most bytes."""
     lines = []
     if program["largest_temporaries"]:
-        live = show_bytes(program["live_temporary_bytes"])
-        lines += ["", f"{of}: {live} of temporaries at the fullest moment"]
+        lines += ["", f"{of}: the largest of {show_bytes(program['temporary_bytes'])} temporaries"]
     for t in program["largest_temporaries"]:
         shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
         lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")

@@ -22,8 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
-from experiments.aot.kernels import Kernel
-from experiments.aot.launches import Launches
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -48,6 +46,7 @@ Networks = dict[str, nnx.Module]  # the model's modules by name, shapes in place
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
 CONDITION = 2  # the condition's place among the program's arguments; images are divided like it
 PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
+LISTED = 8  # temporaries of a program
 SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
 
 
@@ -69,30 +68,22 @@ class Program:
     memory: `jax.stages.Compiled.memory_analysis()`.
     formats: layouts of the positional arguments, and of the named ones.
     times_read: how often each weight is read; 0: it is no argument of this program.
-    unread: bytes of the weights that are not read, which are on the device all the same.
-    resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
-    kernels: that it starts.
-    launches: what a GPU starts at once and one by one; None for a TPU and where the compiler did
-      not say.
-    live: temporaries at the moment when they take most (empty: the compiler did not say).
+    resident: bytes on the device while it runs: arguments, results, temporaries, code, and weights
+      that it does not read.
     copies: {array of the state: where it exists a second time}; arrays that are updated in place
       are not listed.
-    exchanged: what the devices of a mesh exchange (`kernels.exchanged`).
     compile_s: seconds, tracing included.
+    said: what else a report says, as content of a JSON file.
     """
 
     memory: Any
     formats: tuple[tuple, dict]
     times_read: list[int]
-    unread: int
     resident: int
     cost: Cost
-    kernels: list[Kernel]
-    launches: Launches | None
-    compile_s: float
-    live: list[buffers.Buffer]
     copies: dict[str, list[str]]
-    exchanged: list[dict]
+    compile_s: float
+    said: dict
 
 
 def compile_program(
@@ -125,24 +116,29 @@ def compile_program(
             raise
         elapsed = time.perf_counter() - start
         module = Module.parse(compiled.as_text())
-        found = buffers.read_dump(Path(folder), module)
+        temporaries = buffers.read_dump(Path(folder), module)
         started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
-    reads = times_read(traced.jaxpr)[: len(weights)]
+    reads, cost = times_read(traced.jaxpr)[: len(weights)], program_cost(traced.jaxpr)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
         formats=compiled.input_formats,
         times_read=reads,
-        unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
-        cost=program_cost(traced.jaxpr),
-        kernels=kernels.read(module),
-        launches=started,
+        cost=cost,
+        copies=buffers.second_copies(module, temporaries, carried),
         compile_s=elapsed,
-        live=buffers.fullest_moment(found),
-        copies=buffers.second_copies(module, found, carried),
-        exchanged=kernels.exchanged(module),
+        said={
+            "temporary_bytes": stats.temp_size_in_bytes,
+            "largest_temporaries": [
+                {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
+                for b in buffers.largest(temporaries, LISTED)
+            ],
+            "collectives": kernels.exchanged(module),
+            "launches": started and started._asdict(),
+            **kernels.counts(module, cost),
+        },
     )
 
 
@@ -164,6 +160,11 @@ def memory_asked(message: str) -> int | None:
 def first_line(message: str) -> str:
     """The first line of a message, cut to a readable length."""
     return message.strip().splitlines()[0][:300] if message.strip() else ""
+
+
+def num_bytes(tree: object) -> int:
+    """Bytes of all arrays of a tree on one device."""
+    return sum(map(device_bytes, jax.tree.leaves(tree)))
 
 
 # --- the two of a run ---
@@ -191,6 +192,15 @@ class Workload:
         given = self.model, self.plan, batch_size, self.text_tokens, self.attention != "reference"
         return self.program.predict(*given, platform=platform, layers=layers)
 
+    def attention_asked(self, chip: Chip) -> str | None:
+        """The implementation that kernels are asked for. Not every kernel of models that draw token
+        by token exists under every name: there each operation takes its own best (None), unless
+        the user named one or the best was refused."""
+        best = implementations.choices(chip.platform, chip.capability)[0]
+        by_token = isinstance(self.plan, TokenPlan)
+        free = by_token and not self.program.attention and self.attention == best
+        return None if free else self.attention
+
 
 class Compilation:
     """Both programs for a batch. Call `compile_codes` first, then `compile_pixels`.
@@ -198,8 +208,7 @@ class Compilation:
     networks, state: shapes, placed on the devices.
 
     Both methods raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not check),
-    `NotImplementedError` where a kernel cannot take the shapes, and `jax.errors.JaxRuntimeError`
-    where the compiler failed otherwise.
+    and `NotImplementedError` where a kernel cannot take the shapes.
     """
 
     codes: Program
@@ -220,7 +229,7 @@ class Compilation:
             BuildOptions(
                 segments=options.segments,
                 layers=options.layers,
-                attention=_attention(workload, chip),
+                attention=workload.attention_asked(chip),
             ),
             batch_size=batch_size,
             mesh=mesh,
@@ -294,16 +303,6 @@ class Compilation:
         # kernels ask the mesh in use for the kind of device that they are traced for
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return compile_program(trace, self.networks, options, carried)
-
-
-def _attention(workload: Workload, chip: Chip) -> str | None:
-    """The implementation that kernels are asked for. Not every kernel of models that draw
-    token by token exists under every name: there each operation takes its own best (None), unless
-    the user named one or the best was refused."""
-    best = implementations.choices(chip.platform, chip.capability)[0]
-    by_token = isinstance(workload.plan, TokenPlan)
-    free = by_token and not workload.program.attention and workload.attention == best
-    return None if free else workload.attention
 
 
 def carried_arrays(

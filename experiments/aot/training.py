@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.aot import floor
-from experiments.aot.program import Program, compile_program
-from experiments.aot.report import describe_program, num_bytes
+from experiments.aot.program import Program, compile_program, num_bytes
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
@@ -138,5 +137,5 @@ def describe(asked: TrainingStep, chip: Chip) -> dict:
         "flops": flops,
         **floor.seconds(chip, flops, 2 * held, asked.batch_size),
         "compile_s": program.compile_s,
-        "programs": {STEP: describe_program(program)},
+        "programs": {STEP: program.said},
     }

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import jax
 
-from experiments.aot import report, training
-from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
+from experiments.aot import floor, training
+from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line, num_bytes
 from experiments.aot.training import TrainingStep
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -64,24 +64,25 @@ def here(chip: Chip, work: Callable[[Chip], dict]) -> dict:
     return {"target": chip.name, "platform": chip.platform, **result}
 
 
-def train(asked: TrainingStep, chip: Chip) -> dict:
-    """The result of a training step."""
-    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
-    try:
-        return training.describe(asked, chip)
-    except DoesNotFit as error:
-        return refused(chip, asked.batch_size, error.needed, str(error))
-
-
 def say(chip: Chip, line: str) -> None:
     """Print a line of progress."""
     print(f"{chip.name}: {line}", file=sys.stderr, flush=True)
 
 
-def refused(chip: Chip, batch: int, needed: int, why: str) -> dict:
-    """The result of a program that the compiler refuses for its size."""
-    sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": chip.memory}
-    return {"status": "refused", "fits": False, "error": why, **sizes}
+def sized(chip: Chip, batch: int, work: Callable[[], dict]) -> dict:
+    """The result of compiling for a batch, also where the compiler refuses it for its size."""
+    try:
+        return work()
+    except DoesNotFit as error:
+        sizes = {"needed_bytes": error.needed, "memory_bytes": chip.memory}
+        refused = {"status": "refused", "fits": False, "error": str(error)}
+        return {**refused, "batch_size": batch, **sizes}
+
+
+def train(asked: TrainingStep, chip: Chip) -> dict:
+    """The result of a training step."""
+    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
+    return sized(chip, asked.batch_size, partial(training.describe, asked, chip))
 
 
 # --- the largest batch ---
@@ -136,68 +137,100 @@ def largest_batch(
 def _end_of_line(trials: Sequence[Trial], memory: int) -> float | None:
     """The batch at which a line through the two trials nearest to the limit reaches it."""
     near = sorted(trials, key=lambda t: abs(t.num_bytes - memory))[:2]
-    if len(near) < 2 or near[0].batch == near[1].batch:
-        return None
-    a, b = sorted(near)
-    slope = (b.num_bytes - a.num_bytes) / (b.batch - a.batch)
-    return a.batch + (memory - a.num_bytes) / slope if slope > 0 else None
+    a, b = near[0], near[-1]
+    more, grown = b.batch - a.batch, b.num_bytes - a.num_bytes
+    return a.batch + (memory - a.num_bytes) * more / grown if more * grown > 0 else None
 
 
 # --- the programs that draw ---
 
 
-class Job:
-    """The compilations of the programs that draw, for one target."""
+def described(case: Compilation) -> dict:
+    """The result for a batch, as content of a JSON file. Bytes are those of one device."""
+    workload, codes, pixels, there = case.workload, case.codes, case.pixels, case.chip.memory
+    # the code of both programs stays on the device
+    peaks = {
+        "codes": codes.resident + pixels.memory.generated_code_size_in_bytes,
+        "pixels": pixels.resident + codes.memory.generated_code_size_in_bytes,
+    }
+    decides = max(peaks, key=peaks.get)
+    peak, state = peaks[decides], case.state
+    pool = num_bytes(workload.plan.kv_arrays(state))
+    held, parameters = num_bytes(state), num_bytes(case.networks)
+    # on one device: activations, logits and what layers keep of the text
+    mesh = workload.program.mesh
+    need = workload.predict(case.batch_size // mesh.data, case.chip.platform, case.layers)
+    promised = parameters + held + need.activations + need.condition
+    return {
+        "status": "compiled",
+        "batch_size": case.batch_size,
+        "attention": case.spec.options.attention or "auto",
+        "segments": [[s.start, s.stop, s.length] for s in case.drawing.segments],
+        "layers": case.layers,
+        "decode_dtype": workload.program.decoding.dtype,
+        "devices": mesh.num_devices,
+        "parameter_bytes": parameters,
+        "kv_pool_bytes": pool,
+        "bookkeeping_bytes": held - pool,
+        "peak_bytes": peak,
+        "peak_of": decides,
+        "memory_bytes": there,
+        "fits": peak <= there,
+        "promised_bytes": promised,
+        "peak_over_promised": peak / promised,
+        "aliased": codes.memory.alias_size_in_bytes >= held,
+        "copies": codes.copies,
+        "loops_of_unknown_length": codes.cost.loops + pixels.cost.loops,
+        **floor.describe(case),
+        "compile_s": codes.compile_s + pixels.compile_s,
+        "programs": {"codes": codes.said, "pixels": pixels.said},
+    }
 
-    def __init__(self, workload: Workload, chip: Chip):
-        self.workload, self.chip = workload, chip
 
-    def _begin(self, batch: int) -> Compilation:
-        """The compilation for a batch, with the program that draws codes compiled. Where a kernel
-        cannot take the shapes the next implementation is tried, as `Generator` does, unless the
-        user named one."""
-        say(self.chip, f"compiling batch {batch}, attention {self.workload.attention}")
-        case = Compilation(self.workload, self.chip, batch)
-        try:
-            case.compile_codes()
-        except NotImplementedError as error:
-            every = implementations.choices(self.chip.platform, self.chip.capability)
-            rest = every[every.index(self.workload.attention) + 1 :]
-            if self.workload.program.attention or not rest:
-                raise
-            instead = rest[0]
-            say(self.chip, f"{first_line(str(error))}: taking {instead}")
-            self.workload = replace(self.workload, attention=instead)
-            return self._begin(batch)
-        say(self.chip, f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
-        return case
+def compiled(workload: Workload, chip: Chip, batch: int) -> Compilation:
+    """Both programs for a batch. Where a kernel cannot take the shapes the next implementation is
+    tried, as `Generator` does, unless the user named one."""
+    say(chip, f"compiling batch {batch}, attention {workload.attention}")
+    case = Compilation(workload, chip, batch)
+    try:
+        case.compile_codes()
+    except NotImplementedError as error:
+        every = implementations.choices(chip.platform, chip.capability)
+        rest = every[every.index(workload.attention) + 1 :]
+        if workload.program.attention or not rest:
+            raise
+        say(chip, f"{first_line(str(error))}: taking {rest[0]}")
+        return compiled(replace(workload, attention=rest[0]), chip, batch)
+    say(chip, f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
+    case.compile_pixels()
+    return case
 
-    def describe(self, batch: int) -> dict:
-        """The result for a batch, with both programs."""
-        try:
-            case = self._begin(batch)
-            case.compile_pixels()
-            return report.describe(case)
-        except DoesNotFit as error:
-            return refused(self.chip, batch, error.needed, str(error))
 
-    def search(self) -> dict:
-        """The result of the largest batch that fits, with all trials."""
-        step, available = self.workload.program.mesh.data, self.chip.memory
-        # first the batch whose prediction fills the chip
-        predict = partial(self.workload.predict, platform=self.chip.platform)
-        first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
-        found, trials = largest_batch(self._attempt, available, first, step)
-        listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
-        if not found:
-            least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
-            why = f"not even a batch of {least.batch} fits"
-            return {**refused(self.chip, least.batch, least.num_bytes, why), "trials": listed}
-        return {**self.describe(found), "largest_batch": found, "trials": listed}
+def draw(workload: Workload, chip: Chip, batch: int) -> dict:
+    """The result for a batch, with both programs."""
+    return sized(chip, batch, lambda: described(compiled(workload, chip, batch)))
 
-    def _attempt(self, batch: int) -> Trial:
-        result = self.describe(batch)
+
+def search(workload: Workload, chip: Chip) -> dict:
+    """The result of the largest batch that fits, with all trials."""
+    results: dict[int, dict] = {}
+
+    def attempt(batch: int) -> Trial:
+        results[batch] = result = draw(workload, chip, batch)
         needed = result.get("peak_bytes") or result["needed_bytes"]
         verdict = "fits" if result["fits"] else "does not fit"
-        say(self.chip, f"batch {batch} takes {show_bytes(needed)}, {verdict}")
+        say(chip, f"batch {batch} takes {show_bytes(needed)}, {verdict}")
         return Trial(batch, needed, result["fits"])
+
+    step, available = workload.program.mesh.data, chip.memory
+    # first the batch whose prediction fills the chip
+    predict = partial(workload.predict, platform=chip.platform)
+    first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
+    found, trials = largest_batch(attempt, available, first, step)
+    listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
+    if found:
+        return {**results[found], "largest_batch": found, "trials": listed}
+    least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
+    refused = {"status": "refused", "fits": False, "needed_bytes": least.num_bytes}
+    refused |= {"batch_size": least.batch, "memory_bytes": available, "trials": listed}
+    return refused | {"error": f"not even a batch of {least.batch} fits"}

@@ -47,7 +47,6 @@ COMPILED = {
     "programs": {
         name: {
             "temporary_bytes": 1 << 29,
-            "live_temporary_bytes": 1 << 28,
             "kernels": 48.0,
             "kernels_by_operation": {"attend/sort": 30.0},
             "kernels_of_ours": {"finish": {"calls": 6.0, "flops": 1e12, "bytes": 2048.0}},

@@ -59,7 +59,7 @@ def test_promises_are_near_what_is_compiled(case):
         pytest.skip(why)
     chip = chips.get_chip(chip)
     asked = workload(model, policy, budget, chip, layers)
-    found = Compilation(asked, chip, batch, lambda line: None)
+    found = Compilation(asked, chip, batch)
     found.compile_codes()
     promised = asked.predict(batch, chip.platform).total
     assert promised == pytest.approx(found.codes.resident, rel=0.1)

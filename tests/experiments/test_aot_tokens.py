@@ -42,7 +42,7 @@ def codes_of_a_janus(target: str, layers: int) -> Program:
         attention=attention,
         text_tokens=None,
     )
-    compilation = Compilation(workload, chip, 2, lambda line: None)
+    compilation = Compilation(workload, chip, 2)
     compilation.compile_codes()
     return compilation.codes
 
