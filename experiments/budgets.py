@@ -1,26 +1,21 @@
 """Budgets as people think of them: bytes of the cache, or what fits a device. Both become the
 fraction that policies take."""
 
-import contextlib
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from experiments.output import RESULTS
 from varjax.cache.plan import CachePlan
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.metrics import METRICS
 from varjax.policies import Policy
-from varjax.storage.manifest import read_json
 
 FIT = "fit"
 UNITS = {"": 1, "B": 1, **{f"{u}iB": 1024**i for i, u in enumerate("KMGT", 1)}}
 UNITS |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
 STEPS = 12  # of the bisection: budgets are found to 1/4096
-SHOWN = ("psnr", "kl")  # metrics of a sweep that a budget is explained by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +64,8 @@ def images_at_once(plan: CachePlan, dtype: str, wanted: int | None, most: int) -
 def of_bytes(
     policy: Policy, wanted: int, plan_of: Callable[[Policy], CachePlan], sizing: Sizing
 ) -> Policy:
-    """Return the policy with the largest budget whose pool has at most `wanted` bytes.
-
-    Raises:
-      UserError: the policy cannot work with so few, or takes no budget.
-    """
+    """Return the policy with the largest budget whose pool has at most `wanted` bytes. `UserError`
+    if the policy cannot work with so few, or takes no budget."""
     full = _full_bytes(policy, plan_of, sizing)
     fraction = min(1.0, wanted / full)
     said = f"{show_bytes(wanted)} are {fraction:.3%} of the full cache, {show_bytes(full)} for a "
@@ -81,22 +73,19 @@ def of_bytes(
     for _ in range(STEPS):
         sized = replace(policy, budget=fraction)
         try:
-            plan = plan_of(sized)
+            held = plan_of(sized).num_bytes(sizing.batch_size, sizing.kv_dtype)
         except UserError as error:
             raise UserError(f"{said}: {error}") from None
-        if plan.num_bytes(sizing.batch_size, sizing.kv_dtype) <= wanted:
+        if held <= wanted:
             return sized
         # rounding is not charged to the budget (accounting=tokens)
-        fraction *= min(0.999, wanted / plan.num_bytes(sizing.batch_size, sizing.kv_dtype))
+        fraction *= min(0.999, wanted / held)
     raise UserError(f"{said}: no budget of {policy.name} takes so few, choose more")
 
 
 def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizing) -> Policy:
-    """Return the policy with the largest budget with which a batch fits the device.
-
-    Raises:
-      UserError: none fits, the device does not say what it has, or the policy takes no budget.
-    """
+    """Return the policy with the largest budget with which a batch fits the device. `UserError` if
+    none fits, the device does not say what it has, or the policy takes no budget."""
     _full_bytes(policy, plan_of, sizing)
     if sizing.available is None or sizing.predict is None:
         raise UserError(f"{sizing.device} does not say how much memory it has: give a fraction")
@@ -134,26 +123,9 @@ def _full_bytes(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: 
     return plan.dense_bytes(sizing.batch_size, sizing.kv_dtype)
 
 
-def remarks(policy: Policy, plan: CachePlan, sizing: Sizing, model: str) -> list[str]:
-    """Return lines that name the fraction and what it costs: the nearest budget of the newest sweep
-    of the policy and model below results/."""
+def remark(policy: Policy, plan: CachePlan, sizing: Sizing) -> str:
+    """A line that names the fraction."""
     held = plan.num_bytes(sizing.batch_size, sizing.kv_dtype)
     full = plan.dense_bytes(sizing.batch_size, sizing.kv_dtype)
     line = f"budget    {policy.budget:.4g} of the full cache: {show_bytes(held)} of "
-    line += f"{show_bytes(full)}, batch {sizing.batch_size}, {sizing.device}"
-    newest = sorted(RESULTS.glob("*/sweep.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in newest:
-        # any file may lie there; a `UserError` is a ValueError
-        with contextlib.suppress(OSError, TypeError, KeyError, ValueError, AttributeError):
-            content = read_json(path)
-            if content["settings"]["model"] != model:
-                continue
-            done = [cell for cell in content["cells"] if cell["status"] == "done"]
-            cells = [cell for cell in done if cell["policy"] == policy.name]
-            near = min(cells, key=lambda cell: abs(cell["budget"] - policy.budget))
-            shown = (
-                f"{METRICS[key].label} {METRICS[key].show(near['fidelity'][key])}" for key in SHOWN
-            )
-            said = f"{', '.join(shown)} at {near['budget']:g}, the nearest in {path.parent}"
-            return [line, f"fidelity  {said}"]
-    return [line, "fidelity  no sweep of this policy and model"]
+    return f"{line}{show_bytes(full)}, batch {sizing.batch_size}, {sizing.device}"

@@ -25,14 +25,15 @@ is done (docs/reference/files.md). What does not fit, or was not begun when --mi
 a note instead of times. It exits with 1 if a task failed or pixels are not finite.
 """
 
+import contextlib
 import json
-import math
 import sys
 import time
 from dataclasses import replace
 
 import jax
 
+import varjax
 from experiments.bench import draw, measured
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
@@ -124,13 +125,11 @@ def calls() -> list[tuple[ArgSpec, str]]:
 
 def budgets() -> list[float]:
     """--budget as numbers in (0, 1]."""
-    try:
+    with contextlib.suppress(ValueError):
         found = [float(text) for text in BUDGET.value]
-    except ValueError:
-        found = [math.nan]
-    if not found or not all(0 < share <= 1 for share in found):
-        raise UserError(f"--budget={','.join(BUDGET.value)}: shares above 0, at most 1")
-    return found
+        if all(0 < share <= 1 for share in found):
+            return found
+    raise UserError(f"--budget={','.join(BUDGET.value)}: shares above 0, at most 1")
 
 
 def kernel() -> str:
@@ -187,27 +186,21 @@ def show_check(name: str) -> int:
             f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
-    few = {"rows": ROWS.value or measured.ROWS}
-    cases = [
-        (operation, replace(spec, heads=min(HEADS.value or measured.HEADS, spec.heads), **few))
-        for spec, operation in calls()
-        if bench.OPERATIONS[operation].has(name)
-    ]
-    if not cases:
+    rows, verdicts = [], []
+    most = HEADS.value or measured.HEADS
+    for spec, operation in calls():
+        few = replace(spec, heads=min(most, spec.heads), rows=ROWS.value or measured.ROWS)
+        known = bench.OPERATIONS[operation]
+        # tables in every way that results may depend on
+        for filling in known.fillings if known.has(name) else ():
+            spec = replace(few, filling=filling)
+            verdict, found, said = measured.compare(operation, spec, name)
+            verdicts.append(verdict)
+            types = f"{spec.dtype}, pool {spec.pool_dtype}"
+            print(f"{verdict:5}", operation, spec.name, types, filling, said, sep="  ", flush=True)
+            rows.append({"shape": spec.name, "table": filling, "operation": operation} | found)
+    if not rows:
         raise UserError(f"there is no kernel {name} of --op={','.join(OP.value)}")
-    # tables in every way that results may depend on
-    cases = [
-        (operation, replace(spec, filling=filling))
-        for operation, spec in cases
-        for filling in bench.OPERATIONS[operation].fillings
-    ]
-    verdicts, rows = [], []
-    for operation, spec in cases:
-        verdict, found, said = measured.compare(operation, spec, name)
-        verdicts.append(verdict)
-        types = f"{spec.dtype}, pool {spec.pool_dtype}"
-        print(f"{verdict:5}", operation, spec.name, types, spec.filling, said, sep="  ", flush=True)
-        rows.append({"shape": spec.name, "table": spec.filling, "operation": operation} | found)
     right, refused = verdicts.count(measured.OK), verdicts.count(measured.REFUSED)
     told = f"{right} of {len(rows)} right" + f", {refused} refused" * bool(refused)
     print(f"{name} on {jax.devices()[0].device_kind}: {told}")
@@ -247,8 +240,10 @@ def show_tuning(name: str) -> int:
 def show_drawing() -> int:
     """Draw the tasks, print and write what is measured; return 1 if one failed."""
     tasks, until = draw.chosen(DRAW.value, is_small()), time.monotonic() + 60 * MINUTES.value
-    rows = [draw.header()]
-    print("{device}, jax {jax}".format(**rows[0]))
+    device = jax.devices()[0].device_kind
+    versions = {"jax": jax.__version__, "varjax": varjax.__version__}
+    rows = [{"device": device, **versions, "command": sys.argv}]
+    print(f"{device}, jax {jax.__version__}")
     for row in draw.rows(tasks, small=is_small(), repeats=REPEATS.value, until=until):
         rows.append(row)
         if JSON.path:

@@ -3,7 +3,6 @@ profiled on the device that is there."""
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -62,12 +61,6 @@ def chosen(names: Collection[str], small: bool) -> list[Task]:
     if ALL in names:
         return [task for task in TASKS.values() if task.images == 1 or not small]
     return [TASKS[name] for name in dict.fromkeys(names)]
-
-
-def header() -> dict[str, object]:
-    """What the rows depend on: device, versions, command."""
-    versions = {"jax": jax.__version__, "varjax": varjax.__version__}
-    return {"device": jax.devices()[0].device_kind, **versions, "command": sys.argv}
 
 
 def rows(tasks: Collection[Task], *, small: bool, repeats: int, until: float) -> Iterator[dict]:
@@ -150,14 +143,11 @@ def _measured(
     return times | {"peak_bytes": peak_bytes(compiled), **profile}
 
 
-# --- words ---
-
-
 def failure(row: dict) -> str | None:
     """Why a row is a failure, or None."""
-    if "error" in row:
-        return f"{row['task']}: {row['error']}"
-    return None if row.get("finite", True) else f"{row['task']}: pixels are not finite"
+    bad = None if row.get("finite", True) else "pixels are not finite"
+    why = row.get("error", bad)
+    return why and f"{row['task']}: {why}"
 
 
 def text(row: dict) -> str:

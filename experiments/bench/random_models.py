@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.codecs.bsq.model import BSQConfig
-from varjax.codecs.vq.model import VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.model import Model
 from varjax.models import registry
-from varjax.models.infinity.config import InfinityConfig
-from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.registry import Preset
 from varjax.models.transformer import Transformer
-from varjax.models.var.config import VARConfig
 from varjax.nn import parameters
 from varjax.schedule import Schedule
 
@@ -28,52 +22,39 @@ PUBLISHED = {"var-d30": "var-d30", "infinity-2b": "infinity-2b", "llamagen-xl": 
 TEXT = 128  # tokens of a text
 MADE_ON_HOST = 2**20  # numbers of an array at most: sooner made there than a program is compiled
 SPREAD = 0.02  # of random weights, as large as trained ones
-
-
-def _small_configs() -> dict[str, dict]:
-    """Configurations by part: two layers, two heads as wide as the published ones."""
-    maps = Schedule.square((1, 2, 4))
-    levels = {"ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1}
-    shape = {"depth": 2, "embed_dim": 128, "num_heads": 2}
-    var = VARConfig(num_classes=8, schedule=maps, vocab_size=128, z_channels=8, **shape)
-    infinity = InfinityConfig(
-        **shape | {"embed_dim": 256},
-        block_chunks=1,
-        text_channels=64,
-        text_maxlen=TEXT,
-        codebook_dim=8,
-        schedule=maps,
-        rope_map=maps.final_map,
-    )
-    bits = {"base_ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1)}
-    llamagen = LlamaGenConfig(
-        dim=128, n_layer=2, n_head=2, multiple_of=32, vocab_size=128, num_classes=8, block_size=64
-    )
-    return {
-        "var-d30": {
-            "transformer": var,
-            "codec": VQVAEConfig(vocab_size=128, z_channels=8, schedule=maps, **levels),
-        },
-        "infinity-2b": {
-            "transformer": infinity,
-            "codec": BSQConfig(codebook_dim=8, patch_size=2, num_res_blocks=1, **bits),
-        },
-        "llamagen-xl": {
-            "transformer": llamagen,
-            "codec": VQConfig(codebook_size=128, z_channels=32, **levels),
-        },
-    }
+MAPS, LEVELS = Schedule.square((1, 2, 4)), {"ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1}
+WIDTHS = {"base_ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1}
+VAR = {"schedule": MAPS, "vocab_size": 128, "z_channels": 8}
+INFINITY = {"schedule": MAPS, "rope_map": MAPS.final_map, "text_channels": 64, "text_maxlen": TEXT}
+# sizes of small models by part: two layers, two heads as wide as the published ones
+SMALL = {
+    "var-d30": {
+        "transformer": {"depth": 2, "embed_dim": 128, "num_heads": 2, "num_classes": 8, **VAR},
+        "codec": {**VAR, **LEVELS},
+    },
+    "infinity-2b": {
+        "transformer": INFINITY
+        | {"depth": 2, "embed_dim": 256, "num_heads": 2, "block_chunks": 1, "codebook_dim": 8},
+        "codec": {"codebook_dim": 8, "patch_size": 2, **WIDTHS},
+    },
+    "llamagen-xl": {
+        "transformer": {"dim": 128, "n_layer": 2, "n_head": 2, "multiple_of": 32}
+        | {"vocab_size": 128, "num_classes": 8, "block_size": 64},
+        "codec": {"codebook_size": 128, "z_channels": 32, **LEVELS},
+    },
+}
 
 
 def abstract(name: str, small: bool) -> Model:
     """The model `name` of `PUBLISHED` without weights, or a small one of its family."""
     preset: Preset = registry.preset(PUBLISHED[name])
+    configs, sampling = preset.configs, dict(preset.sampling)
     if small:
-        sampling = {**preset.sampling, "top_k": min(preset.sampling.get("top_k", 0), 64)}
-        preset = replace(preset, configs=_small_configs()[name], sampling=sampling)
+        configs = {n: replace(config, **SMALL[name][n]) for n, config in configs.items()}
+        sampling["top_k"] = min(sampling["top_k"], 64)
     family = registry.family(preset.family)
-    parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
-    metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+    parts = {n: part.abstract(configs[n]) for n, part in family.tree.items()}
+    metadata = {"family": preset.family, "sampling": sampling}
     return Model(f"small {name}" if small else name, parts, metadata)
 
 

@@ -1,6 +1,7 @@
 """The flags that choose a KV-cache policy: --policy, --budget, --policy_args, --calibration and
 --plugin."""
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -105,12 +106,10 @@ class PolicyFlags:
     def resolve(self) -> Policy:
         """Return the policy, checked."""
         arguments = parse_pairs(self._arguments.value)
-        fraction = self._budget.value
-        if self._wanted and fraction is not None:
+        fraction, given = self._budget.value, self._kv_bytes
+        if fraction is not None and given is not None and given.value:
             raise UserError("--budget and --kv_bytes exclude each other: both say how much is kept")
-        return get_policy(
-            self._policy.value, None if fraction == budgets.FIT else fraction, arguments
-        )
+        return get_policy(self._policy.value, None if self.is_fitted else fraction, arguments)
 
     @property
     def is_chosen(self) -> bool:
@@ -123,11 +122,6 @@ class PolicyFlags:
         """Whether the budget is what fits."""
         return self._budget.value == budgets.FIT
 
-    @property
-    def _wanted(self) -> str | None:
-        """The bytes that are asked for."""
-        return None if self._kv_bytes is None else self._kv_bytes.value
-
     def sized(
         self,
         policy: Policy,
@@ -137,26 +131,22 @@ class PolicyFlags:
         groups: int = 1,
     ) -> tuple[Policy, list[str]]:
         """Return (the policy with the budget that --kv_bytes or --budget=fit means, remarks); the
-        policy as it is if neither is given. groups: as of `plan`.
-
-        Raises:
-          UserError: no budget means that, or the policy takes none.
-        """
-        if not self._wanted and not self.is_fitted:
+        policy as it is if neither is given. `UserError` if no budget means that. groups: as of
+        `plan`."""
+        wanted = self._kv_bytes.value
+        if not wanted and not self.is_fitted:
             return policy, []
-        sizes, asked = sizing(), self._kv_bytes if self._wanted else self._budget
+        sizes = sizing()
 
         def plan_of(sized: Policy) -> CachePlan:
             return self.plan(sized, model, sampling, groups)[0]
 
-        with about(asked):
-            if self._wanted:
-                wanted = budgets.parse_bytes(self._wanted)
-                sized = budgets.of_bytes(policy, wanted, plan_of, sizes)
+        with about(self._kv_bytes if wanted else self._budget):
+            if wanted:
+                sized = budgets.of_bytes(policy, budgets.parse_bytes(wanted), plan_of, sizes)
             else:
                 sized = budgets.fitting(policy, plan_of, sizes)
-        name = model.name if isinstance(model, Model) else ""
-        return sized, budgets.remarks(sized, plan_of(sized), sizes, name)
+        return sized, [budgets.remark(sized, plan_of(sized), sizes)]
 
     def plan(
         self,
@@ -169,11 +159,8 @@ class PolicyFlags:
         that heads are divided over.
 
         The calibration is --calibration, else the file in the model's folder, else, for a model
-        without weights, a `stand_in`.
-
-        Raises:
-          UserError: --calibration is given for a policy that would ignore it; the calibration
-            belongs to other weights or, with `sampling`, to another guidance; no plan is possible.
+        without weights, a `stand_in`. `UserError` if the policy would ignore --calibration, or if
+        it belongs to other weights or, with `sampling`, to another guidance.
         """
         given, is_model = self._calibration.value, isinstance(model, Model)
         if given and not policy.uses_calibration:
@@ -201,11 +188,9 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     None for a policy that can."""
     if not policy.rule(geometry.kind).uses_calibration:
         return None
-    try:
+    with contextlib.suppress(UserError):  # it needs one; planning will report any other reason
         choose(geometry, policy, None)
         return None
-    except UserError:  # the policy needs one; planning will report any other reason
-        pass
     layers, heads, schedule = geometry.num_layers, geometry.num_heads, geometry.schedule
     tokens = np.tril(np.broadcast_to(schedule.tokens, (schedule.num_scales,) * 2))
     beta = tokens / tokens.sum(-1, keepdims=True)
@@ -224,8 +209,8 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
     """Return lines to print with a plan."""
     lines, measured = list(plan.rule.plan_lines(plan.geometry)), calibration
-    if measured is not None and measured.digest is None:  # a `stand_in`
-        lines.append(UNMEASURED)
-    if measured is not None and measured.orders is not None:
-        lines += [UNKNOWN_SCHEDULE] * (measured.beta is None and measured.schedule is None)
-    return lines
+    if measured is None:
+        return lines
+    unknown = measured.orders is not None and measured.beta is None and measured.schedule is None
+    # without a digest it is a `stand_in`
+    return lines + [UNMEASURED] * (measured.digest is None) + [UNKNOWN_SCHEDULE] * unknown

@@ -76,11 +76,9 @@ class ProgramOptions:
         platform: str | None = None,
         layers: str | None = None,
     ) -> memory.Prediction:
-        """Predict the bytes of one device without compiling.
-
-        batch_size: images of that device. text: padded length of texts, None for the most.
-        kernels: whether attention runs in a kernel, which needs less memory.
-        platform: of the device; None: this machine's. layers: in place of those asked for."""
+        """Predict the bytes of one device without compiling (`memory.predict`). batch_size: images
+        of that device. text: padded length of texts, None for the most. layers: in place of those
+        asked for."""
         return memory.predict(
             model,
             plan.divide(self.mesh.model)[0],

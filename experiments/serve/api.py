@@ -21,8 +21,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 import varjax
 from experiments.serve import page, requests
-from experiments.serve.guard import EDITS, GENERATIONS, Guard
-from experiments.serve.refusals import HEADERS, Refused, answer, ends, refused
+from experiments.serve.guard import (
+    EDITS,
+    GENERATIONS,
+    HEADERS,
+    Guard,
+    Refused,
+    answer,
+    ends,
+    refused,
+)
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.service import Service
 from varjax.errors import UserError

@@ -1,5 +1,6 @@
 """What stands before every route: whose name the server answers to, whose pages may speak to it,
-the key, the kind and the size of what is sent.
+the key, the kind and the size of what is sent. And refusals, in the form that clients of OpenAI's
+API read: {"error": {"message", "type", "param"}}.
 
 Plain ASGI: the framework's own kind of middleware would keep from the routes that a client went
 away. Bytes are counted as they come, so that a body whose length nobody told is limited as well.
@@ -7,16 +8,21 @@ away. Bytes are counted as they come, so that a body whose length nobody told is
 
 import asyncio
 import base64
+import contextlib
 import hmac
+import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from experiments.serve.refusals import AGAIN, Refused, answer, content, ends, event
+from varjax.errors import UserError
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OPEN = ("/healthz", "/metrics")  # for probes and scrapers, which have no key
@@ -25,6 +31,68 @@ MOST_JSON = 2**16  # bytes of a request for pictures
 MOST_FORM = 2**24  # of a form with picture and mask
 MOST_HELD = 2**28  # of all bodies that are in memory at once
 LOGIN = 'Basic realm="varjax", charset="UTF-8"'
+MOST_WORDS = 2000  # characters of an error
+AGAIN = "5"  # seconds, after which another try may be worth it
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+TYPES |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error"}
+FAILED = "the server failed at this request; its log says why"
+
+
+# --- refusals ---
+
+
+class Refused(HTTPException):
+    """A request that is not served: a status, words for people, the field that it is about."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, **headers: str):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        super().__init__(status, message, named or None)
+        self.param = param
+
+
+@contextlib.contextmanager
+def about(name: str) -> Iterator[None]:
+    """Turn a `UserError` inside into a `Refused` about a field of the request."""
+    try:
+        yield
+    except UserError as error:
+        raise Refused(422, str(error), name) from None
+
+
+def refused(error: Exception) -> HTTPException:
+    """What a client is told of an error; of a bug nothing but that it is one."""
+    if isinstance(error, HTTPException):
+        return error
+    return Refused(422, str(error)) if isinstance(error, UserError) else Refused(500, FAILED)
+
+
+def ends() -> Refused:
+    """What a server says that ends."""
+    return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
+
+
+def content(error: HTTPException) -> dict:
+    """The JSON of an error."""
+    usual = "invalid_request_error" if error.status_code < 500 else "server_error"
+    told = {"message": str(error.detail), "param": getattr(error, "param", None)}
+    # JSON may hold halves of characters, which no answer can be written with
+    told = {n: t and t[:MOST_WORDS].encode("utf-8", "replace").decode() for n, t in told.items()}
+    return {"error": told | {"type": TYPES.get(error.status_code, usual)}}
+
+
+def event(told: dict) -> str:
+    """One event of a stream; an error has no type."""
+    return f"event: {told.get('type', 'error')}\ndata: {json.dumps(told)}\n\n"
+
+
+def answer(error: HTTPException) -> JSONResponse:
+    """The response to a request that is not served."""
+    headers = HEADERS | dict(error.headers or {})
+    return JSONResponse(content(error), error.status_code, headers=headers)
+
+
+# --- the guard ---
 
 
 @dataclass(frozen=True, kw_only=True)

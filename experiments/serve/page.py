@@ -13,8 +13,8 @@ import time
 
 from fastapi.responses import HTMLResponse
 
+from experiments.serve.guard import Refused
 from experiments.serve.programs import Choice
-from experiments.serve.refusals import Refused
 from experiments.serve.service import LEVEL, Service
 from varjax.errors import UserError
 from varjax.io import pictures

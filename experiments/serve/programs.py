@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import prometheus_client as prometheus
 
-from experiments.serve.refusals import AGAIN, Refused, ends
+from experiments.serve.guard import AGAIN, Refused, ends
 from varjax.cache.plan import CachePlan
 from varjax.editing.edit import source_tokens
 from varjax.errors import UserError

@@ -15,8 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from experiments.serve.guard import MOST_FORM, MOST_JSON
-from experiments.serve.refusals import Refused
+from experiments.serve.guard import MOST_FORM, MOST_JSON, Refused
 from varjax.errors import nearest, show
 from varjax.subjects import MOST_CHARACTERS
 

@@ -19,8 +19,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from experiments.serve.guard import Refused, content
 from experiments.serve.programs import COMPILING, DRAWING
-from experiments.serve.refusals import Refused, content
 from experiments.serve.service import REQUEST_SECONDS
 
 HEAD_SECONDS = 30  # for the head of a request

@@ -15,9 +15,8 @@ from functools import partial
 import numpy as np
 from jaxtyping import PyTree
 
-from experiments.serve.guard import Rules
+from experiments.serve.guard import Refused, Rules, about, content, event, refused
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
-from experiments.serve.refusals import Refused, about, content, event, refused
 from experiments.serve.requests import EditRequest, ImageRequest, gone
 from varjax.editing.patch import Patch, read_own_size
 from varjax.errors import UserError, choose, show

@@ -1,12 +1,10 @@
 """Budgets as bytes, and as what fits a device."""
 
-import json
 import re
 
 import pytest
 
 from experiments import budgets
-from tests.experiments import made_up_sweep
 from varjax.engine import memory
 from varjax.errors import UserError
 
@@ -44,7 +42,6 @@ def test_a_plan_of_so_many_bytes(call, accounting):
     held = int(re.search(r"bytes     (\d+)", out)[1])
     assert 0.97 * 2**30 < held <= 2**30
     assert re.search(r"budget    0\.\d+ of the full cache: .* of .*, batch 8", out)
-    assert "no sweep of this policy and model" in out
 
 
 @pytest.mark.parametrize(
@@ -82,20 +79,3 @@ def test_a_run_takes_what_fits(call, checkpoint, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     status, _, err = call("run", *flags, "--budget=fit")
     assert status == 2 and "no budget of streaming fits" in err
-
-
-def test_a_sweep_says_what_a_budget_costs(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "results").mkdir()
-    made_up_sweep.write(tmp_path / "results" / "demo-sweep-001")
-    path = tmp_path / "results" / "demo-sweep-001" / "sweep.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    done = [cell for cell in content["cells"] if cell["status"] == "done"]
-    content["settings"]["model"] = "var-d30"
-    path.write_text(json.dumps(content))
-    flags = ("--model=var-d30", f"--policy={done[0]['policy']}", "--kv_bytes=20MiB")
-    status, out, err = call("plan", *flags)
-    assert status == 0, err
-    assert re.search(r"fidelity  .*PSNR.*demo-sweep-001", out), out
-    path.write_text("[]")
-    assert "no sweep of this policy" in call("plan", *flags)[1]

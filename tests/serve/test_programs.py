@@ -21,8 +21,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from experiments.serve import programs as programs_lib  # noqa: E402
+from experiments.serve.guard import Refused  # noqa: E402
 from experiments.serve.programs import Batcher, Programs  # noqa: E402
-from experiments.serve.refusals import Refused  # noqa: E402
 
 
 def items(*seeds, program=None):
