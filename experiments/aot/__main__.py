@@ -23,7 +23,7 @@ a failure.
 import importlib.metadata
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -186,14 +186,6 @@ def title(workload: Workload) -> str:
     )
 
 
-def draw(workloads: Mapping[str, Workload], chip: Chip) -> dict:
-    """The result of the programs that draw. workloads: by chip."""
-    workload = workloads[chip.name]
-    if LARGEST_BATCH.value:
-        return worker.search(workload, chip)
-    return worker.draw(workload, chip, PROGRAM.asked_batch_size)
-
-
 def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
     target, wanted = JSON.check(), targets()
@@ -206,7 +198,8 @@ def main(argv) -> int:
     else:
         workloads, remarks = resolve(wanted)
         said = [title(workloads[wanted[0].name]), *remarks]
-        work = partial(draw, workloads)
+        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+        work = partial(worker.draw, workloads, batch)
     # asked last: nobody should install a compiler for a program that a chip cannot run
     if why := chips.why_unavailable(*(chip.name for chip in wanted)):
         raise UserError(f"cannot compile for {why}")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.aot import floor
-from experiments.aot.program import Program, compile_program, num_bytes
+from experiments.aot.program import compile_program, num_bytes
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
@@ -89,37 +89,27 @@ class TrainingStep:
         return made(settings, self.model.config, None, quantizer, mesh=mesh)
 
 
-def compile_step(asked: TrainingStep, chip: Chip) -> tuple[Program, dict]:
-    """Return the compiled step and the shapes of its state. Raises the errors of
+def describe(asked: TrainingStep, chip: Chip) -> dict:
+    """Compile for a chip; the result as content of a JSON file. Raises the errors of
     `compile_program`."""
     stage = asked.stage(chip)
-    mesh = stage.mesh
-    state = jax.tree.map(_on, mesh.state(stage.shapes), stage.shapes)
-    whole = partial(_on, mesh.whole())
+    mesh, devices = stage.mesh, asked.mesh.size
+
+    def on(where: jax.sharding.Sharding, tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    state = jax.tree.map(on, mesh.state(stage.shapes), stage.shapes)
     tokens = jax.ShapeDtypeStruct((asked.batch_size, asked.model.config.total_tokens), jnp.int32)
     labels = jax.ShapeDtypeStruct((asked.batch_size,), jnp.int32)
     quantizer = stage.quantizer and parameters.shapes(stage.quantizer, "float32")
-    arguments = (
-        state,
-        whole(quantizer),
-        *_on(mesh.batch(), (tokens, labels)),
-        whole(jax.eval_shape(partial(jax.random.key, 0))),
-    )
+    key = jax.eval_shape(partial(jax.random.key, 0))
+    quantizer, key = on(mesh.whole(), (quantizer, key))
+    arguments = state, quantizer, *on(mesh.batch(), (tokens, labels)), key
     trace = partial(type(stage)._train.trace, stage, *arguments)
     with jax.sharding.use_abstract_mesh(mesh.devices.abstract_mesh):
-        return compile_program(trace, state, {}), state
-
-
-def _on(where: jax.sharding.Sharding, tree):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
-
-
-def describe(asked: TrainingStep, chip: Chip) -> dict:
-    """Compile for a chip; the result as content of a JSON file."""
-    program, state = compile_step(asked, chip)
-    held, devices = num_bytes(state), asked.mesh.size
+        program = compile_program(trace, state, {})
     # the traced program is that of all devices
-    flops = program.cost.flops / devices
+    held, flops = num_bytes(state), program.cost.flops / devices
     return {
         "status": "compiled",
         "batch_size": asked.batch_size,

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,9 +74,13 @@ def sized(chip: Chip, batch: int, work: Callable[[], dict]) -> dict:
     try:
         return work()
     except DoesNotFit as error:
-        sizes = {"needed_bytes": error.needed, "memory_bytes": chip.memory}
-        refused = {"status": "refused", "fits": False, "error": str(error)}
-        return {**refused, "batch_size": batch, **sizes}
+        return refused(chip, batch, error)
+
+
+def refused(chip: Chip, batch: int, error: DoesNotFit) -> dict:
+    """The result of a program that is too large."""
+    sizes = {"batch_size": batch, "needed_bytes": error.needed, "memory_bytes": chip.memory}
+    return {"status": "refused", "fits": False, "error": str(error), **sizes}
 
 
 def train(asked: TrainingStep, chip: Chip) -> dict:
@@ -206,22 +210,23 @@ def compiled(workload: Workload, chip: Chip, batch: int) -> Compilation:
     return case
 
 
-def draw(workload: Workload, chip: Chip, batch: int) -> dict:
-    """The result for a batch, with both programs."""
-    return sized(chip, batch, lambda: described(compiled(workload, chip, batch)))
+def draw(workloads: Mapping[str, Workload], batch: int | None, chip: Chip) -> dict:
+    """The result of the programs that draw; of the largest batch that fits, with all trials, if no
+    batch is given. workloads: by chip."""
+    workload, results = workloads[chip.name], {}
 
+    def result(size: int) -> dict:
+        return sized(chip, size, lambda: described(compiled(workload, chip, size)))
 
-def search(workload: Workload, chip: Chip) -> dict:
-    """The result of the largest batch that fits, with all trials."""
-    results: dict[int, dict] = {}
+    def attempt(size: int) -> Trial:
+        results[size] = found = result(size)
+        needed = found.get("peak_bytes") or found["needed_bytes"]
+        verdict = "fits" if found["fits"] else "does not fit"
+        say(chip, f"batch {size} takes {show_bytes(needed)}, {verdict}")
+        return Trial(size, needed, found["fits"])
 
-    def attempt(batch: int) -> Trial:
-        results[batch] = result = draw(workload, chip, batch)
-        needed = result.get("peak_bytes") or result["needed_bytes"]
-        verdict = "fits" if result["fits"] else "does not fit"
-        say(chip, f"batch {batch} takes {show_bytes(needed)}, {verdict}")
-        return Trial(batch, needed, result["fits"])
-
+    if batch is not None:
+        return result(batch)
     step, available = workload.program.mesh.data, chip.memory
     # first the batch whose prediction fills the chip
     predict = partial(workload.predict, platform=chip.platform)
@@ -231,6 +236,5 @@ def search(workload: Workload, chip: Chip) -> dict:
     if found:
         return {**results[found], "largest_batch": found, "trials": listed}
     least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
-    refused = {"status": "refused", "fits": False, "needed_bytes": least.num_bytes}
-    refused |= {"batch_size": least.batch, "memory_bytes": available, "trials": listed}
-    return refused | {"error": f"not even a batch of {least.batch} fits"}
+    why = DoesNotFit(f"not even a batch of {least.batch} fits", least.num_bytes)
+    return {**refused(chip, least.batch, why), "trials": listed}
