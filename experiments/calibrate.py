@@ -15,9 +15,9 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
-from experiments.flags import define
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
+from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
@@ -42,8 +42,8 @@ STABILITY = FLAGS.integer(
     upper_bound=10**6,
 )
 SAMPLING = SamplingFlags(FLAGS)
-BATCH_SIZE = define.batch_size(FLAGS, 5)
-DTYPE = define.dtype(FLAGS, None, "the weights")
+BATCH_SIZE = batch_size_flag(FLAGS, 5)
+DTYPE = dtype_flag(FLAGS, None, "the weights")
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 
 

@@ -12,7 +12,7 @@ prompts than --prompt_tokens are cut, with a warning that names the line.
 
 import pathlib
 
-from experiments.flags import define
+from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.prompts import PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
@@ -32,8 +32,8 @@ FLAGS = CommandFlags(
 )
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
 PROMPTS = PromptFlags(FLAGS)
-DTYPE = define.dtype(FLAGS, None, "the weights")
-BATCH_SIZE = define.batch_size(FLAGS, 8, "Texts per program call.")
+DTYPE = dtype_flag(FLAGS, None, "the weights")
+BATCH_SIZE = batch_size_flag(FLAGS, 8, "Texts per program call.")
 LONGEST = FLAGS.integer(
     "prompt_tokens",
     None,

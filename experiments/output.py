@@ -79,10 +79,10 @@ class BatchStore:
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
-        self._files: dict[str, Files] = {}  # sound ones, by series
-        self._check_out()
+        self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
         self.work = WorkFolder(self._place(), description)
-        self.check()
+        if processes.is_first():  # the others touch no file
+            self.check()
 
     @property
     def replaces(self) -> Written | None:
@@ -122,17 +122,22 @@ class BatchStore:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Hold the work folder, new or with finished batches. It is removed again if no batch is
-        finished. `UserError` if another process works in it or it cannot be written."""
+        finished. `UserError`, in all processes, if another one works in it or it cannot be
+        written."""
         with contextlib.ExitStack() as stack:
             with processes.together():
-                stack.callback(self._leave_results)
-                stack.enter_context(self.work.held())
-                self.check()  # again: another process may have been here since
-                stack.callback(lambda: self.work.finished() or self.close())
-                self.work.start()
-                self.scan()
-                self.resumed = any(self.finished(name) for name in self.series)
+                if processes.is_first():
+                    self._hold(stack)
             yield
+
+    def _hold(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(self._leave_results)
+        stack.enter_context(self.work.held())
+        self.check()  # again: another process may have been here since
+        stack.callback(lambda: self.work.finished() or self.close())
+        self.work.start()
+        self.scan()
+        self.resumed = any(self.finished(name) for name in self.series)
 
     def _leave_results(self) -> None:
         if self.out.parent == RESULTS:  # it goes if it was made for this run alone
@@ -183,7 +188,9 @@ class BatchStore:
         return sum(map(len, self._files[series].values()))
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
-        """Keep consecutive images."""
+        """Keep consecutive images. All processes have the same ones."""
+        if not processes.is_first():
+            return
         start, arrays = int(index[0]), {"index": index, **results}
         self.series[series].check(start, arrays)
         batch_files.write(self._path(series, start), self.work.digest, arrays)
@@ -209,24 +216,6 @@ class BatchStore:
     def close(self) -> None:
         """Empty the work folder; `working` removes it at its end."""
         self.work.clear()
-
-
-class FollowingStore(BatchStore):
-    """The store of a process that is not the first one: it touches no file."""
-
-    def __init__(self, series: Mapping[str, Series]):
-        self.series = dict(series)
-        self._files = {name: {} for name in self.series}
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Wait until the first process holds the folder. `UserError` if it cannot."""
-        with processes.together():
-            pass
-        yield
-
-    def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
-        """Leave it to the first process, which has the same results."""
 
 
 def partial_folder(out: pathlib.Path) -> pathlib.Path:
@@ -301,10 +290,8 @@ class FolderFlags:
         `UserError`, in all processes, unless the first one may write there."""
         with processes.together():
             out, overwrite = self.path, self.overwrite
-            if not processes.is_first():
-                return FollowingStore(series or {})
-            if out is None:
+            if processes.is_first() and out is None:
                 return BatchStore.fresh(stem, description, series)
-            if os.path.lexists(out) and not overwrite:
+            if processes.is_first() and os.path.lexists(out) and not overwrite:
                 raise UserError(f"{out} exists already: choose another folder or add --overwrite")
-            return BatchStore(out, description, overwrite=overwrite, series=series)
+            return BatchStore(out or RESULTS, description, overwrite=overwrite, series=series)

@@ -38,9 +38,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.budgets import Sizing
-from experiments.flags import define
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
+from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
 from experiments.published import memory_lines
 from pallas_kernels import chips
@@ -67,9 +67,9 @@ GEOMETRY = FLAGS.string(
     "schedule tokens=576,condition=1,line=24.",
 )
 POLICY = PolicyFlags(FLAGS)
-BATCH_SIZE = define.batch_size(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
-DTYPE = define.dtype(FLAGS, "bfloat16", "keys and values, unless --kv_dtype says otherwise")
-KV_DTYPE = define.kv_dtype(FLAGS)
+BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
+DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values, unless --kv_dtype says otherwise")
+KV_DTYPE = kv_dtype_flag(FLAGS)
 TARGET = FLAGS.string(
     "target", None, f"With --budget=fit: a chip, {', '.join(chips.CHIPS)}; default: this device."
 )

@@ -1,19 +1,28 @@
 """`experiments.bench --draw`: codes and pixels of published models with random weights, timed and
-profiled on the device that is there."""
+profiled on the device that is there.
+
+A kernel is what the device runs at once: on a GPU a kernel of a stream, on a TPU an operation of
+XLA, on a CPU an operation of XLA that its runtime calls. Loops contain the kernels of their bodies;
+only the rest of their time is their own.
+"""
 
 import gc
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
 import varjax
-from experiments.bench import kernel_times, random_models
-from experiments.bench.measured import show_time
+from experiments.bench import random_models
+from experiments.bench.measured import columns, show_time
 from pallas_kernels import bench
 from varjax import sampling
 from varjax.engine import memory
@@ -24,6 +33,8 @@ from varjax.generator import Generator
 from varjax.nn.compiled import peak_bytes
 
 ALL = "all"
+DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes and lines
+OPERATION = "hlo_op"  # what a CPU's events of kernels have
 SHOWN = 8  # kernels of a program that are printed
 # of the full cache, where a policy keeps less; the second in models that are cut down
 SHARE, SMALL_SHARE = 0.1, 0.4
@@ -138,9 +149,70 @@ def _measured(
         jax.block_until_ready(compiled(*given))
         seconds.append(time.perf_counter() - start)
     given = arguments()
-    profile = kernel_times.profiled(lambda: compiled(*given))
+    profile = profiled(lambda: compiled(*given))
     times = {"seconds": statistics.median(seconds), "all_seconds": seconds}
     return times | {"peak_bytes": peak_bytes(compiled), **profile}
+
+
+# --- profiles ---
+
+
+def profiled(run: Callable[[], object]) -> dict[str, object]:
+    """Run a compiled program once under the profiler: seconds until its results were there, seconds
+    from the start of the first kernel to the end of the last one, and the kernels with seconds of
+    their own, the longest first (docs/reference/files.md)."""
+    options = ProfileOptions()
+    options.python_tracer_level = 0  # every call of Python would be an event
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            wall = time.perf_counter() - start
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        return of_lines(wall, kernel_lines(ProfileData.from_file(str(path))))
+
+
+def kernel_lines(profile: ProfileData) -> Iterator[list[ProfileEvent]]:
+    """The kernels of each stream or thread, of all devices or, without one, of the CPU."""
+    planes = list(profile.planes)
+    devices = [list(plane.lines) for plane in planes if plane.name.startswith(DEVICE)]
+    for lines in devices:
+        streams = [line for line in lines if line.name.startswith(STREAM)]
+        for line in streams or [line for line in lines if line.name == OPERATIONS]:
+            yield list(line.events)
+    for line in () if devices else (line for plane in planes for line in plane.lines):
+        yield [event for event in line.events if OPERATION in dict(event.stats)]
+
+
+def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, object]:
+    """What `profiled` says of a run that took `wall` seconds. lines: `kernel_lines`."""
+    own, calls, starts, ends = Counter(), Counter(), [], []
+    for events in lines:
+        inside: list[ProfileEvent] = []  # calls that have not ended, each within the one before
+        for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
+            while inside and inside[-1].end_ns <= event.start_ns:
+                inside.pop()
+            if inside:
+                own[inside[-1].name] -= min(event.end_ns, inside[-1].end_ns) - event.start_ns
+            own[event.name] += event.duration_ns
+            calls[event.name] += 1
+            inside.append(event)
+            starts.append(event.start_ns)
+            ends.append(event.end_ns)
+    busy = own.total()
+    return {
+        "profiled_seconds": wall,
+        "span_seconds": 1e-9 * (max(ends, default=0) - min(starts, default=0)),
+        "kernel_seconds": 1e-9 * busy,
+        "calls": calls.total(),
+        "kernels": [
+            {"name": name, "calls": calls[name], "us": 1e-3 * ns, "share": ns / busy}
+            for name, ns in own.most_common()
+        ],
+    }
+
+
+# --- words ---
 
 
 def failure(row: dict) -> str | None:
@@ -158,11 +230,15 @@ def text(row: dict) -> str:
     lines = [f"{row['task']}{' (cut down)' * row['small']}: {compiled}"]
     for name in ("codes", "pixels"):
         found, times = row[name], ("seconds", "span_seconds", "kernel_seconds")
+        kernels = [
+            (f"{k['us']:.1f}", f"{k['share']:.1%}", str(k["calls"]), k["name"][:80])
+            for k in found["kernels"][:SHOWN]
+        ]
         wall, span, busy = (show_time(found[key]) for key in times)
         lines += [
             "",
             f"{name}: {wall}; profiled, {found['calls']} kernels in {span} take {busy}; "
             f"{show_bytes(found['peak_bytes'])}",
-            kernel_times.table(found, SHOWN),
+            columns([("us", "share", "calls", "kernel"), *kernels], ">>><"),
         ]
     return "\n".join([*lines, ""])

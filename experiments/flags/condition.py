@@ -75,7 +75,7 @@ class ConditionFlags:
             "them: no tokenizer is needed. Prompts beside it are the texts it was made of.",
         )
         self._kinds = {
-            "labels": (self._resolve_labels, (self._labels,)),
+            "labels": (self._of_labels, (self._labels,)),
             "text": (self._resolve_text, (*self._prompts.holders, self._features)),
             "prompt_ids": (self._resolve_ids, (*self._prompts.positive, self._ids)),
         }
@@ -95,8 +95,9 @@ class ConditionFlags:
 
     # --- classes ---
 
-    def _resolve_labels(self, model: Model, weights: bool) -> Labels:
-        return Labels.of(self._chosen(model.num_classes), model.num_classes, model.class_names)
+    def _of_labels(self, model: Model, weights: bool) -> Labels:
+        chosen = self._chosen(model.num_classes)
+        return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
         count = self._samples if self._count is None else self._count

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 import jax
+from absl.flags import FlagHolder
 
 from experiments.budgets import Sizing
-from experiments.flags import define
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
 from varjax import arguments
 from varjax.api import USUAL_BATCH
-from varjax.cache.plan import CachePlan
+from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cli.flags import CommandFlags, about
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
@@ -21,13 +21,44 @@ from varjax.engine.pixels import Decoding
 from varjax.engine.program import LAYERS
 from varjax.errors import UserError
 from varjax.generator import MATMUL_PRECISIONS, Generator
-from varjax.model import WEIGHTS_DTYPES, Model, computed_in, default_dtype
+from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import plans, processes, weights
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
+
+
+# --- flags that several commands define alike ---
+
+
+def batch_size_flag(
+    flags: CommandFlags, default: int, help: str = "Images per program call."
+) -> FlagHolder[int]:
+    """For a command that takes the number as it is."""
+    return flags.integer(
+        "batch_size", default, help, lower_bound=1, upper_bound=arguments.LARGEST_BATCH
+    )
+
+
+def dtype_flag(flags: CommandFlags, default: str | None, of: str) -> FlagHolder[str]:
+    """default: None is float32 on CPU, else bfloat16. of: what has that type."""
+    usual = "" if default else "; default: float32 on CPU, else bfloat16"
+    return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
+
+
+def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
+    return flags.enum(
+        "kv_dtype",
+        None,
+        list(KV_DTYPES),
+        "Type of stored keys and values; default: --dtype. A budget is a fraction of a full cache "
+        "of this type. int8 has a scale per token. What --compare compares with has --dtype.",
+    )
+
+
+# --- those of programs ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +162,11 @@ class ProgramFlags:
                 "one axis may be -1: what is left over.",
             )
         if elsewhere:
-            self._batch_size = define.batch_size(flags, USUAL_BATCH)
+            self._batch_size = batch_size_flag(flags, USUAL_BATCH)
         elif batches:
             usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
             self._batch_size = flags.integer("batch_size", None, usual)
-        self._dtype = define.dtype(flags, "bfloat16" if elsewhere else None, "weights and cache")
+        self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
         self._weights = flags.enum(
             "weights_dtype",
             None,
@@ -144,7 +175,7 @@ class ProgramFlags:
             "of the transformer's layers, with a scale per output channel. w8a8, fp8: "
             "activations, too, with a scale per row, on chips that multiply such numbers.",
         )
-        self._kv_dtype = define.kv_dtype(flags)
+        self._kv_dtype = kv_dtype_flag(flags)
         self._define_settings(flags)
 
     def _define_settings(self, flags: CommandFlags) -> None:

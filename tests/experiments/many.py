@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from experiments.output import BatchStore, FollowingStore
+from experiments.output import BatchStore
 from experiments.sweep.cells import Runner
 from varjax.cli import command_line
 from varjax.parallel import processes
@@ -41,7 +41,7 @@ def main() -> None:
         keep(self, cell, row, arrays)
         note(f"cell {cell.label} {cell.budget:g}")
 
-    BatchStore.add = FollowingStore.add = added
+    BatchStore.add = added
     Runner.keep = kept
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])

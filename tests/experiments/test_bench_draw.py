@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import draw, kernel_times
+from experiments.bench import draw
 from varjax.engine.device_errors import OutOfMemory
 from varjax.generator import Generator
 
@@ -75,7 +75,7 @@ def test_a_task_that_fails_leaves_a_row(call, monkeypatch, tmp_path):
     def faulty(task, *_):
         if task.model == "var-d30":
             raise RuntimeError("no such instruction")
-        programs = dict.fromkeys(("codes", "pixels"), kernel_times.of_lines(1.0, []))
+        programs = dict.fromkeys(("codes", "pixels"), draw.of_lines(1.0, []))
         for found in programs.values():
             found |= {"seconds": 1.0, "peak_bytes": 1}
         return {"finite": False, "compile_seconds": 1.0, "compilation_cache": "off", **programs}
@@ -152,8 +152,8 @@ TPU = plane(
 )
 def test_kernels_are_those_of_the_device(planes, span, own):
     """Loops keep what their bodies leave; streams run side by side."""
-    lines = kernel_times.kernel_lines(SimpleNamespace(planes=planes))
-    found = kernel_times.of_lines(1.0, lines)
+    lines = draw.kernel_lines(SimpleNamespace(planes=planes))
+    found = draw.of_lines(1.0, lines)
     assert found["span_seconds"] == pytest.approx(1e-9 * span)
     assert {k["name"]: (k["calls"], round(1e3 * k["us"])) for k in found["kernels"]} == own
     assert sum(k["share"] for k in found["kernels"]) == pytest.approx(1)
