@@ -80,9 +80,10 @@ class BatchStore:
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
         self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
-        self.work = WorkFolder(self._place(), description)
         if processes.is_first():  # the others touch no file
-            self.check()
+            self._check_out()
+            self.work = WorkFolder(self._place(), description)
+            self.work.check(overwrite)
 
     @property
     def replaces(self) -> Written | None:
