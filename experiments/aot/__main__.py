@@ -34,8 +34,9 @@ from experiments.aot.training import TrainingStep
 from experiments.budgets import Sizing
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
-from experiments.flags.program import ProgramFlags, ProgramOptions
+from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
+from experiments.generation import ProgramOptions
 from experiments.output import FileFlags
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot import buffers, kernels
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
-from experiments.flags.program import ProgramOptions
+from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax import sampling

@@ -1,12 +1,10 @@
 """The flags that decide how programs are compiled: types, segments, kernels, devices, batches."""
 
-from dataclasses import dataclass
-
 import jax
 from absl.flags import FlagHolder
 
 from experiments.budgets import Sizing
-from experiments.prompts.condition import text_tokens
+from experiments.generation import ProgramOptions
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
 from varjax import arguments
@@ -20,7 +18,7 @@ from varjax.engine.drawing import check_cut
 from varjax.engine.pixels import Decoding
 from varjax.engine.program import LAYERS
 from varjax.errors import UserError
-from varjax.generator import MATMUL_PRECISIONS, Generator
+from varjax.generator import MATMUL_PRECISIONS
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
@@ -56,84 +54,6 @@ def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
         "Type of stored keys and values; default: --dtype. A budget is a fraction of a full cache "
         "of this type. int8 has a scale per token. What --compare compares with has --dtype.",
     )
-
-
-# --- those of programs ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramOptions:
-    """What decides how a program is compiled, apart from model, plan and batch.
-
-    dtype: type of the computation. weights_dtype: type of stored weights.
-    kv_dtype: type of the cache, of which budgets are fractions; a full cache that others are
-      compared with has `dtype`.
-    attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
-    decoding: how pixels are decoded.
-    """
-
-    dtype: str
-    weights_dtype: str
-    kv_dtype: str
-    matmul_precision: str
-    segments: str
-    layers: str
-    attention: str | None
-    mesh: MeshSpec
-    decoding: Decoding
-
-    def generator(self, model: Model, plan: CachePlan, **more: object) -> Generator:
-        """Return the generator of a plan with these options, on one device. more: what else
-        `Generator` takes; it comes before what is said here."""
-        options = {
-            "segments": self.segments,
-            "layers": self.layers,
-            "attention": self.attention,
-            "kv_dtype": self.kv_dtype,
-            "matmul_precision": self.matmul_precision,
-            "decode_batch": self.decoding.at_once,
-            "decode_dtype": self.decoding.dtype,
-        }
-        return Generator(model, plan=plan, **options | more)
-
-    def predict(
-        self,
-        model: Model,
-        plan: CachePlan,
-        batch_size: int,
-        text: int | None,
-        kernels: bool,
-        *,
-        platform: str | None = None,
-        layers: str | None = None,
-    ) -> memory.Prediction:
-        """Predict the bytes of one device without compiling (`memory.predict`). batch_size: images
-        of that device. text: padded length of texts, None for the most. layers: in place of those
-        asked for."""
-        return memory.predict(
-            model,
-            plan.divide(self.mesh.model)[0],
-            batch_size,
-            self.dtype,
-            self.kv_dtype,
-            kernels=kernels,
-            text_tokens=text,
-            decoding=self.decoding,
-            platform=platform,
-            layers=layers or self.layers,
-        )
-
-    def predict_here(
-        self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
-    ) -> memory.Prediction:
-        """Predict the bytes of one device of this machine, for images of a condition."""
-        name = self.attention or implementations.preferred()
-        kernels = name in implementations.PLATFORMS
-        if self.attention is None and name == "tpu":
-            from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
-
-            kernels = plan.block_size >= min(BLOCK_SIZES)
-        return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
 
 
 class ProgramFlags:

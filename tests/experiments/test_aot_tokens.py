@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.aot.program import Compilation, Program, Workload
-from experiments.flags.program import ProgramOptions
+from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from varjax import api
 from varjax.engine.pixels import Decoding
