@@ -108,13 +108,12 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
-    model = PROGRAM.stored(model)
+    model = PROGRAM.stored(model, wanted)
     programs = {chip.name: PROGRAM.resolve(model, chip) for chip in wanted}
     program = programs[wanted[0].name]  # they differ in what pixels are decoded in
     batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
-        PROGRAM.check_chip(chip)
     sampling = SAMPLING.sampling(model)
     sizing = partial(_sizing, wanted, model, program)
     groups = program.mesh.model

@@ -1,5 +1,8 @@
 """The flags that decide how programs are compiled: types, segments, kernels, devices, batches."""
 
+import contextlib
+from collections.abc import Sequence
+
 import jax
 from absl.flags import FlagHolder
 
@@ -7,7 +10,7 @@ from experiments.budgets import Sizing
 from experiments.generation import ProgramOptions
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
-from varjax import arguments
+from varjax import arguments, errors
 from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cli.flags import CommandFlags, about
@@ -179,21 +182,16 @@ class ProgramFlags:
             decoding=Decoding(decoded, self._decode_batch.value),
         )
 
-    def stored(self, model: Model) -> Model:
-        """Return the model, whose weights are not loaded yet, with weights as they will be
-        stored."""
-        if (scheme := self._weights.value) not in SCHEMES:
+    def stored(self, model: Model, chips: Sequence[Chip] = ()) -> Model:
+        """Return the model, whose weights are not loaded yet, with weights as they will be stored.
+        `UserError` if one of the chips, by default this machine's, does not multiply them."""
+        name = self._weights.value
+        if (scheme := SCHEMES.get(name)) is None:
             return model
-        why = None if self._elsewhere else schemes.why_not_here(SCHEMES[scheme])
-        if why:
+        every = [schemes.why_not(scheme, chip) for chip in chips] or [schemes.why_not_here(scheme)]
+        for why in filter(None, every):
             raise UserError(f"--weights_dtype={why}")
-        return model.quantized(scheme)
-
-    def check_chip(self, chip: Chip) -> None:
-        """Raise `UserError` if a chip does not multiply weights as they are stored."""
-        scheme = SCHEMES.get(self._weights.value)
-        if scheme and (why := schemes.why_not(scheme, chip)):
-            raise UserError(f"--weights_dtype={why}")
+        return model.quantized(name)
 
     def _mesh_here(self, model: Model) -> MeshSpec:
         many = not self._elsewhere and processes.count() > 1
@@ -216,12 +214,11 @@ class ProgramFlags:
         self, mesh: MeshSpec, model: Model, batch_size: int, available: int, where: str
     ) -> None:
         """Raise `UserError` if the model does not run on it (`MeshSpec.check`)."""
-        if self._mesh is not None:
-            with about(self._mesh):
-                heads = model.config.num_heads
-                mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
-                weights.check_weights(model.networks, mesh)
-                weights.check_widths(model.transformer, mesh.model)
+        with about(self._mesh):
+            heads = model.config.num_heads
+            mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
+            weights.check_weights(model.networks, mesh)
+            weights.check_widths(model.transformer, mesh.model)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""
@@ -276,11 +273,8 @@ class ProgramFlags:
         usual = -(-USUAL_BATCH // shards)
         if dry_run:
             return shards * (asked or min(images, usual))
-        try:
-            if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
+        each = f"on each of the {shards} devices along data"
+        with errors.about(each) if shards > 1 else contextlib.nullcontext():
+            if asked:  # it has to fit also where there are fewer images
                 memory.choose_batch_size(predict, asked, asked, usual)
             return shards * memory.choose_batch_size(predict, asked, images, usual)
-        except UserError as error:
-            if shards == 1:
-                raise
-            raise UserError(f"on each of the {shards} devices along data: {error}") from None
