@@ -105,6 +105,14 @@ class Edit(Generation):
     remarks: tuple[str, ...]
 
     def describe(self) -> dict:
+        if self.by_text:
+            how = vars(self.by_text)
+        else:
+            how = {
+                "mask_sha256": _sha256(self.drawn[0]),
+                "drawn_pixels": float(self.drawn[0].mean()),
+            }
+            how |= {"paste": PASTE.value, "feather": FEATHER.value}
         return {
             **super().describe(),
             "policy": self.policy.name,
@@ -113,13 +121,9 @@ class Edit(Generation):
             "edit": {
                 "image_sha256": _sha256(self.pictures[0]),
                 "edits": len(self.pictures),
-                **(vars(self.by_text) if self.by_text else self._described_mask()),
+                **how,
             },
         }
-
-    def _described_mask(self) -> dict:
-        drawn, how = self.drawn[0], {"paste": PASTE.value, "feather": FEATHER.value}
-        return {"mask_sha256": _sha256(drawn), "drawn_pixels": float(drawn.mean()), **how}
 
 
 def _sha256(array: np.ndarray) -> str:
@@ -128,7 +132,6 @@ def _sha256(array: np.ndarray) -> str:
 
 def resolve() -> Edit:
     """Check every flag and plan the cache. Compile, allocate and write nothing."""
-    check_feather()
     model = MODEL.resolve()
     by_text = read_by_text(model)
     target = CONDITION.resolve(model)
@@ -180,13 +183,15 @@ def _mask_remarks(drawn: np.ndarray | None, kept: np.ndarray | None) -> list[str
 
 def read_by_text(model: Model) -> ByText | None:
     """Return how an edit by text goes; None for a mask. `UserError` unless it is one of both."""
+    arguments.number("--feather", FEATHER.value, 0, masks.LARGEST_FEATHER)
+    for holder, other in ((FEATHER, MASK), (FEATHER, PASTE), (PASTE, MASK)):
+        if holder.present and not other.value:
+            raise UserError(f"--{holder.name} belongs to --{other.name}: leave it out")
     source = [holder for holder in (SOURCE, SOURCE_FEATURES) if holder.value]
     if bool(MASK.value) == bool(source):
         raise UserError(
             "give either --mask=FILE, or --source_prompt=TEXT to edit by text (Infinity)"
         )
-    if PASTE.present and not MASK.value:
-        raise UserError("--paste belongs to --mask: leave it out")
     if MASK.value:
         for holder in (KEEP, MIX, PROBABILITY):
             if holder.present:
@@ -203,14 +208,6 @@ def read_by_text(model: Model) -> ByText | None:
     if not MIX.present:  # schedules of small pictures have fewer scales
         scales["mix_scales"] = min(MIX.value, model.geometry.schedule.num_drawn)
     return ByText(probability=PROBABILITY.value, **scales).check(model)
-
-
-def check_feather() -> None:
-    """Raise `UserError` for a --feather that cannot be, or that has no mask or nothing pasted."""
-    arguments.number("--feather", FEATHER.value, 0, masks.LARGEST_FEATHER)
-    for holder in (MASK, PASTE):
-        if FEATHER.present and not holder.value:
-            raise UserError(f"--feather belongs to --{holder.name}: leave it out")
 
 
 def with_source(condition: Text, model: Model) -> Text:

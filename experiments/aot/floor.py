@@ -45,7 +45,7 @@ def describe(case: Compilation) -> dict:
     if codes.cost.kernels:
         kernels += attention_flops(plan, case.drawing.segments) * batch / devices
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
-    moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
+    moved = codes.cost.scanned_bytes + _weights(case)
     if plan.pool_tokens:
         pool = plan.num_bytes(batch, workload.program.kv_dtype)
         moved += tokens_moved(plan) * pool / plan.pool_tokens / devices
@@ -119,21 +119,19 @@ def _(plan: TokenPlan) -> float:
     return float((read.sum(dtype=np.float64) + written) * plan.geometry.num_heads)
 
 
-def _unrolled_weights(case: Compilation) -> float:
-    """Bytes of weights that are arrays of their own in each layer, as often as they are read."""
-    separate = jax.tree.leaves(case.networks["transformer"].blocks, is_leaf=stacked.is_one)
-    parts = {id(a) for leaf in separate if stacked.is_one(leaf) for a in leaf.parts}
-    read = zip(jax.tree.leaves(case.networks), case.codes.times_read, strict=True)
-    return float(sum(n * device_bytes(a) for a, n in read if id(a) in parts))
-
-
-def _weights_outside_layers(case: Compilation) -> float:
-    """Bytes of the weights that a program reads once. They include weights that all layers share
-    and none of the layers' own."""
+def _weights(case: Compilation) -> float:
+    """Bytes of the weights that no scan cuts: those that are arrays of their own in each layer as
+    often as they are read, those outside the layers, or that all layers share, once."""
     transformer = case.networks["transformer"]
-    once = (getattr(transformer.blocks, name, None) for name in transformer.once)
-    kept = {id(leaf) for part in once for leaf in jax.tree.leaves(part)}
-    layers = {id(leaf) for leaf in jax.tree.leaves(transformer.blocks)} - kept
-    leaves = jax.tree.leaves(case.networks)
-    read = zip(leaves, case.codes.times_read, case.pixels.times_read, strict=True)
-    return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))
+    leaves, blocks = jax.tree.leaves(case.networks), transformer.blocks
+    apart = [b for b in jax.tree.leaves(blocks, is_leaf=stacked.is_one) if stacked.is_one(b)]
+    separate = {id(array) for leaf in apart for array in leaf.parts}
+    shared = jax.tree.leaves([getattr(blocks, name, None) for name in transformer.once])
+    layers = set(map(id, jax.tree.leaves(blocks))) - set(map(id, shared))
+    moved = 0
+    for a, codes, pixels in zip(leaves, case.codes.times_read, case.pixels.times_read, strict=True):
+        if id(a) in separate:
+            moved += codes * device_bytes(a)
+        elif id(a) not in layers and (codes or pixels):
+            moved += device_bytes(a)
+    return float(moved)
