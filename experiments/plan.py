@@ -140,20 +140,13 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
             chip = chips.get_chip(TARGET.value)
         except ValueError as error:
             raise UserError(f"--target={TARGET.value}: {error}") from None
-        sizing = replace(sizing, available=chip.memory, device=chip.name)
         kernels, platform = True, chip.platform
+        sizing = replace(sizing, available=chip.memory, device=chip.name)
     else:
         sizing = replace(sizing, available=memory.available_bytes())
-    predict = partial(
-        memory.predict,
-        model,
-        batch_size=batch_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        kernels=kernels,
-        platform=platform,
-    )
-    return replace(sizing, predict=lambda plan: predict(plan=plan).total)
+    how = {"kernels": kernels, "platform": platform}
+    predict = partial(memory.predict, model, dtype=dtype, kv_dtype=kv_dtype, **how)
+    return replace(sizing, predict=lambda plan: predict(plan=plan, batch_size=batch_size).total)
 
 
 def main(argv: list[str]) -> None:
