@@ -11,7 +11,7 @@ from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
-from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
+from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy
 
 
 @register("heatkv")
@@ -81,10 +81,10 @@ class HeatKV(SinkPolicy):
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
                 f"removal orders as published with HeatKV (JSON lists of [head, layer])"
             )
-        self.check_sinks(geometry)
+        self.check(geometry)
         calibration.check(geometry)
         whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
-        sinks = sink_scales(self.sinks, geometry, self.budget)
+        sinks = self.sink_scales(geometry, self.budget)
         if beta is not None:
             by_head = order_heads(cas(beta, sinks))[None] if whole else None
             return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks

@@ -13,7 +13,6 @@ import numpy as np
 from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
-from varjax.policies.windows import minimum_budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +78,7 @@ def prune_schedule(
     Raises:
       UserError: the sinks alone exceed the budget: the message names the smallest feasible one.
     """
-    lowest = minimum_budget(sinks, geometry)
+    lowest = geometry.schedule.starts[sinks] / max(1, geometry.schedule.persistent_tokens)
     if budget + 1e-12 < lowest:
         raise UserError(
             f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
