@@ -8,8 +8,8 @@
 The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
 policies with a slider that wipes between each and the full cache, bytes in use at every layer of
 every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key discrepancy (AMS-KV,
-Figure 6), head patterns (HeatKV, Figure 3), the pruning schedule (HeatKV, Figure 4) and the
-stability of the ranking (HeatKV, Figure 6). What is missing says which command provides it.
+Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of the ranking (HeatKV, Figure
+6). What is missing says which command provides it.
 """
 
 import pathlib

@@ -9,7 +9,7 @@ from dataclasses import fields
 import altair as alt
 import numpy as np
 
-from experiments.report.charts import chart_of, named_axis, plain, scale_names
+from experiments.report.charts import chart_of, plain, scale_names
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
@@ -18,7 +18,7 @@ from varjax.policies import BinaryHeatKV, HeatKV
 # Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
 CIVIDIS = "cividis"
 Pruning = tuple[str, str, list[alt.Chart] | str]  # policy, budget, charts or why there are none
-Drawn = alt.Chart | str | list[alt.LayerChart] | list[Pruning]
+Drawn = alt.Chart | list[Pruning]
 
 
 def draw(
@@ -32,10 +32,6 @@ def draw(
         drawn["density"] = density_map(density, geometry)
     if "key_discrepancy" in there:
         drawn["discrepancy"] = discrepancy(found.key_discrepancy, geometry)
-    if {"patterns", "pattern_edges"} <= there:
-        drawn["patterns"] = patterns(found, geometry)
-        if "pattern_scale" in there:
-            drawn["pattern_scale"] = scale_names(geometry.schedule)[found.pattern_scale]
     if {"orders", "beta"} & there:
         drawn["pruning"] = list(pruning(budgets, geometry, found))
     if "rank_dispersion" in there:
@@ -99,45 +95,6 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
             tooltip=["layer:O", "scale:O", "distance:Q"],
         )
     )
-
-
-# --- head patterns (HeatKV, Figure 3) ---
-
-
-def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChart]:
-    """Draw example attention maps: queries down, cached tokens across, lines between scales."""
-    edges = np.asarray(calibration.pattern_edges)
-    starts = [s for s in geometry.schedule.starts if s < edges[-1]]
-    borders = [*np.searchsorted(edges, starts).tolist(), len(edges) - 1]
-    middles = [(a + b) // 2 for a, b in zip(borders, borders[1:], strict=False)]
-    names = scale_names(geometry.schedule)[: len(middles)]
-    across = alt.X("column:O", axis=named_axis("cached tokens, scale by scale", names, middles))
-    lines = chart_of([{"column": c} for c in borders[1:-1]]).mark_rule(
-        color="#ff5a36", strokeDash=[3, 2]
-    )
-    colour = alt.Color("density:Q", title="attention per token, part of the largest").scale(
-        scheme=CIVIDIS, type="sqrt", domain=[0, 1]
-    )
-    found = []
-    heads = zip(calibration.pattern_heads, np.asarray(calibration.patterns), strict=True)
-    for (head, layer), attention in heads:
-        density = attention / np.diff(edges)  # per token
-        density = density / (density.max() or 1)
-        data = [
-            {"query": i, "column": list(range(len(row))), "density": plain(row)}
-            for i, row in enumerate(density)
-        ]
-        down = alt.Y("query:O", title="queries, in raster order", axis=alt.Axis(values=[]))
-        cells = chart_of(data, ["column", "density"]).mark_rect()
-        found.append(
-            alt.layer(
-                cells.encode(across, down, colour),
-                lines.encode(across.bandPosition(0)),
-                title=f"layer {layer}, head {head}",
-                description=f"attention map of layer {layer}, head {head}",
-            )
-        )
-    return found
 
 
 # --- pruning schedule (HeatKV, Figure 4) ---

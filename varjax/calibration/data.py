@@ -38,9 +38,6 @@ class Calibration:
       the variance over queries of their attention, averaged over scales and samples.
     selectivity: float64 [L, K], attention on the current scale times the concentration of what
       goes to earlier scales (ScaleKV's index); 0 for the first scale.
-    pattern_heads, patterns, pattern_scale, pattern_edges: example attention maps: int32 [E, 2] of
-      (head, layer); float64 [E, Q, C], queries of scale `pattern_scale` (evenly spread) by columns;
-      column c holds the mass on tokens pattern_edges[c] to pattern_edges[c + 1] - 1.
     rank_dispersion: float64 [K - 1], standard deviation of a head's rank in the order of each
       source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
     digest: SHA-256 of the file it was read from.
@@ -58,10 +55,6 @@ class Calibration:
     key_discrepancy: np.ndarray | None = None
     query_variance: np.ndarray | None = None
     selectivity: np.ndarray | None = None
-    pattern_heads: np.ndarray | None = None
-    patterns: np.ndarray | None = None
-    pattern_scale: int | None = None
-    pattern_edges: np.ndarray | None = None
     rank_dispersion: np.ndarray | None = None
     digest: str | None = None
 
@@ -77,7 +70,10 @@ class Calibration:
                     f"model has {wanted}; calibrate this model"
                 )
         self._check_arrays(geometry)
-        self._check_examples(geometry)
+        if self.rank_dispersion is not None:
+            found = measured("the calibration's rank_dispersion", self.rank_dispersion, LARGEST)
+            if found.ndim != 1 or found.size >= geometry.schedule.num_scales:
+                raise UserError("the calibration's rank_dispersion does not fit the schedule")
         if self.orders is not None:
             lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
             if read_orders(lists, geometry).shape != np.shape(self.orders):
@@ -106,26 +102,6 @@ class Calibration:
                     f"the calibration's {name} holds nothing but zeros, which no model gives: "
                     f"calibrate this model again"
                 )
-
-    def _check_examples(self, geometry: Geometry) -> None:
-        """Checks arrays that reports show and no policy reads."""
-        scales = geometry.schedule.num_scales
-        names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges", "pattern_scale")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        found = {n: measured(f"the calibration's {n}", a, 2**31 - 1) for n, a in given.items()}
-        dispersion = found.get("rank_dispersion", np.zeros(0))
-        fits = dispersion.ndim == 1 and dispersion.size < scales
-        fits = fits and found.get("pattern_scale", 0) < scales
-        if names[1] in found or names[2] in found or names[3] in found:
-            maps, heads, edges = (found.get(name, np.zeros(0)) for name in names[1:4])
-            shapes = [heads.shape, edges.shape] == [(len(maps), 2), (maps.shape[-1] + 1,)]
-            fits = fits and maps.ndim == 3 and shapes and (np.diff(edges) > 0).all()
-            fits = fits and (heads < (geometry.num_heads, geometry.num_layers)).all()
-            fits = fits and edges[-1] <= geometry.schedule.total_tokens
-        if not fits:
-            raise UserError(
-                f"the calibration's {', '.join(found)} do not fit each other or the model"
-            )
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raises `UserError` if this was measured on other weights, or with other guidance

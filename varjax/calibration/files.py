@@ -26,7 +26,7 @@ from varjax.storage.manifest import parse_json
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
 BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
-_ARRAYS = (*AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
+_ARRAYS = (*AXES, "rank_dispersion")
 _SCALARS = {
     "model": str,
     "model_digest": str,
@@ -35,7 +35,6 @@ _SCALARS = {
     "num_heads": int,
     "guidance": (int, float, str),
     "num_samples": int,
-    "pattern_scale": int,
 }
 
 
@@ -171,9 +170,7 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
         if nested is not None and name == "orders":
             read[name] = read_orders(nested, geometry)
         elif nested is not None:
-            whole = name in ("pattern_heads", "pattern_edges")
-            array = measured(name, nested, 2**31 - 1 if whole else LARGEST)
-            read[name] = array.astype(np.int32 if whole else np.float64)
+            read[name] = measured(name, nested, LARGEST).astype(np.float64)
     complete = dataclasses.replace(found, **read)
     complete.check(geometry)
     return complete
