@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -249,7 +248,6 @@ _METRICS = (
     ),
 )
 METRICS = {metric.key: metric for metric in _METRICS}
-BUILT_IN = frozenset(METRICS)
 
 
 def register(metric: Metric) -> None:
@@ -277,15 +275,11 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     return own_modules.load([OWN], path_or_name)
 
 
-def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:
-    found = tuple(key for key in METRICS if key not in before)
-    if wrong := [METRICS[key] for key in found if not isinstance(METRICS[key], Metric)]:
-        raise UserError(f"{show(wrong[0])} is registered, which is no Metric")
-    return found
-
-
 OWN = own_modules.Kind(
-    "metric", (METRICS,), _metrics_of, "call varjax.metrics.register(Metric(...))"
+    "metric",
+    (METRICS,),
+    lambda metric: getattr(metric.compare, "__module__", ""),
+    "call varjax.metrics.register(Metric(...))",
 )
 
 
