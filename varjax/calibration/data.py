@@ -14,11 +14,12 @@ from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
 LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred
-AXES = {  # of the arrays that policies decide from
+AXES = {  # of the arrays; the last scale is never stored
     "beta": ("layers", "heads", "scales", "scales"),
     "key_discrepancy": ("layers", "scales"),
     "query_variance": ("layers", "heads"),
     "selectivity": ("layers", "scales"),
+    "rank_dispersion": ("stored scales",),
 }
 
 
@@ -69,22 +70,11 @@ class Calibration:
                     f"the calibration was made for another model: its {name} is {made_for}, this "
                     f"model has {wanted}; calibrate this model"
                 )
-        self._check_arrays(geometry)
-        if self.rank_dispersion is not None:
-            found = measured("the calibration's rank_dispersion", self.rank_dispersion, LARGEST)
-            if found.ndim != 1 or found.size >= geometry.schedule.num_scales:
-                raise UserError("the calibration's rank_dispersion does not fit the schedule")
-        if self.orders is not None:
-            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
-            if read_orders(lists, geometry).shape != np.shape(self.orders):
-                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
-
-    def _check_arrays(self, geometry: Geometry) -> None:
-        size = {
-            "layers": geometry.num_layers,
-            "heads": geometry.num_heads,
-            "scales": geometry.schedule.num_scales,
-        }
+        scales = geometry.schedule.num_scales
+        size = {"layers": geometry.num_layers, "heads": geometry.num_heads}
+        size |= {"scales": scales, "stored scales": scales - 1}
+        # a model of one scale, or of scales of one token, has no distances and no variances
+        compares = scales > 1 and max(geometry.schedule.tokens) > 1
         for name, axes in AXES.items():
             if getattr(self, name) is None:
                 continue
@@ -95,13 +85,16 @@ class Calibration:
                     f"the calibration's {name} has shape {array.shape}, this model needs {shape} "
                     f"({', '.join(axes)})"
                 )
-            # a model of one scale, or of scales of one token, has no distances and no variances
-            compares = geometry.schedule.num_scales > 1 and max(geometry.schedule.tokens) > 1
-            if compares and not array.any():
+            # orders may be the same in all calibrations
+            if compares and not array.any() and name != "rank_dispersion":
                 raise UserError(
                     f"the calibration's {name} holds nothing but zeros, which no model gives: "
                     f"calibrate this model again"
                 )
+        if self.orders is not None:
+            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
+            if read_orders(lists, geometry).shape != np.shape(self.orders):
+                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raises `UserError` if this was measured on other weights, or with other guidance
