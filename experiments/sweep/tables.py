@@ -36,8 +36,8 @@ _TIME = ["steady_s_per_image", "compile_s"]
 def parts() -> dict[str, list[str]]:
     """Return {part of a cell in sweep.json: its entries that the table takes}."""
     fidelity = ["identical_images"]
-    for key, metric in METRICS.items():
-        ends = ["", *["_std"][: metric.per_image], "_low", "_high"]
+    for key in METRICS:
+        ends = ["", "_std", "_low", "_high"]
         ends += [f"_difference{end}" for end in ("", "_low", "_high")]
         fidelity += [f"{key}{end}" for end in ends]
     return {"kv": [*_KV, "read_fraction"], "fidelity": fidelity, "time": _TIME}
