@@ -4,7 +4,7 @@ Letters: K scales, L layers, N heads.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import altair as alt
 import numpy as np
@@ -28,7 +28,7 @@ def draw(
     there = {f.name for f in fields(Calibration) if getattr(found, f.name, None) is not None}
     drawn: dict[str, Drawn] = {}
     if "beta" in there:
-        density = attention_density(found.beta, geometry.schedule.tokens)
+        density = replace(found, schedule=geometry.schedule).attention_density
         drawn["density"] = density_map(density, geometry)
     if "key_discrepancy" in there:
         drawn["discrepancy"] = discrepancy(found.key_discrepancy, geometry)
@@ -40,14 +40,6 @@ def draw(
 
 
 # --- attention density (AMS-KV, Figure 4) ---
-
-
-def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """Return d[i <- j] = T_j beta[j, i] / T_i float [L, N, K] of the last scale j (AMS-KV, Sec. 3).
-
-    beta: float [L, N, K, K]. tokens: T_j of each scale."""
-    sizes = np.asarray(tokens, float)
-    return sizes[-1] * beta[..., -1, :] / sizes
 
 
 def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:

@@ -16,6 +16,7 @@ from tests.experiments import made_up_sweep
 from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.policies import HeatKV
 
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
@@ -179,7 +180,7 @@ def test_attention_density_is_the_papers():
     attention = rng.dirichlet(np.ones(sum(tokens)), size=(3, 4, tokens[-1]))
     beta = np.zeros((3, 4, 5, 5))
     beta[..., -1, :] = np.add.reduceat(attention.mean(-2), GEOMETRY.schedule.starts, axis=-1)
-    found = calibration_charts.attention_density(beta, tokens)
+    found = Calibration(schedule=GEOMETRY.schedule, beta=beta).attention_density
     for i, (start, end) in enumerate(
         zip(GEOMETRY.schedule.starts, GEOMETRY.schedule.ends, strict=True)
     ):

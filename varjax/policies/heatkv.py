@@ -90,25 +90,22 @@ class HeatKV(SinkPolicy):
             return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks
         if orders is None:
             self.refuse("the calibration holds neither orders nor beta")
-        if not whole:
-            return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
-        if len(orders) != 1:
+        if whole and len(orders) != 1:
             self.refuse(
                 f"it removes whole heads and needs one order of heads (CAS) or beta, the "
                 f"calibration holds {len(orders)} lists, one per source scale"
             )
-        return orders, sinks
-
-    def _implied_sinks(self, lists: int, num_scales: int) -> int:
-        stored, most = num_scales - 1, self.sinks or MOST_AUTOMATIC_SINKS
-        implied = stored - lists
-        if not (self.sinks or 1) <= implied <= most:
+        if whole:
+            return orders, sinks
+        scales, least = geometry.schedule.num_scales, self.sinks or 1
+        most, implied = self.sinks or MOST_AUTOMATIC_SINKS, scales - 1 - len(orders)
+        if not least <= implied <= most:
             self.refuse(
-                f"{lists} order lists for {num_scales} scales; with {self.sinks or '1 to 3'} sink "
-                f"scales there are {max(0, stored - most)} to {stored - (self.sinks or 1)} (the "
+                f"{len(orders)} order lists for {scales} scales; with {self.sinks or '1 to 3'} "
+                f"sink scales there are {max(0, scales - 1 - most)} to {scales - 1 - least} (the "
                 f"last scale is never stored): give one list for each, or say sinks={implied}"
             )
-        return implied
+        return orders, implied
 
     def schedule(self, geometry: Geometry, budget: float) -> PruneSchedule:
         """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""

@@ -19,22 +19,14 @@ from varjax.errors import UserError
 class PruneSchedule:
     """The decisions of `prune_schedule`.
 
-    counts: int [K], N_k: heads that give up each source scale once scale k is done; -1 for the last
-      scale, which is never stored.
     removed: bool [K, K, L, N], G[k, j]: gone after scale k. The last scale repeats the one before.
     hidden: bool [K, K, L, N], A[k, j]: gone before scale k starts, so that k does not see it.
     early_count: int [K], removals due after scale k that had to come before it.
-    total_after_layer: int [K, L], tokens stored right after layer l of scale k if each layer makes
-      its removals when it has run; -1 for the last scale.
-    running_total: the same total as the search saw it, with the early removals found up to layer l.
     """
 
-    counts: np.ndarray
     removed: np.ndarray
     hidden: np.ndarray
     early_count: np.ndarray
-    total_after_layer: np.ndarray
-    running_total: np.ndarray
 
     def last_use(self) -> np.ndarray:
         """int [L, N, K]: the last scale that sees the tokens of scale j; j where none does."""
@@ -84,7 +76,6 @@ def prune_schedule(
             f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
             f"full cache, which is the smallest feasible budget"
         )
-    num_scales, num_layers = geometry.schedule.num_scales, geometry.num_layers
     counts = heads_to_remove(geometry, sinks, budget)
     size, rank, removed = _units(geometry, orders, counts, sinks, whole_heads)
     of_sinks = np.minimum((0, *geometry.schedule.ends), geometry.schedule.starts[sinks])
@@ -95,25 +86,19 @@ def prune_schedule(
         units = (~gone * size[row][:, None, None]).sum((0, 2))
         return units + geometry.num_heads * of_sinks[row]
 
-    hidden = removed[1:].copy()
-    early = np.zeros(num_scales, np.int64)
-    total, running = np.full((2, num_scales, num_layers), -1, np.int64)
-    for k in range(num_scales - 1):
-        stored, row = held(k + 1, removed[k + 1]), k + 1 if literal else k
-        base, due = after_each_layer(stored, held(row, removed[k])), removed[k + 1] & ~removed[k]
-        taken, running[k] = _early_removals(base, limit, due, size[row], rank)
+    hidden, early = removed[1:].copy(), np.zeros(geometry.schedule.num_scales, np.int64)
+    for k in range(geometry.schedule.num_scales - 1):
+        row = k + 1 if literal else k
+        base = after_each_layer(held(k + 1, removed[k + 1]), held(row, removed[k]))
+        due = removed[k + 1] & ~removed[k]
+        taken = _early_removals(base - limit, due, size[row], rank)
         hidden[k] = removed[k]
         hidden[k][taken] = True
         early[k] = len(taken[0])
-        total[k] = after_each_layer(stored, held(k, hidden[k]))
-    counts[-1] = -1
     return PruneSchedule(
-        counts,
         _per_source_scale(removed[1:], sinks, own_scale=True),
         _per_source_scale(hidden, sinks, own_scale=False),
         early,
-        total,
-        running,
     )
 
 
@@ -137,21 +122,19 @@ def _units(
 
 
 def _early_removals(
-    base: np.ndarray, limit: int, due: np.ndarray, size: np.ndarray, rank: np.ndarray
-) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """(index arrays into [U, L, N], int [L] totals seen): the shortest prefix of the removals that
-    are due - layer descending, source scale descending, rank ascending - that keeps every layer of
-    a scale within the limit, where `base` counts none of them. Only removals in layers still to run
-    free anything."""
+    excess: np.ndarray, due: np.ndarray, size: np.ndarray, rank: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Index arrays into [U, L, N]: the shortest prefix of the removals that are due - layer
+    descending, source scale descending, rank ascending - that keeps every layer of a scale within
+    the limit. Only removals in layers still to run free anything. excess: int [L], tokens above the
+    limit without any."""
     unit, layer, head = np.nonzero(due & (size > 0)[:, None, None])
     first = np.lexsort((rank[unit, layer, head], -unit, -layer))
     unit, layer, head = unit[first], layer[first], head[first]
     freed = np.concatenate([[0], np.cumsum(size[unit])])
-    in_later_layers = (layer > np.arange(len(base))[:, None]).sum(1)
-    needed = np.minimum(np.searchsorted(freed, base - limit), in_later_layers)
-    found = np.maximum.accumulate(needed)
-    totals = base - freed[np.minimum(found, in_later_layers)]
-    return tuple(index[: found[-1]] for index in (unit, layer, head)), totals
+    in_later_layers = (layer > np.arange(len(excess))[:, None]).sum(1)
+    needed = np.minimum(np.searchsorted(freed, excess), in_later_layers).max()
+    return unit[:needed], layer[:needed], head[:needed]
 
 
 def _per_source_scale(units: np.ndarray, sinks: int, own_scale: bool) -> np.ndarray:
