@@ -120,39 +120,35 @@ class Calibration:
         return tokens[-1] * self.beta[..., -1, :] / tokens
 
 
-def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
-    """int32 [T, 2] from a list of [head, layer]: every head of the model exactly once."""
-    layers, heads = geometry.num_layers, geometry.num_heads
-    if not isinstance(entries, list) or len(entries) != layers * heads:
-        given = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
-        raise UserError(
-            f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for each "
-            f"of {heads} heads in {layers} layers"
-        )
-    seen: dict[tuple[int, int], int] = {}
-    for i, entry in enumerate(entries):
-        if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
-            raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
-        head, layer = entry
-        again = seen.setdefault((head, layer), i) != i
-        if again or not (0 <= head < heads and 0 <= layer < layers):
-            raise UserError(
-                f"{name}, entry {i} is [{head}, {layer}]{' again' * again}: heads go from 0 to "
-                f"{heads - 1}, layers from 0 to {layers - 1}, and every head appears once"
-            )
-    return np.array(entries, np.int32)
-
-
 def read_orders(content: object, geometry: Geometry) -> np.ndarray:
-    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    """int32 [lists, T, 2] from nested lists of [head, layer], in each every head of the model
+    exactly once; one flat list of pairs counts as one list."""
     if not isinstance(content, list) or not content:
         raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
-    first = content[0]
+    first, layers, heads = content[0], geometry.num_layers, geometry.num_heads
     if isinstance(first, list) and first and not isinstance(first[0], list):
         content = [content]
-    return np.stack(
-        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
-    )
+    for number, entries in enumerate(content):
+        name = f"order list {number}"
+        if not isinstance(entries, list) or len(entries) != layers * heads:
+            given = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
+            raise UserError(
+                f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for "
+                f"each of {heads} heads in {layers} layers"
+            )
+        seen: set[tuple[int, int]] = set()
+        for i, entry in enumerate(entries):
+            if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
+                raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
+            head, layer = entry
+            again = (head, layer) in seen
+            if again or not (0 <= head < heads and 0 <= layer < layers):
+                raise UserError(
+                    f"{name}, entry {i} is [{head}, {layer}]{' again' * again}: heads go from 0 to "
+                    f"{heads - 1}, layers from 0 to {layers - 1}, and every head appears once"
+                )
+            seen.add((head, layer))
+    return np.array(content, np.int32)
 
 
 # --- scores from the attention mass beta, and the removal orders that they give (HeatKV) ----------

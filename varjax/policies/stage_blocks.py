@@ -63,25 +63,6 @@ def newest(obs: Observation, among: Mask, count: Count | int) -> Mask:
     return among & (age_rank(obs, among) >= total - count)
 
 
-def stratum_lowest(
-    obs: Observation, score: Score, among: Mask, age: Position, count: Count, near_share: float
-) -> Mask:
-    """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
-    near part.
-
-    The parts go by rank in the list, oldest first (`age`, as `age_rank` returns it); the newer
-    `near_share` is near (rounded up). Near gives the larger half. What one part cannot give, the
-    other gives.
-    """
-    total = among.sum(-1, dtype=jnp.int32)
-    far_size = jnp.floor((1 - near_share) * total + 1e-3).astype(jnp.int32)
-    far = age < far_size[..., None]
-    from_far = jnp.minimum(count // 2, far_size)
-    from_near = jnp.minimum(count - from_far, total - far_size)
-    most = jnp.where(far, (count - from_near)[..., None], from_near[..., None])
-    return among & (rank(obs, score, among, part=far) < most)
-
-
 def tokens_needed(
     mass: Float[Array, "*heads C"],
     position: Int[Array, "*#heads C"],
