@@ -50,7 +50,6 @@ from ported_weights.configurations import PublishedModel
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.sampling import RECOMMENDABLE
 from varjax.storage.names import converted
 
 ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
@@ -58,80 +57,54 @@ FLAGS = CommandFlags(
     "--model=var-d16 --source=hub", "model source tokenizer_source out dtype overwrite"
 )
 
-GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert`
-    FLAGS.enum(
-        "model",
-        None,
-        (*convert.MODELS, ENCODER_ALONE, *convert.NETWORKS),
-        "Which published model, *-custom, a text encoder alone, or a network of evaluation.",
-    ),
-    FLAGS.string(
-        "source",
-        None,
-        "Transformer weights: a file, or a folder of shards; flan-t5: its folder; or hub.",
-    ),
-    FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
-    FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
-    FLAGS.string(
-        "config",
-        None,
-        "*-custom models: JSON file with the transformer's arguments; for Janus-Pro and Lumina-mGPT"
-        " by default the config.json beside --source.",
-    ),
-    FLAGS.string("tokenizer_config", None, "*-custom models: the same for the tokenizer."),
-    FLAGS.string(
-        "out",
-        None,
-        "Folder to create; default, with --source=hub: where --checkpoint=NAME looks.",
-    ),
-    FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source."),
-    FLAGS.string("class_names", None, "JSON list of class names, index = label."),
-    FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
-    FLAGS.string("source_key", None, "Which state dict of --source, for example ema."),
-    FLAGS.string("tokenizer_source_key", None, "Which state dict of --tokenizer_source."),
-    FLAGS.string(
-        "prompt_tokenizer_source",
-        None,
-        "Janus-Pro, Lumina-mGPT: tokenizer.json of prompts; by default the one beside --source.",
-    ),
-    FLAGS.string(
-        "vocabulary",
-        None,
-        "Lumina-mGPT: JSON file with names and ids of tokens, if none lies beside --source.",
-    ),
-    FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth."),
-    FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
-]
-for _name in ("model", "source"):
-    FLAGS.require(_name)
+FLAGS.enum(
+    "model",
+    None,
+    (*convert.MODELS, ENCODER_ALONE, *convert.NETWORKS),
+    "Which published model, *-custom, a text encoder alone, or a network of evaluation.",
+    required=True,
+)
+FLAGS.string(
+    "source",
+    None,
+    "Transformer weights: a file, or a folder of shards; flan-t5: its folder; or hub.",
+    required=True,
+)
+OF_MODEL = [field.name for field in dataclasses.fields(PublishedModel)]
+for _field in dataclasses.fields(PublishedModel)[2:]:
+    FLAGS.string(_field.name, None, _field.metadata["help"])
+FLAGS.string(
+    "out", None, "Folder to create; default, with --source=hub: where --checkpoint=NAME looks."
+)
+FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
+FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth.")
+FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 
 
 def main(argv) -> None:
     """Convert what the flags say."""
     del argv
-    given = {flag.name: flag.value for flag in GIVEN}
+    given = {name: FLAGS.flag(name).value for name in FLAGS.values}
     if given["source"] == hub.HUB:
         given |= _fetched(given)
     if not given["out"]:
         raise UserError("--out is required (Folder to create), unless --source=hub is given")
     model, source, out = given["model"], given["source"], given["out"]
-    dtype, overwrite = given["dtype"], given["overwrite"]
+    stored = {"dtype": given["dtype"], "overwrite": given["overwrite"]}
     if model == ENCODER_ALONE:
-        _refuse_others(given, "source", "out", "dtype", "overwrite")
-        convert.convert_text_encoder(source, out, dtype=dtype, overwrite=overwrite)
+        _refuse_others(given, "source", "dtype")
+        convert.convert_text_encoder(source, out, **stored)
         place = shlex.quote(out)
         print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
     elif model in convert.NETWORKS:
-        _refuse_others(given, "source", "heads_source", "out", "overwrite")
-        heads = given["heads_source"]
+        _refuse_others(given, "source", "heads_source")
+        heads, overwrite = given["heads_source"], given["overwrite"]
         convert.convert_network(model, source, out, heads_source=heads, overwrite=overwrite)
         flag = f"--{convert.NETWORKS[model]}={shlex.quote(out)}"
         print(f"written; next: python -m experiments.evaluate {flag} ...")
     else:
-        names = [field.name for field in dataclasses.fields(PublishedModel)]
-        _refuse_others(given, *names, "out", "dtype", "overwrite")
-        files = {name: given[name] for name in names}
-        convert.convert(PublishedModel(**files), out, dtype=dtype, overwrite=overwrite)
+        _refuse_others(given, *OF_MODEL, "dtype")
+        convert.convert(PublishedModel(**{name: given[name] for name in OF_MODEL}), out, **stored)
         name = model if Path(out) == converted(model) else shlex.quote(out)
         print(f"next: python -m experiments.run --checkpoint={name} --policy=headkv")
 
@@ -147,8 +120,10 @@ def _fetched(given: dict) -> dict:
 
 
 def _refuse_others(given: dict, *names: str) -> None:
-    """`UserError` if flags are given that the model does not take. names: those that it takes."""
-    surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *names)]
+    """`UserError` if flags are given that the model does not take. names: those that it takes,
+    beside those that all take."""
+    taken = ("model", "out", "overwrite", *names)
+    surplus = [f"--{name}" for name in given if given[name] and name not in taken]
     if surplus:
         them = "it" if len(surplus) == 1 else "them"
         raise UserError(f"--model={given['model']} takes no {', '.join(surplus)}: drop {them}")

@@ -192,13 +192,7 @@ class PublishedPart:
         table, source = RULE_TABLES[self.part.name], self.source
         if source.taken:
             say(f"{source.path}: took {source.taken}")
-        progress = Progress(f"{table.what}: tensors", len(source.tensors), every=2.0)
-
-        def report(done: int, total: int) -> None:
-            progress.total = total
-            if done % 50 == 0 or done == total:
-                progress.update(done)
-
+        report = Progress(f"{table.what}: tensors", 0, every=2.0).report
         if dtype is None and table.storage_dtype is not None:
             dtype = table.storage_dtype(source.tensors)
         entries = table.rules(self.config, source.tensors)
@@ -209,8 +203,11 @@ class PublishedPart:
         if table.ignored:
             line += f"; {len(placement.ignored)} {table.ignored} ignored"
         say(line)
-        for name, reason in () if table.ignored else _grouped(placement.ignored):
-            say(f"  ignored {name}: {reason}")
+        reasons = {} if table.ignored else dict.fromkeys(reason for _, reason in placement.ignored)
+        for reason in reasons:
+            names = [name for name, why in placement.ignored if why == reason]
+            listed = f"{len(names)} tensors, {names[0]} to {names[-1]}"
+            say(f"  ignored {some(names) if len(names) <= 8 else listed}: {reason}")
         return module
 
 
@@ -319,14 +316,3 @@ def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
             " trained with (flan-t5-xl for the released models)"
         )
     return encoder
-
-
-def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (names, reason) for each reason. More than 8 names are counted instead."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in ignored:
-        groups.setdefault(reason, []).append(name)
-    return [
-        (some(n) if len(n) <= 8 else f"{len(n)} tensors, {n[0]} to {n[-1]}", reason)
-        for reason, n in groups.items()
-    ]
