@@ -150,6 +150,9 @@ class TorchFile:
                 f"{self.path}: storage {storage.member} has {size} bytes, of which tensors use"
                 f" {used}: save clones of the tensors instead"
             )
+        return self._elements(storage, first, end)
+
+    def _elements(self, storage: Storage, first: int, end: int) -> np.ndarray:
         return self._archive.values(storage.member, storage.dtype, first, end)
 
     def _find_root(self) -> str:
