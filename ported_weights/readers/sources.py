@@ -102,29 +102,27 @@ def open_source(
       UserError: the file is missing, damaged or unsafe, holds no weights, or holds several state
         dicts that fit.
     """
-    path, taken = Path(path), ""
+    path = Path(path)
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir() or path.name.endswith(".index.json"):
-        _without_key(path, key)
-        return _strip(_open_folder(path))
-    if path.suffix == ".distcp":
-        _refuse_distributed(path.parent)
-    content = _open_file(path)
-    if isinstance(content, TorchFile):
-        taken, content = _choose(path, content.content, signature, key)
+        source = _open_folder(path)
     else:
-        _without_key(path, key)
-    return _strip(Source(path, content, (path,), taken))
-
-
-def _without_key(path: Path, key: str | None) -> None:
-    """Refuse a key for a file without a choice: the user meant another file."""
+        if path.suffix == ".distcp":
+            _refuse_distributed(path.parent)
+        content, taken = _open_file(path), ""
+        if isinstance(content, TorchFile):
+            taken, content = _choose(path, content.content, signature, key)
+            key = None
+        source = Source(path, content, (path,), taken)
     if key is not None:
         raise UserError(
             f"{path} has no state dict {key!r}: its tensors have no keys above their names; leave"
             " out --source_key (or --tokenizer_source_key), or give the torch file that has it"
         )
+    found, said = without_wrappers(source.path, source.tensors)
+    taken = f"{source.taken or 'its tensors'} ({said})" if said else source.taken
+    return dataclasses.replace(source, tensors=found, taken=taken)
 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
@@ -161,13 +159,6 @@ def _explain(head: bytes) -> str:
     if start.startswith((b"<!doctype", b"<html")):
         return "it is a web page, not the weights: download the file itself"
     return f"its content is not that of a weights file; {_ADVICE}"
-
-
-def _strip(source: Source) -> Source:
-    """Remove wrappers from names, and by-products of training."""
-    found, said = without_wrappers(source.path, source.tensors)
-    taken = f"{source.taken or 'its tensors'} ({said})" if said else source.taken
-    return dataclasses.replace(source, tensors=found, taken=taken)
 
 
 # --- state dicts inside a torch file --------------------------------------------------------------
@@ -245,8 +236,14 @@ def _open_folder(path: Path) -> Source:
             f"{path} names {some(names)}, but {some(unnamed)} lies beside them: the index is not"
             " that of these shards, download it again"
         )
-    shards = {name: _shard(path.parent / name) for name in names}
-    _check_index(path, mapping, shards)
+    shards = {name: _open_file(path.parent / name) for name in names}
+    shards = {n: tensors(s.content) if isinstance(s, TorchFile) else s for n, s in shards.items()}
+    wrong = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
+    held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
+    wrong += [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
+    if wrong:
+        listed = some(wrong, between="\n  ")
+        raise UserError(f"{path} does not fit its shards:\n  {listed}")
     found = {n: shards[file][n] for n, file in mapping.items()}
     return Source(path.parent, found, (path, *(path.parent / n for n in names)))
 
@@ -296,21 +293,6 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside := sorted(f"{f:.80}" for f in files - plain):
         raise UserError(f"{path} refers to files outside its folder: {some(outside)}")
     return mapping
-
-
-def _shard(path: Path) -> Mapping[str, Tensor]:
-    content = _open_file(path)
-    return tensors(content.content) if isinstance(content, TorchFile) else content
-
-
-def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Mapping]) -> None:
-    """Check that the index and the shards name the same tensors."""
-    absent = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
-    held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
-    extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
-    if absent or extra:
-        listed = some(absent + extra, between="\n  ")
-        raise UserError(f"{path} does not fit its shards:\n  {listed}")
 
 
 # --- folders of T5 --------------------------------------------------------------------------------

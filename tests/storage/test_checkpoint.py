@@ -238,7 +238,6 @@ ENTRIES = {  # ABSENT: without the entry
     "record_null": ({"files": {"x": None}}, "'files': 'x' has the record None"),
     "record_outside": ({"files": {"../x": _RECORD}}, "needed are paths inside the folder"),
     "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
-    "no_checksums": ({"files": {}}, "damaged or incomplete: there is no checksum of"),
     "other_classes": ({"num_classes": 10**12}, "inconsistent: num_classes 1000000000000 but .* 3"),
     "dtype": ({"dtype": "x"}, "dtype: 'x' in the description, float32 in the"),
     "true_count": ({"parameters": True}, "parameters: True in the description"),

@@ -41,14 +41,12 @@ def check_finite(images: np.ndarray) -> None:
         )
 
 
-def grid(
-    images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
-) -> UInt8[np.ndarray, "height width 3"]:
-    """Lays the images row by row on white, `GAP` pixels apart. columns: by default the smallest
-    number that makes the grid at least as wide as high, in tiles."""
+def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
+    """Lays the images row by row on white, `GAP` pixels apart, in the smallest number of columns
+    that makes the grid at least as wide as high, in tiles."""
     _check(images)
     count, height, width, _ = images.shape
-    columns = min(columns or math.ceil(math.sqrt(count)), count)
+    columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
     canvas = np.full(shape, 255, np.uint8)
@@ -61,7 +59,6 @@ def grid(
 def save_grid(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
-    columns: int | None = None,
     labels: Sequence[str] | None = None,
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
@@ -72,7 +69,7 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    picture = pillow.fromarray(grid(images, columns))
+    picture = pillow.fromarray(grid(images))
     with new_file(path) as file:
         picture.save(file, format="PNG")
 
