@@ -29,7 +29,7 @@ from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
 from varjax.training import fine_tuning, loop, session
 from varjax.training.loop import Stopped
-from varjax.training.settings import FAMILIES, TrainingSettings
+from varjax.training.settings import FAMILIES, TrainingSettings, shown
 
 FLAGS = CommandFlags(
     "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True
@@ -93,8 +93,7 @@ def _family_defaults(field: dataclasses.Field) -> str:
     if field.metadata["family"]:
         return f" (of --family={field.metadata['family']} only)"
     own = {family: given[field.name] for family, given in FAMILIES.items() if field.name in given}
-    shown = {f: ",".join(map(str, v)) if isinstance(v, tuple) else v for f, v in own.items()}
-    return "".join(f" (with --family={family} {value})" for family, value in shown.items())
+    return "".join(f" (with --family={family} {shown(value)})" for family, value in own.items())
 
 
 def read_settings() -> TrainingSettings:

@@ -12,7 +12,7 @@ from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.nn.families import Family
 from varjax.sampling import RECOMMENDABLE, Sampling
-from varjax.storage.manifest import is_text, read_json
+from varjax.storage.manifest import read_class_names, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 Say: TypeAlias = Callable[[str], None]  # gets one line of a report
@@ -138,10 +138,10 @@ class PublishedModel:
             weights = partial(sources.open_source, self.source, signature, self.source_key)
             given = own.translate(given, Path(file), weights, say)
         codec = self._codec(given if isinstance(given, Mapping) else {}, file, say)
-        if isinstance(given, Mapping):
+        if isinstance(given, Mapping) and not is_whole:
             # what both must agree in may be left out; maps are adapted
-            agreed = () if is_whole else (name for name in family.agreed if name != "schedule")
-            given = own.prepare({name: getattr(codec, name) for name in agreed} | given)
+            agreed = (name for name in family.agreed if name != "schedule")
+            given = {name: getattr(codec, name) for name in agreed} | given
         with about(file):
             transformer = family.parts["transformer"].read(given)
         codec = own.adapt(codec, transformer, say if self.tokenizer_config else lambda line: None)
@@ -177,14 +177,11 @@ class PublishedModel:
 
     def read_class_names(self, transformer: object) -> list[str]:
         """The names in the file `class_names`, as many as a transformer's configuration has."""
-        path = self.class_names
-        names = read_json(path)
-        names = names.get("classes") if isinstance(names, dict) else names
-        if not (isinstance(names, list) and all(map(is_text, names))):
-            raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
+        names = read_class_names(self.class_names)
         count = getattr(transformer, "num_classes", 0)
         if len(names) != count:
-            raise UserError(f"{path} has {len(names)} class names, the model has {count} classes")
+            has = f"{self.class_names} has {len(names)} class names"
+            raise UserError(f"{has}, the model has {count} classes")
         return names
 
     def read_sampling(self, default: Mapping, transformer, say: Say) -> dict:

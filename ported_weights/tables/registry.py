@@ -153,13 +153,12 @@ class CustomDefaults:
       sampling: function of the transformer's configuration that returns recommended sampling.
       adapt: function (codec's configuration, transformer's, say) that returns the codec's
         configuration under the transformer's; `UserError` if that is impossible.
-      prepare: function of the transformer's arguments that returns them with what is left out and
-        must not have the released value.
       is_whole: whether a configuration file describes the whole model, as a published config.json
         does, which is then read where none is given; otherwise it may hold several configurations,
         one of which is chosen.
-      translate: function (what a configuration file holds, its path, a function that opens the
-        weights, say) that returns it in the original's names; for files in another form.
+      translate: function (what a configuration file of a whole model holds, its path, a function
+        that opens the weights, say) that returns it in the original's names, with what is left out
+        and must not have the released value.
       codec_prefixes: what may be before the names of the image tokenizer, if the transformer's
         files hold it.
       prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
@@ -172,7 +171,6 @@ class CustomDefaults:
     tokenizer: Callable[[Mapping], tuple[dict, str]]
     sampling: Callable[[object], Mapping]
     adapt: Callable = lambda codec, transformer, say: codec
-    prepare: Callable[[Mapping], Mapping] = lambda given: given
     is_whole: bool = False
     translate: Callable = lambda given, file, weights, say: given
     codec_prefixes: Sequence[str] = ()
@@ -218,9 +216,8 @@ CUSTOM_DEFAULTS = {
         tokenizer_files="the files of the transformer hold it",
         tokenizer=janus.codec_arguments,
         sampling=lambda config: registry.JANUS_SAMPLING,
-        prepare=janus.with_grid,
         is_whole=True,
-        translate=janus_transformers.original,
+        translate=lambda *given: janus.with_grid(janus_transformers.original(*given)),
         codec_prefixes=janus.CODECS,
         prompt_tokenizers=("tokenizer.json",),
     ),
@@ -229,8 +226,8 @@ CUSTOM_DEFAULTS = {
         tokenizer_files="vqgan.ckpt of Meta's Chameleon, in its folder tokenizer",
         tokenizer=lumina.codec_arguments,
         sampling=registry.lumina_sampling,
-        prepare=lumina.with_units,
         is_whole=True,
+        translate=lambda given, *more: lumina.with_units(given),
         prompt_tokenizers=lumina.TOKENIZERS,
         complete=lumina.with_image_ids,
     ),

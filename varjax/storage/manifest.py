@@ -137,6 +137,15 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"cannot read {path} as JSON: {reason:.200}") from error
 
 
+def read_class_names(path: str | os.PathLike) -> list[str]:
+    """The names in a JSON file, a list or {"classes": list}. `UserError` for anything else."""
+    names = read_json(path)
+    names = names.get("classes") if isinstance(names, dict) else names
+    if not (isinstance(names, list) and all(map(is_text, names))):
+        raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
+    return names
+
+
 def parse_json(text: str):
     """The value of a JSON text; `ValueError` also if it is nested too deeply, or an object has a
     key twice."""

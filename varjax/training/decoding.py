@@ -1,6 +1,5 @@
 """Picture files as uint8 arrays of one size, decoded at once, or when they are asked for."""
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -117,13 +116,6 @@ class InFiles:
     def __getitem__(self, rows: np.ndarray | slice) -> UInt8[np.ndarray, "n S S 3"]:
         chosen = np.arange(len(self))[rows]
         return together(map(self.picture, chosen), len(chosen), self.image_size)
-
-    def digest(self) -> bytes:
-        """A checksum of names and sizes of the files: reading all of them would take long."""
-        found = hashlib.sha256(repr(self.image_size).encode())
-        for name in self.names:
-            found.update(f"{name} {(self.root / name).stat().st_size}\n".encode())
-        return found.digest()
 
 
 class Ahead:

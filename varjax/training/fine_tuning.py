@@ -21,7 +21,7 @@ from varjax.models.var.config import VARConfig
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset
-from varjax.training.settings import FAMILIES, TrainingSettings
+from varjax.training.settings import FAMILIES, TrainingSettings, shown
 
 CLASSES = "class_embedding"  # the parameter of both families that has a row for each class
 # defaults: smaller steps than from nothing, and a codec that has its codes already
@@ -42,13 +42,13 @@ def settings(init: str, **given) -> "FineTuning":
     refused = {name: f"the codec of init={init} has its codes" for name in FROM_NOTHING}
     for name, has in start.sizes.items():
         if given.get(name, has) != has:
-            refused[name] = f"init={init} has {name}={_shown(has)}, which training does not change"
+            refused[name] = f"init={init} has {name}={shown(has)}, which training does not change"
     if given.get("family", start.family) != start.family:
         refused = {"family": f"init={init} is of the family {start.family}"}
     for name in given:
         if name in refused:
             why = refused[name]
-            raise UserError(f"{name}={_shown(given[name])} given, but {why}: leave it out")
+            raise UserError(f"{name}={shown(given[name])} given, but {why}: leave it out")
     if given.get("label_drop") and not start.label_drop:
         raise UserError(
             f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
@@ -180,7 +180,3 @@ class FineTuning(TrainingSettings):
 
     def deciding(self, stage: str) -> dict:
         return super().deciding(stage) | {"init": self.start.digest}
-
-
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

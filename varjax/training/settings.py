@@ -39,6 +39,11 @@ Valid = tuple[Callable[[float], bool], str]
 POSITIVE: Valid = (lambda rate: 0 < rate < math.inf, "it must be positive and finite")
 
 
+def shown(value: object) -> str:
+    """Write a value as flags do."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _least(least: int) -> Valid:
     return lambda value: value >= least, f"it must be at least {least}"
 
@@ -186,13 +191,12 @@ class TrainingSettings:
 
     def _check(self, f: Field, value: object) -> None:
         """Refuse a value that is impossible or belongs to another family."""
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
         valid, family = f.metadata["valid"], f.metadata["family"]
         if valid and not valid[0](value):
-            raise UserError(f"{f.name}={shown} given: {valid[1]}")
+            raise UserError(f"{f.name}={shown(value)} given: {valid[1]}")
         if family not in (None, self.family) and value != f.default:
             raise UserError(
-                f"{f.name}={shown} is for family={family} only: leave it out with"
+                f"{f.name}={shown(value)} is for family={family} only: leave it out with"
                 f" family={self.family}"
             )
 

@@ -211,14 +211,14 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW on gradients that are clipped to the norm `clip` over all parameters. Matrices and
     convolutions decay; embeddings, biases, scales and phi do not."""
-
-    def decays(params: Mapping) -> dict[str, bool]:
-        return {name: name.endswith("/kernel") for name in params}
-
-    return optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
+    moments = optax.adamw(
+        rate,
+        b1=0.9,
+        b2=b2,
+        weight_decay=weight_decay,
+        mask=lambda params: {name: name.endswith("/kernel") for name in params},
     )
+    return optax.chain(optax.clip_by_global_norm(clip), moments)
 
 
 def gradients_of(loss_of: Callable, params: Mapping, batch: tuple, parts: int = 1) -> tuple:
