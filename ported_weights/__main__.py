@@ -3,42 +3,29 @@
     python -m ported_weights --model=var-d16 --source=hub
     python -m experiments.run --checkpoint=var-d16 --policy=headkv --budget=0.25
 
---source=hub gets the files of a model by its name from the Hugging Face hub: transformer, image
-tokenizer and text encoder, as ported_weights/hub.json lists them, each checked; what is given by
-another flag is not fetched. Without --out the checkpoint goes to varjax/checkpoints/NAME in the
-user's cache folder, where --checkpoint=NAME of all commands and `varjax.load(NAME)` find it. From
-files:
-
-    python -m ported_weights --model=var-d16 --source=var_d16.pth \\
-        --tokenizer_source=vae_ch160v4096z32.pth --out=checkpoints/var-d16
-
-Files may be .safetensors, .pth/.pt/.bin as torch.save writes them, or a folder of shards with its
-index. They are read without PyTorch and without running anything that they contain. Every tensor
-must find its place: missing, surplus or misshapen ones are listed together and nothing is written.
+--source=hub gets the files of a model by its name from the Hugging Face hub, as
+ported_weights/hub.json lists them, each checked; what is given by another flag is not fetched.
+Without --out the checkpoint goes to varjax/checkpoints/NAME in the user's cache folder, where
+--checkpoint=NAME of all commands and `varjax.load(NAME)` find it. From files:
 
     python -m ported_weights --model=infinity-2b --source=infinity_2b_reg.pth \\
         --tokenizer_source=infinity_vae_d32reg.pth --text_encoder_source=flan-t5-xl \\
         --out=checkpoints/infinity-2b
 
-A text encoder alone, for experiments.encode_text, or to copy into a checkpoint as text_encoder:
+Files may be .safetensors, .pth/.pt/.bin as torch.save writes them, or a folder of shards with its
+index. They are read without PyTorch and without running anything that they contain. Every tensor
+must find its place: missing, surplus or misshapen ones are listed together and nothing is written.
 
-    python -m ported_weights --model=flan-t5 --source=flan-t5-xl --out=checkpoints/flan-t5-xl
+A text encoder alone (--model=flan-t5) is for experiments.encode_text, or to copy into a checkpoint
+as text_encoder; inception-fid and lpips-* are networks of experiments.evaluate
+(docs/howto/evaluate.md says where their files are):
 
-The networks of experiments.evaluate (docs/howto/evaluate.md says where their files are):
-
-    python -m ported_weights --model=inception-fid \\
-        --source=pt_inception-2015-12-05-6726825d.pth --out=checkpoints/inception
     python -m ported_weights --model=lpips-alex --source=alexnet-owt-7be5be79.pth \\
         --heads_source=alex.pth --out=checkpoints/lpips-alex
 
-Janus-Pro needs no --tokenizer_source, since its folder holds everything; Lumina-mGPT takes Meta's:
-
-    python -m ported_weights --model=janus-pro-1b --source=Janus-Pro-1B --out=checkpoints/janus-1b
-    python -m ported_weights --model=lumina-mgpt-7b-768 --source=Lumina-mGPT-7B-768 \\
-        --tokenizer_source=chameleon/tokenizer/vqgan.ckpt --out=checkpoints/lumina-768
-
 Models of other sizes: --model=var-custom or infinity-custom with --config and --tokenizer_config,
-JSON files that use the argument names of the published constructors.
+JSON files that use the argument names of the published constructors. All families, and what their
+files are: docs/howto/port.md.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ def read_picture(
     """
     with opened(source, name, heads) as picture:
         clear = picture.info.get("transparency")  # lost with the lower bits of 16
-        upright = _ops().exif_transpose(picture)
+        upright = _pillow("ImageOps").exif_transpose(picture)
         picture = _of_bytes(upright)
         if picture is not upright and clear is not None:
             grey = np.where(np.asarray(upright) == clear, WHITE, np.asarray(picture))
@@ -101,7 +101,7 @@ def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, 
       UserError: as `read_picture`; or something is neither black nor white.
     """
     with opened(source, name) as picture:
-        picture = _ops().exif_transpose(picture)
+        picture = _pillow("ImageOps").exif_transpose(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
@@ -215,9 +215,5 @@ def opened(
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
 
 
-def _ops():
-    return require("PIL.ImageOps", extra="eval", purpose="reading pictures")
-
-
-def _pillow():
-    return require("PIL.Image", extra="eval", purpose="reading and writing pictures")
+def _pillow(module: str = "Image"):
+    return require(f"PIL.{module}", extra="eval", purpose="reading and writing pictures")

@@ -50,36 +50,34 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
     Raises:
       UserError: `out` holds something else, or a stage with other settings.
     """
-    begun = any((out / stage / SETTINGS).is_file() for stage in settings)
+    begun = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not begun and {path.name for path in out.iterdir()} - {lock.NAME}:
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
     for stage, wanted in settings.items():
-        if (out / stage / SETTINGS).is_file():
-            _compare(out / stage / SETTINGS, wanted)
-        elif (out / stage / CHECKPOINTS).exists():
+        folder = out / stage
+        if stage not in begun:
+            if (folder / CHECKPOINTS).exists():
+                raise UserError(
+                    f"{folder} holds checkpoints but no {SETTINGS}, which says what was trained:"
+                    " put it back, or choose another folder"
+                )
+            continue
+        stored = manifest.read_json(folder / SETTINGS)
+        if not isinstance(stored, dict):
+            path = folder / SETTINGS
+            raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
+        if not processes.is_first():
+            # another machine may have the pictures elsewhere; their content is compared
+            stored["data"] = wanted.get("data")
+        names = [n for n in {**stored, **wanted} if stored.get(n) != wanted.get(n)]
+        if names:
+            changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {wanted.get(n)}" for n in names)
             raise UserError(
-                f"{out / stage} holds checkpoints but no {SETTINGS}, which says what was trained:"
-                " put it back, or choose another folder"
+                f"the run in {folder} has other settings: {changes}. Repeat the original settings"
+                " to resume it, or choose another folder"
             )
-
-
-def _compare(path: Path, settings: Mapping) -> None:
-    """Refuse settings that differ from those of the run that was begun."""
-    stored = manifest.read_json(path)
-    if not isinstance(stored, dict):
-        raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
-    if not processes.is_first():
-        # another machine may have the pictures elsewhere; their content is compared
-        stored["data"] = settings.get("data")
-    names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
-    if names:
-        changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {settings.get(n)}" for n in names)
-        raise UserError(
-            f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
-            " to resume it, or choose another folder"
-        )
 
 
 class StageFolder(contextlib.AbstractContextManager):
