@@ -130,7 +130,7 @@ class PublishedModel:
         if not file:
             raise UserError(
                 f"--model={self.model} needs --config=FILE.json with the argument names of the"
-                f" published constructor, for example {own.example}"
+                " published constructor (docs/howto/port.md has one of each family)"
             )
         given = read_json(file) if is_whole else _arguments(file, self.source)
         if is_whole and isinstance(given, Mapping):

@@ -243,8 +243,7 @@ def _open_folder(path: Path) -> Source:
 def _open_single(path: Path, indices: list[Path]) -> Source:
     endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
     files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
-    if len(files) != 1:
-        _refuse_distributed(path)
+    _refuse_distributed(path, len(files) != 1)
     if indices or len(files) != 1:
         listed = some(f.name for f in indices or files) or "none"
         raise UserError(
@@ -254,9 +253,9 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
     return open_source(files[0])
 
 
-def _refuse_distributed(path: Path) -> None:
-    """Refuse a folder of torch.distributed.checkpoint, or of such folders."""
-    if shards := [*path.glob("*.distcp"), *path.glob("*/*.distcp")]:
+def _refuse_distributed(path: Path, deep: bool = False) -> None:
+    """Refuse a folder of torch.distributed.checkpoint. deep: also one with such folders in it."""
+    if shards := [*path.glob("*.distcp"), *(path.glob("*/*.distcp") if deep else ())]:
         folders = some(sorted({str(shard.parent) for shard in shards}))
         raise UserError(
             f"{path} holds shards of torch.distributed.checkpoint (.distcp), in {folders};"

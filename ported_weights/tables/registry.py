@@ -146,11 +146,10 @@ class CustomDefaults:
     transformer's weights.
 
     Attributes:
-      example: a transformer's configuration, for messages.
-      tokenizer_files: names of the published tokenizers, for messages.
       tokenizer: function of the transformer's arguments that returns the arguments of the published
         tokenizer, and what that is in words.
       sampling: function of the transformer's configuration that returns recommended sampling.
+      tokenizer_files: names of the published tokenizers, for messages.
       adapt: function (codec's configuration, transformer's, say) that returns the codec's
         configuration under the transformer's; `UserError` if that is impossible.
       is_whole: whether a configuration file describes the whole model, as a published config.json
@@ -166,10 +165,9 @@ class CustomDefaults:
         that returns the configuration with what only other files say. None: nothing is elsewhere.
     """
 
-    example: str
-    tokenizer_files: str
     tokenizer: Callable[[Mapping], tuple[dict, str]]
     sampling: Callable[[object], Mapping]
+    tokenizer_files: str = ""
     adapt: Callable = lambda codec, transformer, say: codec
     is_whole: bool = False
     translate: Callable = lambda given, file, weights, say: given
@@ -181,10 +179,6 @@ class CustomDefaults:
 # By the name of the `Family`.
 CUSTOM_DEFAULTS = {
     "var": CustomDefaults(
-        example=(
-            '{"num_classes": 1000, "depth": 16, "embed_dim": 1024, "num_heads": 16,'
-            ' "attn_l2_norm": true, "patch_nums": [1, 2, 3]}'
-        ),
         tokenizer_files="vae_ch160v4096z32.pth",
         tokenizer=lambda given: ({}, "4096 codes, 32 channels"),
         # guidance as published, no filters
@@ -192,10 +186,6 @@ CUSTOM_DEFAULTS = {
         adapt=codecs.under_schedule,
     ),
     "infinity": CustomDefaults(
-        example=(
-            '{"depth": 32, "embed_dim": 2048, "num_heads": 16, "block_chunks": 8,'
-            ' "text_channels": 2048, "text_maxlen": 512}'
-        ),
         tokenizer_files="infinity_vae_d32reg.pth or infinity_vae_d56_f8_14_patchify.pth",
         tokenizer=codecs.published_tokenizer,
         sampling=lambda config: (
@@ -203,17 +193,11 @@ CUSTOM_DEFAULTS = {
         ),
     ),
     "llamagen": CustomDefaults(
-        example=(
-            '{"model_type": "c2i", "num_classes": 1000, "n_layer": 36, "dim": 1280, "n_head": 20,'
-            ' "block_size": 576}'
-        ),
         tokenizer_files="vq_ds16_c2i.pt or vq_ds16_t2i.pt",
         tokenizer=lambda given: ({}, "16384 codes of 8 channels, 16 pixels per token"),
         sampling=registry.llamagen_sampling,
     ),
     "janus": CustomDefaults(
-        example="the config.json that is published with the weights",
-        tokenizer_files="the files of the transformer hold it",
         tokenizer=janus.codec_arguments,
         sampling=lambda config: registry.JANUS_SAMPLING,
         is_whole=True,
@@ -222,7 +206,6 @@ CUSTOM_DEFAULTS = {
         prompt_tokenizers=("tokenizer.json",),
     ),
     "lumina": CustomDefaults(
-        example="the config.json that is published with the weights",
         tokenizer_files="vqgan.ckpt of Meta's Chameleon, in its folder tokenizer",
         tokenizer=lumina.codec_arguments,
         sampling=registry.lumina_sampling,

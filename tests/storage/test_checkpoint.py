@@ -280,7 +280,7 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
     changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
     _edit(copy, transformer={**content["transformer"], **changes}, num_classes=4)
     _edit(copy, class_names=list("abcd"))
-    monkeypatch.setattr(arrays, "_restore", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(arrays, "by_part", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(copy, CATALOGUE)
     text = str(caught.value)

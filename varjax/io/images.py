@@ -88,20 +88,15 @@ def save_samples_npz(
       (int64 [N]), and images are read one by one.
     """
     _check(images)
-    arrays = {}
-    if labels is not None:
-        arrays["arr_1"] = np.asarray(labels, np.int64)
-    if order is None:
-        with new_file(path) as file:
-            np.savez(file, arr_0=images, **arrays)
-        return
-    order = np.asarray(order, np.int64)
-    arrays = {name: array[order] for name, array in arrays.items()} | {"numbers": order}
+    numbers = np.asarray(range(len(images)) if order is None else order, np.int64)
+    arrays = {} if labels is None else {"arr_1": np.asarray(labels, np.int64)[numbers]}
+    if order is not None:
+        arrays["numbers"] = numbers
     with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as member:
             header = {"descr": "|u1", "fortran_order": False, "shape": images.shape}
             np.lib.format.write_array_header_1_0(member, header)
-            for number in order:
+            for number in numbers:
                 member.write(np.ascontiguousarray(images[number]).data)
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as member:

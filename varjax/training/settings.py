@@ -33,6 +33,22 @@ FAMILIES = {
     },
 }
 
+_NETS = {name: name for name in ("ch", "ch_mult", "num_res_blocks")}
+# {family: fields of the configurations of codec and transformer, each with the setting that it is}
+FIELDS = {
+    "var": (
+        _NETS
+        | {"vocab_size": "vocab_size", "z_channels": "z_channels"}
+        | {"group_norm_groups": "norm_groups"},
+        {"depth": "depth", "embed_dim": "width", "num_heads": "heads", "shared_aln": "shared_aln"}
+        | {"vocab_size": "vocab_size", "z_channels": "z_channels", "cond_drop_rate": "label_drop"},
+    ),
+    "llamagen": (
+        _NETS | {"codebook_size": "vocab_size", "codebook_embed_dim": "z_channels"},
+        {"n_layer": "depth", "dim": "width", "n_head": "heads"}
+        | {"vocab_size": "vocab_size", "class_dropout_prob": "label_drop"},
+    ),
+}
 
 # (whether a value may be, what is allowed)
 Valid = tuple[Callable[[float], bool], str]
@@ -219,49 +235,19 @@ class TrainingSettings:
     @property
     def codec(self) -> VQVAEConfig | VQConfig:
         """The configuration of the codec that is trained."""
+        own = {field: getattr(self, name) for field, name in FIELDS[self.family][0].items()}
         if self.family == "llamagen":
-            return VQConfig(
-                codebook_size=self.vocab_size,
-                codebook_embed_dim=self.z_channels,
-                ch=self.ch,
-                ch_mult=self.ch_mult,
-                num_res_blocks=self.num_res_blocks,
-                z_channels=self.ch * (self.ch_mult or (1,))[-1],
-            )
-        return VQVAEConfig(
-            vocab_size=self.vocab_size,
-            z_channels=self.z_channels,
-            ch=self.ch,
-            ch_mult=self.ch_mult,
-            num_res_blocks=self.num_res_blocks,
-            group_norm_groups=self.norm_groups,
-            schedule=Schedule.square(self.patch_nums),
-        )
+            return VQConfig(**own, z_channels=self.ch * (self.ch_mult or (1,))[-1])
+        return VQVAEConfig(**own, schedule=Schedule.square(self.patch_nums))
 
     def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
         """Return the configuration of the transformer that is trained."""
+        own = {field: getattr(self, name) for field, name in FIELDS[self.family][1].items()}
+        own["num_classes"] = num_classes
         if self.family == "llamagen":
-            return LlamaGenConfig(
-                num_classes=num_classes,
-                n_layer=self.depth,
-                dim=self.width,
-                n_head=self.heads,
-                multiple_of=64,
-                vocab_size=self.vocab_size,
-                block_size=(self.image_size // self.codec.downsample) ** 2,
-                class_dropout_prob=self.label_drop,
-            )
-        return VARConfig(
-            num_classes=num_classes,
-            depth=self.depth,
-            embed_dim=self.width,
-            num_heads=self.heads,
-            shared_aln=self.shared_aln,
-            schedule=Schedule.square(self.patch_nums),
-            vocab_size=self.vocab_size,
-            z_channels=self.z_channels,
-            cond_drop_rate=self.label_drop,
-        )
+            side = self.image_size // self.codec.downsample
+            return LlamaGenConfig(**own, multiple_of=64, block_size=side**2)
+        return VARConfig(**own, schedule=Schedule.square(self.patch_nums))
 
     def deciding(self, stage: str) -> dict:
         """Return {name: JSON value} for the settings that decide the result of a stage."""
