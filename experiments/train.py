@@ -13,10 +13,7 @@ the same command is given again. Progress goes to standard error, losses to RUN/
 and the finished model to RUN/model. What to choose: docs/howto/train.md.
 """
 
-import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator
 
 import jax
 
@@ -112,36 +109,22 @@ def read_settings() -> TrainingSettings:
     return TrainingSettings.for_family(**values)
 
 
-@contextlib.contextmanager
-def _flags_in_messages() -> Iterator[None]:
-    """Write settings as flags in messages of errors, where the library writes `name=value`."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for values, before in ((FLAGS.values, "--"), (MORE.values, "--settings=")):
-            axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
-            text = re.sub(rf"(?<![\w/.=-]){axis}({'|'.join(values)})=", rf"{before}\1=", text)
-        raise UserError(text) from error
-
-
 def main(argv: list[str]) -> None:
     del argv
     DISTRIBUTED.start()
-    with _flags_in_messages():
-        processes.agree(environment()["versions"])
-        with processes.together():
-            settings = read_settings()
-            # without a mesh one process takes one device, and asks for none before checks
-            devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
-            with about(MESH):
-                mesh = TrainingMesh.parse(MESH.value, devices)
-        stage = STAGE.value if STAGE.present or INIT.value is None else "var"
-        try:
-            model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-        except Stopped as stopped:
-            loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
-            return
+    processes.agree(environment()["versions"])
+    with processes.together():
+        settings = read_settings()
+        # without a mesh one process takes one device, and asks for none before checks
+        devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
+        with about(MESH):
+            mesh = TrainingMesh.parse(MESH.value, devices)
+    stage = STAGE.value if STAGE.present or INIT.value is None else "var"
+    try:
+        model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
+    except Stopped as stopped:
+        loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
+        return
     if processes.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 

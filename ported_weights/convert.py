@@ -4,10 +4,10 @@ Every part takes the same steps: open the weights, recognise them, check names a
 values by the part's rule table, report. Everything is checked before a value is read.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from flax import nnx
 
@@ -30,7 +30,6 @@ CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
 PROMPT_TOKENIZER = "prompt_tokenizer"  # its folder in a checkpoint
-T = TypeVar("T")
 # {name: part}: the networks of evaluation, which belong to no model
 NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
 
@@ -143,27 +142,19 @@ def _read_parts(
 
     Problems of all parts are reported together: those of names and shapes before any value is read.
     """
-    _for_each(opened, lambda part: part.check())
-    modules = _for_each(opened, lambda part: part.read(dtype, say))
+    for do in (PublishedPart.check, lambda part: part.read(dtype, say)):
+        modules, problems = {}, []
+        for name, part in opened.items():
+            try:
+                with about(f"{part.source.path} does not fit {part.described}"):
+                    modules[name] = do(part)
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError("\n".join(problems))
     used = [(name, path) for name, part in opened.items() for path in part.source.files]
     records = {path: sources.fingerprint(path) for path in {path for _, path in used}}
     return modules, [{"part": name, **records[path]} for name, path in used]
-
-
-def _for_each(
-    opened: Mapping[str, "PublishedPart"], do: Callable[["PublishedPart"], T]
-) -> dict[str, T]:
-    """Return {name: do(part)}, or raise the problems of all parts in one error."""
-    results, problems = {}, []
-    for name, part in opened.items():
-        try:
-            with about(f"{part.source.path} does not fit {part.described}"):
-                results[name] = do(part)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return results
 
 
 # --- one part -------------------------------------------------------------------------------------
@@ -268,7 +259,9 @@ def _check_kind(table: RuleTable, path: str, names: Collection[str]) -> None:
 def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> PublishedPart:
     """Open the weights of a network of evaluation. Those of LPIPS come from two files."""
     source = sources.open_source(path, RULE_TABLES[part.name].signature)
+    read = evaluation.inception_config
     if part.name == "LPIPS":
+        read = partial(evaluation.lpips_config, model.removeprefix("lpips-"))
         if not heads_path:
             raise UserError(
                 f"--heads_source is required: the file {model.removeprefix('lpips-')}.pth with the"
@@ -286,10 +279,7 @@ def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> 
     elif heads_path:
         raise UserError(f"--heads_source: {model} has no heads: drop it")
     with about(f"{path} does not fit {model}"):
-        if part.name == "LPIPS":
-            config = evaluation.lpips_config(model.removeprefix("lpips-"), source.tensors)
-        else:
-            config = evaluation.inception_config(source.tensors)
+        config = read(source.tensors)
     return PublishedPart(part, config, source, f"the {RULE_TABLES[part.name].what}")
 
 

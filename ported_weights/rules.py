@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -104,7 +103,7 @@ class Rule:
                 f"surplus: {name} {list(tensor.shape)} (the configuration has no place for it)"
             )
             return
-        placement.moves.append(Move(name, self, target, slot))
+        placement.moves.append((name, self, target, slot))
         self._check_shape(name, tensor, leaf.shape if slot is None else leaf.shape[1:], placement)
         if parameters.is_floating(tensor.dtype) != parameters.is_floating(leaf.dtype):
             problem = f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}"
@@ -247,31 +246,20 @@ def zero_key_bias(prefix: str, model: str) -> Ignore:
     return Ignore(pattern, "constant zeros", lambda a: objection if np.any(a) else None)
 
 
-class Move(NamedTuple):
-    """The tensor `name` goes by `rule` to the parameter `target`.
-
-    slot: its index on the leading axis of the target; None: there is no such axis.
-    """
-
-    name: str
-    rule: Rule
-    target: str
-    slot: int | None
-
-
 @dataclass
 class Placement:
     """Where tensors go, by names and shapes.
 
     Attributes:
       targets: {path: leaf}, the parameters that have to be filled.
-      moves: one for each tensor that has a place.
+      moves: (name of a tensor, its rule, path, index on the leading axis there or None) for each
+        tensor that has a place.
       ignored: (what is ignored, reason).
       problems: each in one line that begins with its kind, such as `missing: `.
     """
 
     targets: Mapping
-    moves: list[Move] = field(default_factory=list)
+    moves: list[tuple[str, Rule, str, int | None]] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
