@@ -294,16 +294,6 @@ def open_t5_folder(path: str | os.PathLike, signature: Sequence[str]) -> tuple[T
       MissingExtra: `sentencepiece` is not installed.
     """
     folder = Path(path)
-    config = _config(folder)
-    Tokenizer(folder / SPIECE_FILE, config.vocab_size)
-    # the best container; without any the folder, of which is said what it holds
-    held = (folder / name for name in T5_WEIGHTS)
-    found = open_source(next(filter(Path.is_file, held), folder), signature)
-    files = (folder / T5_CONFIG, folder / SPIECE_FILE, *found.files)
-    return config, dataclasses.replace(found, files=files)
-
-
-def _config(folder: Path) -> T5Config:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is no folder: give that of a published T5 encoder, with {T5_CONFIG},"
@@ -316,4 +306,10 @@ def _config(folder: Path) -> T5Config:
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold names and values, as published with flan-t5")
     with about(file):
-        return T5Config.from_published(content)
+        config = T5Config.from_published(content)
+    Tokenizer(folder / SPIECE_FILE, config.vocab_size)
+    # the best container; without any the folder, of which is said what it holds
+    held = (folder / name for name in T5_WEIGHTS)
+    found = open_source(next(filter(Path.is_file, held), folder), signature)
+    files = (file, folder / SPIECE_FILE, *found.files)
+    return config, dataclasses.replace(found, files=files)

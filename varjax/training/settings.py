@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,7 +185,14 @@ class TrainingSettings:
         if not self.data:
             raise UserError("data is required: a folder or an .npz file of pictures")
         for f in fields(self):
-            self._check(f, getattr(self, f.name))
+            value, valid, family = getattr(self, f.name), f.metadata["valid"], f.metadata["family"]
+            if valid and not valid[0](value):
+                raise UserError(f"{f.name}={shown(value)} given: {valid[1]}")
+            if family not in (None, self.family) and value != f.default:
+                raise UserError(
+                    f"{f.name}={shown(value)} is for family={family} only: leave it out with"
+                    f" family={self.family}"
+                )
         for name in ("checkpoint_every", "validate_every"):
             if getattr(self, name) % self.log_every:  # a resumed log line would average other steps
                 raise UserError(
@@ -204,17 +211,6 @@ class TrainingSettings:
         """Return settings with the family's own defaults for what is not given."""
         values = FAMILIES[choose("model family", family, FAMILIES)] | given
         return cls(family=family, **values)
-
-    def _check(self, f: Field, value: object) -> None:
-        """Refuse a value that is impossible or belongs to another family."""
-        valid, family = f.metadata["valid"], f.metadata["family"]
-        if valid and not valid[0](value):
-            raise UserError(f"{f.name}={shown(value)} given: {valid[1]}")
-        if family not in (None, self.family) and value != f.default:
-            raise UserError(
-                f"{f.name}={shown(value)} is for family={family} only: leave it out with"
-                f" family={self.family}"
-            )
 
     def _check_image_size(self) -> None:
         """Refuse a size that the codec's levels cannot make."""
