@@ -39,7 +39,6 @@ from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.storage.names import converted
 
-ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
 FLAGS = CommandFlags(
     "--model=var-d16 --source=hub", "model source tokenizer_source out dtype overwrite"
 )
@@ -47,7 +46,7 @@ FLAGS = CommandFlags(
 FLAGS.enum(
     "model",
     None,
-    (*convert.MODELS, ENCODER_ALONE, *convert.NETWORKS),
+    (*convert.MODELS, *convert.PARTS),
     "Which published model, *-custom, a text encoder alone, or a network of evaluation.",
     required=True,
 )
@@ -76,24 +75,22 @@ def main(argv) -> None:
         given |= _fetched(given)
     if not given["out"]:
         raise UserError("--out is required (Folder to create), unless --source=hub is given")
-    model, source, out = given["model"], given["source"], given["out"]
-    stored = {"dtype": given["dtype"], "overwrite": given["overwrite"]}
-    if model == ENCODER_ALONE:
-        _refuse_others(given, "source", "dtype")
-        convert.convert_text_encoder(source, out, **stored)
-        place = shlex.quote(out)
-        print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
-    elif model in convert.NETWORKS:
-        _refuse_others(given, "source", "heads_source")
-        heads, overwrite = given["heads_source"], given["overwrite"]
-        convert.convert_network(model, source, out, heads_source=heads, overwrite=overwrite)
-        flag = f"--{convert.NETWORKS[model]}={shlex.quote(out)}"
-        print(f"written; next: python -m experiments.evaluate {flag} ...")
-    else:
+    model, out, stored = given["model"], given["out"], {"overwrite": given["overwrite"]}
+    part, place = convert.PARTS.get(model), shlex.quote(given["out"])
+    if part is None:
         _refuse_others(given, *OF_MODEL, "dtype")
-        convert.convert(PublishedModel(**{name: given[name] for name in OF_MODEL}), out, **stored)
-        name = model if Path(out) == converted(model) else shlex.quote(out)
+        files = {name: given[name] for name in OF_MODEL}
+        convert.convert(PublishedModel(**files), out, dtype=given["dtype"], **stored)
+        name = model if Path(out) == converted(model) else place
         print(f"next: python -m experiments.run --checkpoint={name} --policy=headkv")
+        return
+    own = "dtype" if part == convert.ENCODER else "heads_source"
+    _refuse_others(given, "source", own)
+    convert.convert_part(model, given["source"], out, **{own: given[own]}, **stored)
+    command = f"evaluate --{part}={place}"
+    if part == convert.ENCODER:
+        command = f"encode_text --checkpoint={place}"
+    print(f"written; next: python -m experiments.{command} ...")
 
 
 def _fetched(given: dict) -> dict:

@@ -30,8 +30,9 @@ CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
 PROMPT_TOKENIZER = "prompt_tokenizer"  # its folder in a checkpoint
-# {name: part}: the networks of evaluation, which belong to no model
-NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
+# {name: part}: a text encoder of any size (its config.json says which), networks of evaluation
+PARTS = {"flan-t5": ENCODER, "inception-fid": "inception"}
+PARTS |= {"lpips-alex": "lpips", "lpips-vgg": "lpips"}
 
 
 def convert(
@@ -86,46 +87,35 @@ def convert(
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
-def convert_text_encoder(
-    source: str,
-    out: str,
-    *,
-    dtype: str | None = None,
-    overwrite: bool = False,
-    say: Say = print,
-) -> None:
-    """Read a published T5 folder and write the folder of an encoder alone.
-
-    Other arguments and errors: as in `convert`.
-    """
-    check_output(out, dtype, overwrite)
-    modules, described = _read_parts({ENCODER: _open_text_encoder(source)}, dtype, say)
-    files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
-    checkpoint.save(out, TEXT_ENCODER, modules, metadata=metadata, files=files, overwrite=overwrite)
-
-
-def convert_network(
+def convert_part(
     model: str,
     source: str,
     out: str,
     *,
     heads_source: str | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
     say: Say = print,
 ) -> None:
-    """Read a network of evaluation, one of `NETWORKS`, and write its folder.
+    """Read a text encoder or a network of evaluation alone, one of `PARTS`, and write its folder.
 
-    It is stored in float32, since another type would change its features. Other arguments and
-    errors: as in `convert`.
+    A network is stored in float32, since another type would change its features. Other arguments
+    and errors: as in `convert`.
 
+    source: a weights file; of "flan-t5" its published folder.
     heads_source: weights of LPIPS's five heads, which are published apart from its backbone.
     """
-    part_name = NETWORKS[choose("model", model, NETWORKS)]
-    check_output(out, None, overwrite)
-    part = extractors.CATALOGUE.parts[part_name]
-    opened = _open_network(part, model, source, heads_source)
-    modules, described = _read_parts({part_name: opened}, None, say)
-    checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)
+    name = PARTS[choose("model", model, PARTS)]
+    check_output(out, dtype, overwrite)
+    if name == ENCODER:
+        part, opened = TEXT_ENCODER, _open_text_encoder(source)
+        files = {name: {SPIECE_FILE: Path(source) / SPIECE_FILE}}
+    else:
+        part, files = extractors.CATALOGUE.parts[name], {}
+        opened = _open_network(part, model, source, heads_source)
+    modules, described = _read_parts({name: opened}, dtype, say)
+    metadata = {"sources": described}
+    checkpoint.save(out, part, modules, metadata=metadata, files=files, overwrite=overwrite)
 
 
 def check_output(out: str, dtype: str | None, overwrite: bool) -> None:
