@@ -77,20 +77,15 @@ def _define_flags() -> None:
             tuple: flags.list,
         }
         default = list(map(str, field.default)) if type(field.default) is tuple else field.default
-        text = field.metadata["help"] + _family_defaults(field)
-        text = f"{text[0].upper()}{text[1:]}."
+        text, only = field.metadata["help"], field.metadata["family"]
+        own = {f: given[field.name] for f, given in FAMILIES.items() if field.name in given}
+        notes = [f" (of --family={only} only)"] if only else []
+        notes += [f" (with --family={f} {shown(value)})" for f, value in own.items() if not only]
+        text = f"{text[0].upper()}{text[1:]}{''.join(notes)}."
         if default == "":
             FLAGS.string(field.name, None, text, required=True)
         else:
             define[type(field.default)](field.name, default, text)
-
-
-def _family_defaults(field: dataclasses.Field) -> str:
-    """Return what the help says about a setting that differs between families."""
-    if field.metadata["family"]:
-        return f" (of --family={field.metadata['family']} only)"
-    own = {family: given[field.name] for family, given in FAMILIES.items() if field.name in given}
-    return "".join(f" (with --family={family} {shown(value)})" for family, value in own.items())
 
 
 def read_settings() -> TrainingSettings:

@@ -5,7 +5,6 @@ Each target parameter, and each slot and section of it, is filled exactly once. 
 collected and reported in one error, first those of names and shapes, then those of values.
 """
 
-import functools
 import itertools
 import math
 import re
@@ -143,18 +142,13 @@ class Rule:
         found are put into the pattern. The rule is for `target` only if its pattern matches the
         name that results.
         """
-        match = _backwards(self.target).fullmatch(target)
+        match = re.fullmatch(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", self.target), target)
         if not match:
             return None
         groups = {int(k[1:]): v for k, v in match.groupdict().items()} | self.groups(slot or 0)
         values = iter([groups.get(i, "*") for i in range(1, 100)])
         name = re.sub(r"\([^()]*\)", lambda _: next(values), self.pattern).replace(r"\.", ".")
         return name if re.fullmatch(self.pattern, name) else None
-
-
-@functools.cache
-def _backwards(target: str) -> re.Pattern:
-    return re.compile(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", target))
 
 
 def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:

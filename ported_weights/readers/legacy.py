@@ -75,11 +75,11 @@ class LegacyTorchFile(TorchFile):
             raise UserError(f"{self.path}: storage {key:.80} has two types or sizes")
         return found
 
-    def _elements(self, storage: Storage, first: int, end: int) -> np.ndarray:
-        size = storage.dtype.itemsize
+    def _elements(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
+        size = dtype.itemsize
         with ordinary.opened(self.path) as file:
-            file.seek(self._start[storage.member] + first * size)
+            file.seek(self._start[key] + first * size)
             data = file.read((end - first) * size)
         if len(data) != (end - first) * size:
             raise damaged(self.path, "it ends too early")
-        return np.frombuffer(data, storage.dtype)
+        return np.frombuffer(data, dtype)

@@ -71,13 +71,18 @@ def transformer_rules(
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
     """Return the rule table of a tokenizer for a file with these `names`. Without `has_encoder`,
     what only the encoder needs is ignored."""
+
+    def check_used(used: np.ndarray) -> str | None:
+        shown = f"has shape {list(used.shape)} instead of [{_USED}]: these are other weights"
+        return None if used.shape == (_USED,) else shown
+
     middle = re.compile(r"(encoder|decoder)\.mid\.attn_1\.")
     renamed = {} if any(map(middle.match, names)) else _RENAMED
     linear = "kernel", "conv1x1_to_linear"
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
         *layer("post_quant_conv", "post_quant_conv", *linear),
-        Ignore(r"quantize\.codebook_used", "statistics of the training run", _check_used),
+        Ignore(r"quantize\.codebook_used", "statistics of the training run", check_used),
         *_coder("decoder", "up", len(config.ch_mult), renamed),
     ]
     if config.has_encoder:
@@ -99,9 +104,3 @@ def _coder(net: str, kind: str, count: int, renamed: Mapping[str, str]) -> list[
         return pattern
 
     return vq_rules(net, [rf"{kind}\.{i}" for i in range(count)], published)
-
-
-def _check_used(used: np.ndarray) -> str | None:
-    if used.shape == (_USED,):
-        return None
-    return f"has shape {list(used.shape)} instead of [{_USED}]: these are other weights"

@@ -169,7 +169,7 @@ def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.n
         )
     found = npz.load(path, names)
     *pictures, labels = (found[name] for name in names)
-    _check(path, "labels", labels, _lists_integers(labels), "integers [N]")
+    _check(path, "labels", labels, labels.ndim == 1 and labels.dtype.kind in "iu", "integers [N]")
     count = max(0, len(pictures[-1]) - (len(pictures) > 1)) if pictures[-1].ndim else 0
     if count != len(labels) or not count:
         raise UserError(
@@ -189,16 +189,18 @@ def _check(path: Path, name: str, array: np.ndarray, fits: bool, needed: str) ->
         raise UserError(f"{path}: {name}: {array.dtype} {array.shape} given, needed is {needed}")
 
 
-def _lists_integers(array: np.ndarray) -> bool:
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
-
-
 def _unpack(
     data: np.ndarray, offsets: np.ndarray, path: Path, image_size: int, limit: int | None
 ) -> np.ndarray:
     """Decode pictures that are stored one after another as files."""
     _check(path, "data", data, data.dtype == np.uint8 and data.ndim == 1, "uint8 [bytes]")
-    _check(path, "offsets", offsets, _lists_integers(offsets), "integers [N + 1]")
+    _check(
+        path,
+        "offsets",
+        offsets,
+        offsets.ndim == 1 and offsets.dtype.kind in "iu",
+        "integers [N + 1]",
+    )
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
