@@ -138,26 +138,22 @@ def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray
 
 
 def fit_picture(
-    picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int]
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Cuts the largest middle part of the shape of `size` (height, width) and resizes it."""
-    return _fitted(picture, size, _pillow().Resampling.BICUBIC)
-
-
-def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-    """`fit_picture` of a mask, without levels between."""
-    values = drawn.astype(np.uint8) * np.uint8(WHITE)
-    return _fitted(values, size, _pillow().Resampling.NEAREST) == WHITE
-
-
-def _fitted(array: np.ndarray, size: tuple[int, int], how) -> np.ndarray:
-    (height, width), (h, w) = array.shape[:2], size
+    picture: UInt8[np.ndarray, "H W ..."], size: tuple[int, int], how: str = "BICUBIC"
+) -> UInt8[np.ndarray, "h w ..."]:
+    """Cuts the largest middle part of the shape of `size` (height, width) and resizes it. how: one
+    of pillow's filters."""
+    (height, width), (h, w) = picture.shape[:2], size
     part = min(height / h, width / w)
     cut = max(1, round(part * h)), max(1, round(part * w))
     top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
     # resize(box=...) would look at pixels outside the part
-    middle = _pillow().fromarray(array[top : top + cut[0], left : left + cut[1]])
-    return np.asarray(middle.resize((w, h), how))
+    middle = _pillow().fromarray(picture[top : top + cut[0], left : left + cut[1]])
+    return np.asarray(middle.resize((w, h), _pillow().Resampling[how]))
+
+
+def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
+    """`fit_picture` of a mask, without levels between."""
+    return fit_picture(drawn.astype(np.uint8) * np.uint8(WHITE), size, "NEAREST") == WHITE
 
 
 def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:

@@ -87,9 +87,6 @@ class Rows:
                 raise ValueError("it ends too early")
         return np.frombuffer(data, self.dtype).reshape(end - first, *self.shape[1:])
 
-    def close(self) -> None:
-        self._stack.close()
-
 
 @contextlib.contextmanager
 def _readable(path) -> Iterator[None]:

@@ -151,7 +151,7 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     train = np.empty((1 + count, *pictures.train.shape), np.uint8)
     train[0] = pictures.train
     for i, copy in np.ndindex(moves.shape):
-        train[1 + copy, i] = decoding.moved(train[0, i], moves[i, copy])
+        train[1 + copy, i] = decoding.moved(train[0, i], *decoding.MOVES[moves[i, copy]])
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 

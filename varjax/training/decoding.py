@@ -70,10 +70,15 @@ def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copi
     return found
 
 
-def moved(picture: UInt8[np.ndarray, "S S 3"], move: int) -> UInt8[np.ndarray, "S S 3"]:
-    """Return a picture at another place, its edges repeated. move: index into `MOVES`."""
-    (y, x), size = MOVES[move], len(picture)
-    edged = np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
+def moved(
+    picture: UInt8[np.ndarray, "S S 3"], y: int, x: int, reach: int = REACH
+) -> UInt8[np.ndarray, "S S 3"]:
+    """Return a picture at another place, its edges repeated. y, x: rows and columns that it moves
+    up and left, plus `reach`, the largest move."""
+    edged, size = (
+        np.pad(picture, ((reach, reach), (reach, reach), (0, 0)), mode="edge"),
+        len(picture),
+    )
     return edged[y : y + size, x : x + size]
 
 
@@ -111,7 +116,7 @@ class InFiles:
         copy, number = divmod(int(row), len(self.names))
         path = self.root / self.names[number]
         found = read(path, str(path), self.image_size)
-        return moved(found, self.moves[number, copy - 1]) if copy else found
+        return moved(found, *MOVES[self.moves[number, copy - 1]]) if copy else found
 
     def __getitem__(self, rows: np.ndarray | slice) -> UInt8[np.ndarray, "n S S 3"]:
         chosen = np.arange(len(self))[rows]
