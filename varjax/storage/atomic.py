@@ -40,8 +40,7 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
     if os.path.lexists(target) and not overwrite and not target.is_dir():
         raise UserError(f"{path} exists already: choose another file or set overwrite")
     if target.exists() and not target.is_file():
-        what = "a folder: name a file" if target.is_dir() else "no ordinary file: choose another"
-        raise UserError(f"{flag}={path} is {what}")
+        raise UserError(f"{flag}={path} is no ordinary file: choose another name")
     if not target.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {target.parent}: create it first")
     return Path(path)
@@ -66,14 +65,10 @@ def check_new_folder(
         raise UserError(f"{path} exists and is not a folder: choose another one")
     if not target.exists():
         return target
-    written = replaces(target)
-    if foreign := next(_foreign(target, set(written or ())), None):
-        wrote = "nothing there says that this command wrote it"
-        if written is not None:
-            wrote = "this command wrote the rest of it, but not that"
+    if foreign := next(_foreign(target, set(replaces(target) or ())), None):
         raise UserError(
-            f"{path} holds {foreign!a:.80} and is not replaced: {wrote}; move it away or choose "
-            "another folder"
+            f"{path} holds {foreign!a:.80} and is not replaced: nothing there says that this"
+            " command wrote that; move it away or choose another folder"
         )
     return target
 

@@ -113,7 +113,7 @@ def load(
         if stay:
             decoding.library()
             val, val_labels = (a[: max_validation or None] for a in (val, val_labels))
-        train, val = (decoding.InFiles.of(path, names, image_size) for names in (train, val))
+        train, val = (decoding.InFiles(path, names, image_size) for names in (train, val))
         train, val = train if stay else train[:], val[:]
     top = int(max(train_labels.max(), val_labels.max())) + 1
     if names and top > len(names):

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -88,21 +88,14 @@ class InFiles:
     are decoded then.
 
     names: of the files below `root`.
-    moves: int [pictures, copies]. After the pictures come their copies, each moved
-      (`draw_moves`): first a copy of each, then another of each.
+    moves: int [pictures, copies], none without copies. After the pictures come their copies, each
+      moved (`draw_moves`): first a copy of each, then another of each.
     """
 
     root: Path
     names: Sequence[str]
     image_size: int
-    moves: np.ndarray
-
-    dtype = np.dtype(np.uint8)
-
-    @classmethod
-    def of(cls, root: Path, names: Sequence[str], image_size: int) -> "InFiles":
-        """Pictures without copies."""
-        return cls(root, tuple(names), image_size, np.empty((len(names), 0), np.int8))
+    moves: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int8))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
