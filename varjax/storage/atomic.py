@@ -40,7 +40,8 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
     if os.path.lexists(target) and not overwrite and not target.is_dir():
         raise UserError(f"{path} exists already: choose another file or set overwrite")
     if target.exists() and not target.is_file():
-        raise UserError(f"{flag}={path} is no ordinary file: choose another name")
+        what = "a folder: name a file" if target.is_dir() else "no ordinary file: choose another"
+        raise UserError(f"{flag}={path} is {what}")
     if not target.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {target.parent}: create it first")
     return Path(path)
