@@ -113,7 +113,7 @@ ARRAYS = {
     "one": ({"arr_0": np.zeros((4, 4, 3), np.uint8)}, r"\[4, 4, 3\]"),
     "other": ({"images": np.zeros(3)}, "no array `arr_0`: it holds images"),
     "columns": ({"arr_0": np.asfortranarray(some_pictures(2))}, "columns first"),
-    "number": ({"arr_0": np.uint8(3)}, "another size"),
+    "number": ({"arr_0": np.uint8(3)}, "has no rows"),
 }
 
 

@@ -34,7 +34,6 @@ READERS = {
     "digest of a picture": ("a.png", evaluated.file_digest),
     "digest of a source": ("a.pth", sources.fingerprint),
     "checkpoint": ("_METADATA", lambda path: arrays.read(path.parent, {}, {}, "model.json")),
-    "training": (loop.SETTINGS, lambda path: loop._compare(path, {})),
     "history": (loop.HISTORY, lambda path: _stage(path).keep_history(1)),
     "line of the history": (loop.HISTORY, lambda path: _stage(path).append_history({})),
     "part": (parts.SETTINGS, lambda path: parts.read(path.parent.parent)),
