@@ -20,11 +20,6 @@ from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
 from varjax.storage import npz
 
-SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'
-    "ssim": "torchmetrics",
-    "ssim_skimage_gauss": "skimage_gauss",
-    "ssim_skimage_7x7": "skimage_7x7",
-}
 # If these entries of two reports and the models are equal, pictures of one number differ by the
 # cache alone. Models are compared by content, since their folders and files may have any names.
 DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
@@ -75,10 +70,7 @@ class Pairs:
 
     def series(self, size: int) -> Series:
         """Return the files of per-image numbers. size: pairs of each file."""
-        floats = np.dtype(np.float64)
-        arrays = {"psnr": (floats, ())} if "psnr" in self.metrics else {}
-        if "ssim" in self.metrics:
-            arrays |= {key: (floats, ()) for key in SSIM_KEYS}
+        arrays = {n: (np.dtype(np.float64), ()) for n in ("psnr", "ssim") if n in self.metrics}
         if self.network is not None:
             arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
         return Series(len(self.places[0]), size, {**arrays, "identical": (np.dtype(bool), ())})
@@ -94,15 +86,11 @@ def pair(
                 f"{side.where} holds statistics alone: pictures are compared one by one"
             )
     places = paired(samples.pictures, full.pictures)
-    if min(samples.pictures.size) <= 2 * pixels.RADIUS and "ssim" in wanted:
-        raise UserError(
-            f"{samples.where}: pictures of {samples.pictures.size} pixels are smaller"
-            " than the window of SSIM: choose other --metrics"
-        )
-    if network is not None:
-        height, width = samples.pictures.size
-        with about(samples.where):
-            network.check_size(height, width)
+    with about(samples.where):
+        if "ssim" in wanted:
+            pixels.check_size(*samples.pictures.size)
+        if network is not None:
+            network.check_size(*samples.pictures.size)
     tokens = None
     if samples.tokens is not None and full.tokens is not None:
         held = [npz.names(side.tokens) for side in (samples, full)]
@@ -127,7 +115,18 @@ def compute(
 
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for span in spans:
-            yield _numbers(job, _read(job, 0, range(*span)), _read(job, 1, range(*span)), program)
+            ours, theirs = (_read(job, side, range(*span)) for side in (0, 1))
+            pairs = list(zip(theirs, ours, strict=True))
+            measures = {"psnr": pixels.psnr, "ssim": pixels.ssim}
+            found = {
+                name: np.array([measure(a, b) for a, b in pairs])
+                for name, measure in measures.items()
+                if name in job.metrics
+            }
+            if program is not None:
+                (layers,) = program.over(iter([(theirs, ours)]))
+                found["lpips_layers"] = layers["layers"]
+            yield found | {"identical": (ours == theirs).all((1, 2, 3))}
 
     features.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
 
@@ -141,20 +140,6 @@ def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:
     return np.concatenate([pictures.read(i, i + 1) for i in wanted])
 
 
-def _numbers(job: Pairs, ours: np.ndarray, theirs: np.ndarray, program: Program | None) -> dict:
-    found: dict[str, np.ndarray] = {"identical": (ours == theirs).all((1, 2, 3))}
-    pairs = list(zip(theirs, ours, strict=True))
-    if "psnr" in job.metrics:
-        found["psnr"] = np.array([pixels.psnr(a, b) for a, b in pairs])
-    if "ssim" in job.metrics:
-        each = [pixels.ssim(a, b) for a, b in pairs]
-        found |= {k: np.array([getattr(s, n) for s in each]) for k, n in SSIM_KEYS.items()}
-    if program is not None:
-        (layers,) = program.over(iter([(theirs, ours)]))
-        found["lpips_layers"] = layers["layers"]
-    return found
-
-
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
     """Return (values by the keys of metrics.json, arrays of per_image.npz)."""
     arrays = store.collect("pairs")
@@ -163,7 +148,8 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
     if "psnr" in arrays:
         rest = arrays["psnr"][~identical]  # one identical pair would make the mean infinite
         found["psnr"] = float(rest.mean()) if len(rest) else math.inf
-    found |= {key: float(arrays[key].mean()) for key in SSIM_KEYS if key in arrays}
+    if "ssim" in arrays:
+        found["ssim"] = float(arrays["ssim"].mean())
     if "lpips_layers" in arrays:
         arrays["lpips"] = arrays["lpips_layers"].astype(np.float64).sum(1)
         found["lpips"] = float(arrays["lpips"].mean())

@@ -243,7 +243,7 @@ def test_pictures_one_by_one(call, networks, runs, tmp_path):
     with np.load(out / "per_image.npz") as arrays:
         assert np.isinf(arrays["psnr"]).sum() == 1 and arrays["key"].tolist() == list(range(6))
         np.testing.assert_allclose(arrays["lpips"], exact, rtol=2e-5, atol=1e-8)
-        assert arrays["ssim_skimage_7x7"].shape == (6,)
+        assert arrays["ssim"].shape == (6,)
 
 
 def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):

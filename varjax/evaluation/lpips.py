@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError, choose
-from varjax.evaluation.pooling import max_pool
 from varjax.nn import published
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
@@ -108,7 +107,7 @@ class LPIPS(nnx.Module):
         x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
         with jax.default_matmul_precision("highest"):
             for pool, group in zip(POOLS[self.config.net], NETS[self.config.net], strict=True):
-                x = max_pool(x, pool) if pool else x
+                x = nnx.max_pool(x, (pool, pool), (2, 2)) if pool else x
                 for layer in group:
                     x = getattr(self, f"features_{layer.number}")(x)
                 taps.append(x)
