@@ -88,7 +88,7 @@ METRICS = FLAGS.list(
 FEATURES = FLAGS.enum(
     "features",
     "inception",
-    list(extractors.EXTRACTORS),
+    list(protocols.BY_FEATURES),
     "Whose features are compared; demo: of a small classifier of fruit, 64x64 pixels (no FID).",
 )
 CLASSIFIER = FLAGS.string(
@@ -203,10 +203,11 @@ def resolve() -> Evaluation:
     remarks: list[str] = []
     if REFERENCE.value:
         reference = inputs.open_set("--reference", REFERENCE.value, fit)
-        folder = CLASSIFIER.value if is_demo else INCEPTION.value
-        network = None
-        if folder or is_demo:  # files of statistics are compared without one
-            network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
+        network = None  # files of statistics are compared without one
+        if is_demo:
+            network = extractors.open_classifier(CLASSIFIER.value)
+        elif INCEPTION.value:
+            network = extractors.open_inception(INCEPTION.value, protocol.preparation)
         comparison = sets.compare(
             {"samples": samples, "reference": reference},
             network,

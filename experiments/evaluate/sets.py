@@ -156,7 +156,8 @@ def measure(job: Comparison, store: BatchStore) -> dict:
     if asked := [metric for metric in features.NEIGHBOURHOODS if metric in job.metrics]:
         ours, theirs = (features.whole(store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
-        result = precision_recall(theirs, ours, report=progress.update)
+        report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
+        result = precision_recall(theirs, ours, report=report)
         found |= {metric: getattr(result, metric) for metric in asked}
     return found
 

@@ -174,7 +174,7 @@ def squared_radii(
     features: Features,
     centre: Float[np.ndarray, " D"],
     k: int = NEIGHBOURS,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] = lambda rows: None,
 ) -> np.ndarray:
     """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
     counted.
@@ -191,7 +191,7 @@ def squared_radii(
             found = np.concatenate([nearest, squared_distances(rows, columns)], axis=1)
             nearest = np.partition(found, k, axis=1)[:, : k + 1] if found.shape[1] > k else found
         radii[part] = nearest.max(1)  # the point itself is one of these, at distance 0
-        report(part.stop)
+        report(len(rows))
     return radii
 
 
@@ -207,7 +207,7 @@ def covered(
     for part, rows in _blocks(features, centre, ROWS):
         for columns, block in _blocks(balls, centre, COLUMNS):
             found[part] |= (squared_distances(rows, block) <= radii[columns]).any(1)
-        report(part.stop)
+        report(len(rows))
     return found
 
 
@@ -223,24 +223,19 @@ def precision_recall(
     reference: Features,
     samples: Float[np.ndarray, "m D"],
     k: int = NEIGHBOURS,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] = lambda rows: None,
 ) -> PrecisionRecall:
     """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
     whole matrix of distances never exists.
 
-    report: called with the number of rows that are done, counted over four passes.
+    report: called with a number of rows that have been compared, each row in two passes.
 
     Raises:
       UserError: fewer pictures than neighbours are needed.
     """
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
-
-    def after(rows: int) -> Callable[[int], None]:
-        return lambda done: report(rows + done)
-
-    count, both = len(reference), len(reference) + len(samples)
     their_radii = squared_radii(reference, centre, k, report)
-    our_radii = squared_radii(samples, centre, k, after(count))
-    precision = covered(samples, reference, their_radii, centre, after(both))
-    recall = covered(reference, samples, our_radii, centre, after(both + len(samples)))
+    our_radii = squared_radii(samples, centre, k, report)
+    precision = covered(samples, reference, their_radii, centre, report)
+    recall = covered(reference, samples, our_radii, centre, report)
     return PrecisionRecall(float(precision.mean()), float(recall.mean()))
