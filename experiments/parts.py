@@ -74,14 +74,13 @@ def read(out: pathlib.Path) -> list[Part]:
     try:
         first = read_json(folder / SETTINGS)
     except UserError as error:
-        first = f"{error!s:.300}"
-    if not isinstance(first, dict):
         raise UserError(
-            f"{folder}: {SETTINGS} is missing or damaged ({first!s:.300}): put it back, or "
+            f"{folder}: {SETTINGS} is missing or damaged ({error!s:.300}): put it back, or "
             f"{again(folder)}"
-        )
+        ) from None
     parts = [_read(folder, Shard(index, count), first) for index, folder in found]
-    _check_versions(parts)
+    for part in parts[1:]:
+        _check_like(parts[0], part)
     return parts
 
 
@@ -93,13 +92,13 @@ def again(folder: pathlib.Path) -> str:
 
 def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
     work = WorkFolder(folder, settings)
-    if work.is_held():
+    if lock.is_held(folder):
         raise UserError(f"{shard} is still at work in {folder}: wait until it has ended")
     work.check(overwrite=True)  # nothing else than files of runs
-    if (differs := work.differs()) is not None:
+    if conflict := work.conflict():
         raise UserError(
-            f"{shard} in {folder} was made with other settings than the first one{differs}, or was "
-            "edited: remove it and make it again with the flags of the others"
+            f"{shard} in {folder} was edited, or is a run {conflict}: remove it and make it again "
+            "with the flags of the first one"
         )
     try:
         arrays = batch_files.read(folder / PART)
@@ -113,19 +112,15 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
     return Part(shard, work, content, arrays)
 
 
-def _check_versions(parts: list[Part]) -> None:
-    """`UserError` unless all parts were made by one version of everything."""
-    first = parts[0]
-    for part in parts[1:]:
-        ours, theirs = (p.content["environment"]["versions"] for p in (first, part))
-        for name in {**ours, **theirs}:
-            if ours.get(name) != theirs.get(name):
-                raise UserError(
-                    f"{first.shard} was made with {name} {ours.get(name)}, {part.shard} with "
-                    f"{theirs.get(name)}: make both with one version"
-                )
-        if first.content["command"] != part.content["command"]:
-            raise UserError(f"{first.shard} and {part.shard} are of different commands")
+def _check_like(first: Part, part: Part) -> None:
+    """`UserError` unless two parts were made by one version of everything."""
+    ours, theirs = (p.content["environment"]["versions"] for p in (first, part))
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"{first.shard} was made with {name} {ours.get(name)}, {part.shard} with "
+                f"{theirs.get(name)}: make both with one version"
+            )
 
 
 def device_of(parts: list[Part]) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.batch_files import Series
@@ -48,20 +48,12 @@ class Shard:
     def __str__(self) -> str:
         return f"part {self.index} of {self.count}"
 
-    def folder(self, out: pathlib.Path) -> pathlib.Path:
-        """Where this part is kept."""
-        return out / f"part-{self.index}-of-{self.count}"
-
     def images(self, count: int, batch_size: int) -> range:
         """Return the images of this part, of `count` images."""
         batches = -(-count // batch_size)
         unit, units = (batch_size, batches) if batches >= self.count else (1, count)
         first, last = (i * units // self.count * unit for i in (self.index, self.index + 1))
         return range(first, min(last, count))
-
-    def of(self, items: Sequence) -> list:
-        """Return every N-th item, which are this part's."""
-        return list(items[self.index :: self.count])
 
 
 class ShardFlag:
@@ -87,7 +79,8 @@ class ShardFlag:
         description: dict,
         series: Mapping[str, Series] | None = None,
     ) -> BatchStore:
-        """Return the store of the part or, without --shard, of the whole (`FolderFlags.open`)."""
+        """Return the store of the part or, without --shard, of the whole (`FolderFlags.open`).
+        `UserError` also if other parts were made with other settings."""
         if (shard := self.shard) is None:
             return folder.open(stem, description, series)
         if processes.count() > 1:
@@ -97,10 +90,12 @@ class ShardFlag:
             )
         if folder.path is None:
             raise UserError(f"--shard={self._flag.value}: name the folder of all parts with --out")
-        store = PartStore(
-            folder.path, shard, description, overwrite=folder.overwrite, series=series
-        )
-        store.check_siblings()
+        out, overwrite = folder.path, folder.overwrite
+        store = PartStore(out, shard, description, overwrite=overwrite, series=series)
+        for index, other in () if overwrite else parts_in(out):
+            if index != shard.index:
+                with contextlib.suppress(FileNotFoundError):  # its job is at work: files go
+                    WorkFolder(other, description).check(overwrite=False)
         return store
 
 
@@ -120,22 +115,12 @@ class PartStore(BatchStore):
         super().__init__(out, description, overwrite=overwrite, series=series)
 
     def _place(self) -> pathlib.Path:
-        return self.shard.folder(self.out)
+        return self.out / f"part-{self.shard.index}-of-{self.shard.count}"
 
     def _check_out(self) -> None:
         check_place(self.out, flag="--out")
         if os.path.lexists(self.out):
             check_parts_folder(self.out, self.shard.count)
-
-    def check_siblings(self) -> None:
-        """Raise `UserError` if other parts were made with other settings."""
-        for index, folder in () if self.overwrite else parts_in(self.out):
-            if index != self.shard.index:
-                work = WorkFolder(folder, self.work.description)
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # its job is at work: files come and go
-                    work.check(overwrite=False)
 
 
 def parts_in(out: pathlib.Path) -> list[tuple[int, pathlib.Path]]:

@@ -31,7 +31,6 @@ _FINISHED = (
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
-_DISCARD = "add --overwrite to discard it, or choose another --out"
 
 
 class WorkFolder:
@@ -46,8 +45,6 @@ class WorkFolder:
         self.settings = json.dumps(description, sort_keys=True)
         self._mine = parse_json(self.settings)  # as a file holds them: with lists, no tuples
         self.digest = hashlib.sha256(self.settings.encode()).hexdigest()
-
-    # --- whose it is ------------------------------------------------------------------------------
 
     def check(self, overwrite: bool) -> None:
         """Raise `UserError` if anything else than a run lies here, or another run that may not be
@@ -65,45 +62,28 @@ class WorkFolder:
                     "are kept under that name and nothing else, so move it away or choose another "
                     "--out"
                 )
-        conflict = None if overwrite else self._conflict()
-        if conflict:
-            raise UserError(f"{self.path} holds an unfinished run {conflict}")
+        if not overwrite and (conflict := self.conflict()):
+            raise UserError(
+                f"{self.path} holds an unfinished run {conflict}: use its settings (or put its "
+                f"{SETTINGS} back) to continue it, add --overwrite to discard it, or choose "
+                "another --out"
+            )
 
-    def _conflict(self) -> str | None:
-        """Return why the run here cannot be continued; None if it can, or if there is none."""
-        said, theirs = self._said(), self._theirs()
-        if said <= {self.digest} and (said or theirs in (None, self._mine)):
-            return None
-        if said - {self.digest} or isinstance(theirs, dict):
-            differs = self._difference(theirs)
-            return f"with other settings{differs}: use its settings to continue it, {_DISCARD}"
-        return (
-            f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put "
-            f"that file back to continue it, {_DISCARD}"
-        )
-
-    def _difference(self, theirs: object) -> str:
-        """Return what differs from their settings, in brackets; empty if nothing does."""
-        mine = self._mine
-        names = [n for n in mine if isinstance(theirs, dict) and theirs.get(n, mine[n]) != mine[n]]
-        each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
-        return f" ({some(each, 3, '; ')})" if each else ""
-
-    def differs(self) -> str | None:
-        """Return what is different here from the settings, in brackets if it is known; None if
-        nothing is. Damaged files count as missing."""
-        theirs = self._theirs()
-        if self._said() <= {self.digest} and theirs == self._mine:
-            return None
-        return self._difference(theirs)
-
-    def _said(self) -> set[str]:
-        """Return the settings that finished files were made with; damaged ones say none."""
-        found = set()
+    def conflict(self) -> str | None:
+        """Return why the run here cannot be continued; None if it can, or if there is none. Its
+        settings are those of settings.json and of every finished file; damaged files say none."""
+        said = set()
         for path in self.finished():
             with contextlib.suppress(Damaged):
-                found.add(batch_files.settings_of(path))
-        return found
+                said.add(batch_files.settings_of(path))
+        mine, theirs = self._mine, self._theirs()
+        if said <= {self.digest} and (said or theirs in (None, mine)):
+            return None
+        if not said and not isinstance(theirs, dict):
+            return f"whose {SETTINGS} is missing or damaged, so that nothing says which one it is"
+        names = [n for n in mine if isinstance(theirs, dict) and theirs.get(n, mine[n]) != mine[n]]
+        each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
+        return "with other settings" + (f" ({some(each, 3, '; ')})" if each else "")
 
     def _theirs(self) -> object:
         """Return what settings.json holds; None without one, "?" if it is damaged."""
@@ -119,8 +99,6 @@ class WorkFolder:
         """Return the files of finished batches and cells, damaged ones too."""
         return [path for path in self._all() if FINISHED.fullmatch(path.name)]
 
-    # --- holding it -------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Make the folder and keep other processes out. It is removed again if nothing was written.
@@ -133,14 +111,10 @@ class WorkFolder:
             with contextlib.suppress(OSError):  # it stays if it is not empty
                 self.path.rmdir()
 
-    def is_held(self) -> bool:
-        """Return whether another process works here right now."""
-        return lock.is_held(self.path)
-
     def start(self) -> None:
         """Make the folder this run's. A run that cannot be continued is discarded. Call it while
         the folder is held."""
-        if self._conflict():
+        if self.conflict():
             self.clear()
         for path in self._all():  # left by a process that was killed
             if path.name.startswith(".") or path.name == PIXELS:

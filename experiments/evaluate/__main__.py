@@ -41,9 +41,8 @@ from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
-from experiments.output import BatchStore, FolderFlags
+from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
 from experiments.recipes.recipe import RecipeFlag
-from experiments.stopping import Stopped, say_stopped
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -111,24 +110,8 @@ DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
 FLAGS_OF = {"inception": (PROTOCOL, SPLIT_SIZE, INCEPTION), DEMO: (CLASSIFIER,)}
-
-
-# {key of metrics.json: (name in the summary, format)}
-SHOWN = {
-    "fid": ("FID", "{:.4f}"),
-    "sfid": ("sFID", "{:.4f}"),
-    "inception_score": ("Inception score", "{:.4f}"),
-    "precision": ("precision", "{:.4f}"),
-    "recall": ("recall", "{:.4f}"),
-    "demo_frechet": ("Frechet distance of the demo classifier's features", "{:.4f}"),
-    "class_agreement": ("class agreement", "{:.1%}"),
-    "class_agreement_reference": ("class agreement of the reference", "{:.1%}"),
-    "psnr": ("PSNR, identical pictures apart", "{:.2f} dB"),
-    "ssim": ("SSIM", "{:.4f}"),
-    "lpips": ("LPIPS", "{:.4f}"),
-    "token_agreement": ("equal tokens", "{:.1%}"),
-    "identical_images": ("identical pictures", "{:d}"),
-}
+AS_SETS = REFERENCE, "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
+ONE_BY_ONE = FULL, "compares pictures one by one: give --full=DIR"
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,28 +239,24 @@ def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:
                 f"{name} is of --features={other}: --features={mine} gives"
                 f" {', '.join(protocols.BY_FEATURES[mine])}"
             )
-        if name in PAIRED and not FULL.value:
-            raise UserError(f"{name} compares pictures one by one: give --full=DIR")
-        if name not in PAIRED and not REFERENCE.value:
-            raise UserError(f"{name} compares with a reference set: give --reference=DIR_OR_NPZ")
-    if "lpips" in names and not LPIPS.value:
+    if "lpips" in names and FULL.value and not LPIPS.value:
         raise UserError(f"lpips needs --lpips=DIR: {extractors.WHERE_LPIPS}")
-    wanted = [name for name in protocols.METRICS if name in names]
-    of_pairs = tuple(name for name in wanted if name in PAIRED)
-    of_sets = tuple(name for name in wanted if name not in PAIRED)
-    serves = "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
-    unused = f"is given, but none of --metrics={','.join(wanted)} uses it: name one that does"
-    for holder, used, why in (
-        (INCEPTION, REFERENCE.value, serves),
-        (CLASSIFIER, REFERENCE.value, serves),
-        (STATISTICS, REFERENCE.value, serves),
-        (LPIPS, FULL.value, "compares pictures one by one: give --full=DIR"),
-        (LPIPS, not names or "lpips" in names, unused),
-        (REFERENCE, not names or of_sets, unused),
-        (FULL, not names or of_pairs, unused),
-    ):
-        if holder.value and not used:
-            raise UserError(f"--{holder.name} {why}, or leave it out")
+    given = [(name, ONE_BY_ONE if name in PAIRED else AS_SETS) for name in names]
+    given += [(f"--{h.name}", AS_SETS) for h in (INCEPTION, CLASSIFIER, STATISTICS) if h.value]
+    given += [("--lpips", ONE_BY_ONE)] * bool(LPIPS.value)
+    for what, (needed, advice) in given:
+        if not needed.value:
+            raise UserError(f"{what} {advice}, or leave it out")
+    of_pairs, of_sets = (
+        tuple(name for name in protocols.METRICS if name in names and (name in PAIRED) == paired)
+        for paired in (True, False)
+    )
+    used = {REFERENCE: of_sets, FULL: of_pairs, LPIPS: "lpips" in names}
+    if unused := [h.name for h, metrics in used.items() if names and h.value and not metrics]:
+        raise UserError(
+            f"--{unused[0]} is given, but none of --metrics={','.join(names)} uses it: name one"
+            " that does, or leave it out"
+        )
     return of_sets, of_pairs
 
 
@@ -330,7 +309,8 @@ def write(job: Evaluation, store: BatchStore) -> None:
             np.savez(out / "per_image.npz", **per_image)
         write_text(out / "metrics.json", json_text(content))
     store.close()
-    rows = [(words, shown.format(found[k])) for k, (words, shown) in SHOWN.items() if k in found]
+    numbers = {key: value for key, value in found.items() if np.ndim(value) == 0}
+    rows = [(key, f"{value:.6g}") for key, value in numbers.items()]
     rows += [("protocol", recipe["protocol"]["name"]), ("written to", str(store.out))]
     print(aligned(rows), *(f"note: {remark}" for remark in job.remarks), sep="\n")
 

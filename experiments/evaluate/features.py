@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from experiments.evaluate.inputs import PictureSet
-from experiments.output import BatchStore
-from experiments.stopping import Stopped
+from experiments.output import BatchStore, Stopped
 from varjax import metrics
 from varjax.errors import UserError
 from varjax.evaluation.extractors import Program

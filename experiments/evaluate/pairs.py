@@ -20,6 +20,7 @@ from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
 from varjax.storage import npz
 
+MEASURES = {"psnr": pixels.psnr, "ssim": pixels.ssim}  # of a picture and the full cache's
 # If these entries of two reports and the models are equal, pictures of one number differ by the
 # cache alone. Models are compared by content, since their folders and files may have any names.
 DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
@@ -30,13 +31,13 @@ DRAWN += ("dtype", "matmul_precision", "decode_dtype")
 class Pairs:
     """Two sets of the same pictures, and what is computed for each pair.
 
-    places: where the pictures of each pair lie in the two sets. network: LPIPS, if it is wanted.
-    tokens: name of the arrays of tokens, if both runs kept them.
+    places: where the pictures of the full cache lie, in the order of the samples. network: LPIPS,
+    if it is wanted. tokens: name of the arrays of tokens, if both runs kept them.
     """
 
     samples: PictureSet
     full: PictureSet
-    places: tuple[list[int], list[int]]
+    places: list[int]
     metrics: tuple[str, ...]
     network: Network | None
     tokens: str | None
@@ -63,17 +64,16 @@ class Pairs:
                     " the pictures differ by more than the cache"
                 )
         if all(known is not None for known in labels):
-            ours, theirs = (of[places] for of, places in zip(labels, self.places, strict=True))
-            if count := int((ours != theirs).sum()):
-                found.append(f"{count} of {len(ours)} pairs are of two different classes")
+            if count := int((labels[0] != labels[1][self.places]).sum()):
+                found.append(f"{count} of {len(labels[0])} pairs are of two different classes")
         return found
 
     def series(self, size: int) -> Series:
         """Return the files of per-image numbers. size: pairs of each file."""
-        arrays = {n: (np.dtype(np.float64), ()) for n in ("psnr", "ssim") if n in self.metrics}
+        arrays = {name: (np.dtype(np.float64), ()) for name in MEASURES if name in self.metrics}
         if self.network is not None:
             arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
-        return Series(len(self.places[0]), size, {**arrays, "identical": (np.dtype(bool), ())})
+        return Series(len(self.places), size, {**arrays, "identical": (np.dtype(bool), ())})
 
 
 def pair(
@@ -112,17 +112,14 @@ def compute(
     if not store.missing("pairs"):
         return
     program = program_of(job.samples.pictures.size) if job.network else None
+    measures = {name: measure for name, measure in MEASURES.items() if name in job.metrics}
 
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for span in spans:
-            ours, theirs = (_read(job, side, range(*span)) for side in (0, 1))
+            ours = job.samples.pictures.read(*span)
+            theirs = np.concatenate([job.full.pictures.read(*part) for part in _spans(job, *span)])
             pairs = list(zip(theirs, ours, strict=True))
-            measures = {"psnr": pixels.psnr, "ssim": pixels.ssim}
-            found = {
-                name: np.array([measure(a, b) for a, b in pairs])
-                for name, measure in measures.items()
-                if name in job.metrics
-            }
+            found = {n: np.array([measure(*p) for p in pairs]) for n, measure in measures.items()}
             if program is not None:
                 (layers,) = program.over(iter([(theirs, ours)]))
                 found["lpips_layers"] = layers["layers"]
@@ -131,13 +128,12 @@ def compute(
     features.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
 
 
-def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:
-    """Return pictures of set 0 (samples) or 1 (full), in the order of the pairs."""
-    pictures, places = (job.samples, job.full)[side].pictures, job.places[side]
-    wanted = [places[i] for i in numbers]
-    if wanted == list(range(wanted[0], wanted[0] + len(wanted))):
-        return pictures.read(wanted[0], wanted[-1] + 1)
-    return np.concatenate([pictures.read(i, i + 1) for i in wanted])
+def _spans(job: Pairs, first: int, end: int) -> list[tuple[int, int]]:
+    """Return which pictures of the full cache belong to samples: from one to before another."""
+    places = job.places[first:end]
+    if places == list(range(places[0], places[0] + len(places))):
+        return [(places[0], places[-1] + 1)]
+    return [(place, place + 1) for place in places]
 
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
@@ -148,20 +144,17 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
     if "psnr" in arrays:
         rest = arrays["psnr"][~identical]  # one identical pair would make the mean infinite
         found["psnr"] = float(rest.mean()) if len(rest) else math.inf
-    if "ssim" in arrays:
-        found["ssim"] = float(arrays["ssim"].mean())
     if "lpips_layers" in arrays:
-        arrays["lpips"] = arrays["lpips_layers"].astype(np.float64).sum(1)
-        found["lpips"] = float(arrays["lpips"].mean())
-        found["lpips_layers"] = arrays["lpips_layers"].astype(np.float64).mean(0)
+        layers = arrays["lpips_layers"].astype(np.float64)
+        arrays["lpips"], found["lpips_layers"] = layers.sum(1), layers.mean(0)
     if job.tokens is not None:
-        arrays["token_agreement"] = token_agreement(job)
-        found["token_agreement"] = float(arrays["token_agreement"].mean())
-    keys = list(job.samples.pictures.keys)
-    return found, {"key": np.array(keys), **arrays}
+        arrays["token_agreement"] = _token_agreement(job)
+    means = ("ssim", "lpips", "token_agreement")
+    found |= {name: float(arrays[name].mean()) for name in means if name in arrays}
+    return found, {"key": np.array(list(job.samples.pictures.keys)), **arrays}
 
 
-def token_agreement(job: Pairs) -> np.ndarray:
+def _token_agreement(job: Pairs) -> np.ndarray:
     """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
     in the order of the pictures' numbers."""
     ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))

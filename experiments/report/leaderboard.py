@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from experiments.report import charts, page, sweep_files
 from experiments.sweep import tables
 from varjax.errors import UserError, some
-from varjax.metrics import METRICS
 
 # {what may differ: entries of a sweep's settings}
 DECIDING = {
@@ -88,8 +87,7 @@ def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
 def _shown(group: dict) -> dict:
     """Return what the page shows of a group: table, charts, and the labels of their lines."""
     rows = group["rows"]
-    columns = [metric for key, metric in METRICS.items() if any(key in row for row in rows)]
-    header = ["policy", "budget", "KV planned", "KV allocated", *(m.column for m in columns)]
+    columns = tables.shown(rows)
     lines = [dict(row) for row in rows if row["policy"] != tables.FULL]
     if len({row["device"] for row in rows}) > 1:  # then a line is a policy on a device
         for line in lines:
@@ -97,7 +95,7 @@ def _shown(group: dict) -> dict:
     return {
         "name": group["name"],
         "why": group["why"],
-        "header": [*header, "s/image", *BESIDE],
+        "header": [*tables.header(columns)[:-1], *BESIDE],
         "rows": [
             [*tables.cells_as_text(row, columns)[:-1], *(row[name] for name in BESIDE)]
             for row in rows

@@ -34,7 +34,8 @@ def build(
     count: int,
 ) -> str:
     """Return the page as HTML. count: how many of the sweep's samples are shown."""
-    full, columns = samples[tables.FULL], tables.shown(report)
+    full, rows = samples[tables.FULL], tables.rows(report)
+    columns = tables.shown(rows)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
     return template(
         "page.html"
@@ -42,14 +43,14 @@ def build(
         title=f"KV-cache policies on {report['settings']['model']}",
         report=report,
         facts=facts(report, calibration),
-        header=tables.header(report)[:-1],
-        rows=[(row["status"], tables.cells_as_text(row, columns)) for row in tables.rows(report)],
+        header=tables.header(columns)[:-1],
+        rows=[(row["status"], tables.cells_as_text(row, columns)) for row in rows],
         differences=tables.differences_as_text(report),
-        intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
+        intervals=any(key.endswith("_low") for row in rows for key in row),
         budgets=[f"{share:g}" for share in budgets],
-        fidelity=charts.fidelity(tables.rows(report)[1:]),  # without the full cache
+        fidelity=charts.fidelity(rows[1:]),  # without the full cache
         judged=[metric.name for metric in columns if metric.is_judged],
-        legend_names=charts.labels(tables.rows(report)[1:]),
+        legend_names=charts.labels(rows[1:]),
         names=report["sample_names"][:count],
         full=[data_uri(image) for image in full[:count]],
         tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],

@@ -40,9 +40,8 @@ from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import BatchStore, FolderFlags
+from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
 from experiments.shards import PartStore, ShardFlag
-from experiments.stopping import Stopped, say_stopped
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep

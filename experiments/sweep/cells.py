@@ -16,9 +16,8 @@ import numpy as np
 from experiments import batch_files, judges
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
-from experiments.output import BatchStore
+from experiments.output import BatchStore, Stopped
 from experiments.shards import Shard
-from experiments.stopping import Stopped
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
@@ -38,6 +37,24 @@ Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
+def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
+    """Return the file of a finished cell. key: of the cell."""
+    return folder / f"cell-{key}.npz"
+
+
+def read(path: pathlib.Path) -> dict:
+    """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell; `Damaged` or
+    OSError if there is none."""
+    found = batch_files.read(path)
+    try:
+        row = parse_json(str(found.pop("row", "")))
+    except ValueError as error:
+        raise Damaged(str(error)) from None
+    if not isinstance(row, dict):
+        raise Damaged("it holds no numbers")
+    return found | {"row": row}
+
+
 class Runner:
     """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all. stop:
     whether the system asks to end; None: nobody listens."""
@@ -51,7 +68,7 @@ class Runner:
     ):
         self.sweep, self.store, self.stop = sweep, store, stop or Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
-        self.cells = shard.of(distinct) if shard else distinct
+        self.cells = distinct[shard.index :: shard.count] if shard else distinct
         self.finished = 0  # of these cells
         self._kept: dict[int, np.ndarray] = {}  # logits of the full cache, by a batch's first image
 
@@ -113,7 +130,7 @@ class Runner:
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
-        return self.store.work.path / f"cell-{cell.key}.npz"
+        return path_of(self.store.work.path, cell.key)
 
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
@@ -122,17 +139,15 @@ class Runner:
             batch_files.write(self.path(cell), self.store.work.digest, arrays)
 
     def results(self, cell: Cell) -> dict | None:
-        """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must
-        be run: the file is missing, damaged in any way, or of another cell."""
+        """Return what `read` finds of a finished cell. None if it must be run: the file is missing,
+        damaged in any way, or of another cell."""
         try:
-            found = batch_files.read(self.path(cell))
-            row = parse_json(str(found.pop("row", "")))
-        except (Damaged, OSError, ValueError):
+            found = read(self.path(cell))
+        except (Damaged, OSError):
             return None
         asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
         asked = json_safe(asked | {"plan": cell.plan.digest})
-        same = isinstance(row, dict) and all(row.get(name) == asked[name] for name in asked)
-        return found | {"row": row} if same else None
+        return found if all(found["row"].get(name) == asked[name] for name in asked) else None
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""

@@ -231,8 +231,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
-    """Places of the same pictures in two sets, in the order of the first.
+def paired(first: Pictures, second: Pictures) -> list[int]:
+    """Places of the first set's pictures in the second one, in the order of the first.
 
     Raises:
       UserError: the sets differ in their number, their size or their keys.
@@ -252,4 +252,4 @@ def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
             f"pictures are paired by number or name, and these of {first.where} are not in"
             f" {second.where}: {some(missing, 5)}; there instead: {some(extra, 5)}"
         )
-    return list(range(first.count)), [theirs[key] for key in first.keys]
+    return [theirs[key] for key in first.keys]
