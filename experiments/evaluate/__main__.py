@@ -251,8 +251,8 @@ def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:
         tuple(name for name in protocols.METRICS if name in names and (name in PAIRED) == paired)
         for paired in (True, False)
     )
-    used = {REFERENCE: of_sets, FULL: of_pairs, LPIPS: "lpips" in names}
-    if unused := [h.name for h, metrics in used.items() if names and h.value and not metrics]:
+    used = ((REFERENCE, of_sets), (FULL, of_pairs), (LPIPS, "lpips" in names))
+    if unused := [h.name for h, metrics in used if names and h.value and not metrics]:
         raise UserError(
             f"--{unused[0]} is given, but none of --metrics={','.join(names)} uses it: name one"
             " that does, or leave it out"

@@ -42,12 +42,14 @@ def chart_of(
     data: Sequence[dict],
     flat: Sequence[str] = (),
     *,
+    description: str = "",
     width: int | str = "container",
     height: int = 230,
 ) -> alt.Chart:
     """Return a chart of `data` without marks. Each entry of a list in one of the fields `flat` is a
-    row of its own."""
-    chart = alt.Chart(alt.Data(values=data), width=width, height=height)
+    row of its own. description: for readers who see no charts."""
+    said = {"description": description} if description else {}
+    chart = alt.Chart(alt.Data(values=data), width=width, height=height, **said)
     return chart.transform_flatten(list(flat)) if flat else chart
 
 

@@ -9,7 +9,7 @@ import glob
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from experiments.report import charts, page, sweep_files
 from experiments.sweep import tables
@@ -42,11 +42,7 @@ def folders(given: Sequence[str]) -> list[pathlib.Path]:
 
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
     """Return ({what decides the numbers: its JSON}, rows of the table that have run) of a sweep.
-    Bytes are per image.
-
-    Raises:
-      UserError: it is not finished, of another version, or damaged.
-    """
+    Bytes are per image. `UserError`: it is not finished, of another version, or damaged."""
     report, _, _ = sweep_files.read(folder)
     settings, versions = report["settings"], report["versions"]
     decides = {
@@ -67,42 +63,33 @@ def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
     return decides, rows
 
 
-def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> list[dict]:
-    """Return groups of comparable rows, the largest first; each says what differs from the first
-    group of the same model, or that it is another model."""
-    found: dict[tuple, dict] = {}
+def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> Iterator[dict]:
+    """Yield what the page shows of each group of comparable rows, the largest first: `name`, table,
+    charts, labels of their lines, and `why` it is apart: what differs from the first group of the
+    same model, or that it is another model."""
+    found: dict[tuple, list[dict]] = {}
     for decides, rows in sweeps:
-        group = found.setdefault(tuple(decides.values()), {"decides": decides, "rows": []})
-        group["rows"] += rows
-    ordered = sorted(found.values(), key=lambda group: -len(group["rows"]))
-    for i, group in enumerate(ordered):
-        before = ordered[:i]
-        same = [g for g in before if g["decides"]["model"] == group["decides"]["model"]]
-        apart = [w for w in DECIDING if same and same[0]["decides"][w] != group["decides"][w]]
-        group["why"] = f"other {', '.join(apart)}" if apart else "another model" if before else ""
-        group["name"] = f"{i + 1}: {group['rows'][0]['model']}"
-    return ordered
-
-
-def _shown(group: dict) -> dict:
-    """Return what the page shows of a group: table, charts, and the labels of their lines."""
-    rows = group["rows"]
-    columns = tables.shown(rows)
-    lines = [dict(row) for row in rows if row["policy"] != tables.FULL]
-    if len({row["device"] for row in rows}) > 1:  # then a line is a policy on a device
-        for line in lines:
-            line["label"] += f", {line['device']}"
-    return {
-        "name": group["name"],
-        "why": group["why"],
-        "header": [*tables.header(columns)[:-1], *BESIDE],
-        "rows": [
-            [*tables.cells_as_text(row, columns)[:-1], *(row[name] for name in BESIDE)]
-            for row in rows
-        ],
-        "charts": charts.fidelity(lines, "an image"),
-        "labels": charts.labels(lines),
-    }
+        found.setdefault(tuple(decides.values()), []).extend(rows)
+    firsts: dict[str, tuple] = {}  # of each model
+    for number, (key, rows) in enumerate(sorted(found.items(), key=lambda item: -len(item[1])), 1):
+        first = firsts.setdefault(key[0], key)
+        apart = [
+            what for what, ours, theirs in zip(DECIDING, key, first, strict=True) if ours != theirs
+        ]
+        lines = [dict(row) for row in rows if row["policy"] != tables.FULL]
+        if len({row["device"] for row in rows}) > 1:  # then a line is a policy on a device
+            for line in lines:
+                line["label"] += f", {line['device']}"
+        columns = tables.shown(rows)
+        texts = ([*tables.cells_as_text(row, columns)[:-1], *map(row.get, BESIDE)] for row in rows)
+        yield {
+            "name": f"{number}: {rows[0]['model']}",
+            "why": f"other {', '.join(apart)}" if apart else "another model" if number > 1 else "",
+            "header": [*tables.header(columns)[:-1], *BESIDE],
+            "rows": list(texts),
+            "charts": charts.fidelity(lines, "an image"),
+            "labels": charts.labels(lines),
+        }
 
 
 def build(given: Sequence[str]) -> str:
@@ -119,8 +106,5 @@ def build(given: Sequence[str]) -> str:
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     return page.template("leaderboard.html").render(
-        title="Leaderboard of KV-cache policies",
-        groups=[_shown(group) for group in groups(found)],
-        left_out=left_out,
-        library=page.library(),
+        title="Leaderboard of KV-cache policies", groups=list(groups(found)), left_out=left_out
     )

@@ -58,7 +58,6 @@ def build(
         left_out=len(full) - count,
         live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
-        library=library(),
     )
 
 
@@ -72,11 +71,12 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    environment.globals["library"] = _library()
     return environment.get_template(name)
 
 
 @functools.cache
-def library() -> markupsafe.Markup:
+def _library() -> markupsafe.Markup:
     """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
     element."""
     code = vl_convert.javascript_bundle()
