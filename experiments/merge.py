@@ -18,11 +18,10 @@ import numpy as np
 from experiments import parts
 from experiments.batch_files import Damaged, Series
 from experiments.output import BatchStore
-from experiments.parts import Part
+from experiments.parts import Part, PartStore
 from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
-from experiments.shards import PartStore
 from experiments.sweep import cells, tables
 from varjax import metrics
 from varjax.cli import command_line

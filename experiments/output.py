@@ -1,6 +1,6 @@
 """Where a command writes: one file, or a folder whose batches are kept as they finish.
 
-While a run goes on, its batches lie in `DIR.partial` (`experiments.work_folder`). When an
+While a run goes on, its batches lie in `DIR.partial` (`experiments.batch_files`). When an
 interrupted run is started again with the same flags, it draws the batches that are missing or
 damaged; with other flags it is refused, unless --overwrite discards the unfinished run. At the end
 the results are written and `DIR.partial` is removed. A run that fails before its first batch leaves
@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from experiments import batch_files
-from experiments.batch_files import Damaged, Series
+from experiments.batch_files import Damaged, Series, WorkFolder
 from experiments.prompts.layouts import MANIFEST, image_files
-from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
 from varjax.parallel import processes

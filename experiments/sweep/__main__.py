@@ -41,7 +41,7 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
-from experiments.shards import PartStore, ShardFlag
+from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep

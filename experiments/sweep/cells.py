@@ -17,7 +17,7 @@ from experiments import batch_files, judges
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore, Stopped
-from experiments.shards import Shard
+from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from experiments.shards import Shard
+from experiments.parts import Shard
 from tests.unfinished_runs import tree
 from varjax.errors import UserError
 from varjax.generator import Generator
