@@ -193,9 +193,7 @@ class WorkFolder:
         if said <= {self.digest} and (said or theirs in (None, mine)):
             return None
         if not said and not isinstance(theirs, dict):
-            return (
-                f"whose {SETTINGS_FILE} is missing or damaged, so that nothing says which one it is"
-            )
+            return f"whose {SETTINGS_FILE} is missing or damaged, so that nothing says which it is"
         names = [n for n in mine if isinstance(theirs, dict) and theirs.get(n, mine[n]) != mine[n]]
         each = [f"{n} {show(theirs[n])}, now {show(mine[n])}" for n in names]
         return "with other settings" + (f" ({some(each, 3, '; ')})" if each else "")

@@ -35,7 +35,7 @@ import numpy as np
 import scipy
 
 from experiments.batch_files import Series
-from experiments.evaluate import features, inputs, pairs, sets
+from experiments.evaluate import inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
@@ -129,7 +129,7 @@ class Evaluation:
         """Return the files of everything that is computed, by name."""
         found: dict[str, Series] = {}
         # pictures whose features are in one file: whole batches
-        size = self.batch_size * math.ceil(features.LEAST_CHUNK / self.batch_size)
+        size = self.batch_size * math.ceil(sets.LEAST_CHUNK / self.batch_size)
         if job := self.comparison:
             for name, wanted in job.wanted.items():
                 if wanted:
@@ -285,7 +285,7 @@ def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
         for name, wanted in sides.wanted.items():
             if wanted:
                 of_size = partial(program, sides.network)
-                features.extract(store, name, sides.sides[name].pictures, wanted, of_size, stop)
+                sets.extract(store, name, sides.sides[name].pictures, wanted, of_size, stop)
     if job.pairs:
         of_size = partial(program, job.pairs.network)
         pairs.compute(job.pairs, store, of_size, job.batch_size, stop)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.batch_files import Series
-from experiments.evaluate import features
+from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.output import BatchStore
 from varjax import metrics
@@ -105,7 +105,7 @@ def compute(
     batch_size: int,
     stop: Stop,
 ) -> None:
-    """Compute the per-image numbers that are missing, as `features.fill` does.
+    """Compute the per-image numbers that are missing, as `sets.fill` does.
 
     program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
     at a time without LPIPS."""
@@ -125,7 +125,7 @@ def compute(
                 found["lpips_layers"] = layers["layers"]
             yield found | {"identical": (ours == theirs).all((1, 2, 3))}
 
-    features.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
+    sets.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
 
 
 def _spans(job: Pairs, first: int, end: int) -> list[tuple[int, int]]:

@@ -63,10 +63,10 @@ def main(argv: list[str]) -> None:
                 raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
     for package in ("altair", "jinja2", "jsonschema", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
-    from experiments.report import leaderboard, page, sweep_files  # which import them
+    from experiments.report import page, sweep_files  # which import them
 
     if LEADERBOARD.value:
-        text = leaderboard.build(LEADERBOARD.value)
+        text = page.build_leaderboard(LEADERBOARD.value)
     else:
         folder = pathlib.Path(SWEEP.value)
         report, samples, geometry = sweep_files.read(folder)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.evaluate import features, inputs, sets
+from experiments.evaluate import inputs, sets
 from tests.evaluation import recipe
 from varjax.evaluation import extractors
 from varjax.evaluation.extractors import Program
@@ -114,7 +114,7 @@ def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
 @pytest.mark.usefixtures("read_once")
 def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     """Also one that was interrupted: it repeats nothing that was finished."""
-    monkeypatch.setattr(features, "LEAST_CHUNK", 8)
+    monkeypatch.setattr(sets, "LEAST_CHUNK", 8)
     for name in ("samples", "reference"):
         np.savez(tmp_path / f"{name}.npz", arr_0=IMAGES[name][:12])
     files = [f"--{name}={tmp_path / name}.npz" for name in ("samples", "reference")]
