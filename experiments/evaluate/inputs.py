@@ -2,7 +2,7 @@
 file."""
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from varjax.evaluation.pictures import (
     file_digest,
 )
 from varjax.evaluation.references import Statistics
-from varjax.progress import Progress
 from varjax.storage import npz
 from varjax.storage.manifest import read_json
 
@@ -97,13 +96,7 @@ def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
             f"{flag}: {path} is the folder of a run, but {SAMPLES} is missing: name the folder of"
             " its pictures, or run it again"
         )
-    return PictureSet(str(path), "folder of pictures", PictureFolder(path, _report(path), fit))
-
-
-def _report(path: pathlib.Path) -> Callable[[int, int], None]:
-    """Return what says how many pictures of a large set have been checked."""
-    progress = Progress(f"{path}: checked picture", 0, every=5.0)
-    return lambda done, total: progress.report(done, total) if total > 1000 else None
+    return PictureSet(str(path), "folder of pictures", PictureFolder(path, fit))
 
 
 def _of_run(folder: pathlib.Path) -> PictureSet:
@@ -118,7 +111,7 @@ def _of_run(folder: pathlib.Path) -> PictureSet:
 def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
     held = npz.names(path)
     if set(PACKED) <= set(held):
-        packed = PackedPictures(path, _report(path), fit)
+        packed = PackedPictures(path, fit)
         return PictureSet(str(path), "npz file of packed pictures", packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None

@@ -103,7 +103,7 @@ def open_inception(folder: str | Path, preparation: str) -> Network:
     published = any(digest.startswith(PUBLISHED) for digest in files)
     config = module.config
     widths = {
-        "pool": config.features,
+        "pool": config.block_width("Mixed_7c", 0),
         "spatial": inception.SPATIAL_CHANNELS * inception.SPATIAL_SIDE**2,
         "logits": config.num_classes,
     }

@@ -132,11 +132,6 @@ class InceptionConfig(published.Configuration):
     def width(self, name: str) -> int:
         return self.widths[CONVOLUTIONS.index(name)]
 
-    @property
-    def features(self) -> int:
-        """Numbers per picture before the classifier."""
-        return self.block_width("Mixed_7c", 0)
-
     def block_width(self, block: str, incoming: int) -> int:
         """Channels of a block's output. incoming: channels of its input."""
         branches, pooling = BLOCKS[block]

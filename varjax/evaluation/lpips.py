@@ -33,14 +33,13 @@ class Layer(NamedTuple):
     padding: int = 1
 
 
-def _vgg(*numbers: int) -> tuple[Layer, ...]:
-    return tuple(map(Layer, numbers))
-
-
 # Layers up to each tap, by net; and the side of the max pooling (stride 2) before them, 0: none.
 NETS = {
     "alex": ((Layer(0, 11, 4, 2),), (Layer(3, 5, 1, 2),), (Layer(6),), (Layer(8),), (Layer(10),)),
-    "vgg": (_vgg(0, 2), _vgg(5, 7), _vgg(10, 12, 14), _vgg(17, 19, 21), _vgg(24, 26, 28)),
+    "vgg": tuple(
+        tuple(map(Layer, numbers))
+        for numbers in ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
+    ),
 }
 POOLS = {"alex": (0, 3, 3, 0, 0), "vgg": (0, 2, 2, 2, 2)}
 SMALLEST = {"alex": 31, "vgg": 16}  # pixels of the shorter side that leave something to pool
@@ -128,11 +127,6 @@ class LPIPS(nnx.Module):
             head = getattr(self, f"head_{number}")[...]
             found.append((squares * head).sum(-1).mean((1, 2)))
         return jnp.stack(found, axis=1)
-
-    def __call__(
-        self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
-    ) -> Float[Array, " B"]:
-        return self.layers(a, b).sum(1)
 
 
 def check_size(config: LPIPSConfig, height: int, width: int) -> None:

@@ -25,6 +25,7 @@ from jaxtyping import UInt8
 
 from varjax.errors import UserError, require, some
 from varjax.io import pictures
+from varjax.progress import Progress
 from varjax.storage import npz, ordinary
 
 ARRAY = "arr_0"
@@ -96,10 +97,11 @@ class _Encoded:
     where: str
     _map = map
 
-    def __init__(self, names: Sequence, fit: Fit | None, report: Callable[[int, int], None]):
+    def __init__(self, names: Sequence, fit: Fit | None):
         require("PIL.Image", extra="eval", purpose="reading pictures")
         digest, self._sizes, other = hashlib.sha256(), [], 0
         self.count = len(names)
+        progress = Progress(f"{self.where}: checked picture", self.count, every=5.0)
         for number, name in enumerate(names):
             data = self._bytes(number)
             size, mode = _checked(self._name(number), data)
@@ -113,7 +115,8 @@ class _Encoded:
                 )
             other += mode != "RGB"
             digest.update(f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode(errors="replace"))
-            report(number + 1, self.count)
+            if self.count > 1000:
+                progress.update(number + 1)
         self._fit = fit if len(set(self._sizes)) > 1 else None
         self.size, self.sha256 = self._decoded(0).shape[:2], digest.hexdigest()
         self.remarks = []
@@ -143,7 +146,7 @@ class PictureFolder(_Encoded):
 
     labels = None
 
-    def __init__(self, folder: Path, report=lambda done, total: None, fit: Fit | None = None):
+    def __init__(self, folder: Path, fit: Fit | None = None):
         found = pictures.picture_files([folder], ENDINGS)
         self.files = sorted(path.relative_to(folder).as_posix() for path in found)
         self.where, self._folder = str(folder), folder
@@ -152,7 +155,7 @@ class PictureFolder(_Encoded):
                 f"{folder} holds no pictures: files that end in {', '.join(ENDINGS)} are needed"
             )
         self._map = ThreadPoolExecutor(os.cpu_count()).map
-        super().__init__(self.files, fit, report)
+        super().__init__(self.files, fit)
         self.keys = _keys(self.files)
 
     def _name(self, number: int) -> str:
@@ -178,7 +181,7 @@ class PackedPictures(_Encoded):
     """`data` (picture files one after another), `offsets` [N + 1] and `labels` [N] of an npz file,
     as `experiments.train` takes them; `UserError` also for arrays that do not fit each other."""
 
-    def __init__(self, path: Path, report=lambda done, total: None, fit: Fit | None = None):
+    def __init__(self, path: Path, fit: Fit | None = None):
         self.where, self._rows = str(path), npz.Rows(path, PACKED[0])
         found = npz.load(path, PACKED[1:])
         for name in PACKED[1:]:
@@ -191,7 +194,7 @@ class PackedPictures(_Encoded):
             raise UserError(
                 f"{path}: `offsets` {list(ends.shape)} do not cut `data` into {count} pictures"
             )
-        super().__init__(range(count), fit, report)
+        super().__init__(range(count), fit)
         self.keys, self.sha256 = range(count), file_digest(path)
 
     def _name(self, number: int) -> str:
