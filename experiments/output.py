@@ -134,7 +134,6 @@ class BatchStore:
         finished. `UserError` if another process works in it or it cannot be written."""
         with contextlib.ExitStack() as stack:
             with processes.together():
-                stack.callback(self._leave_results)
                 stack.enter_context(self.work.held())
                 self._check_out()  # again: another process may have been here since
                 self.work.check(self.overwrite)
@@ -143,11 +142,6 @@ class BatchStore:
                 self.scan()
                 self.resumed = any(self.finished(name) for name in self.series)
             yield
-
-    def _leave_results(self) -> None:
-        if self.out.parent == RESULTS:  # it goes if it was made for this run alone
-            with contextlib.suppress(OSError):
-                RESULTS.rmdir()
 
     def scan(self) -> None:
         """See which files are there and sound."""

@@ -28,7 +28,6 @@ import math
 import pathlib
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
@@ -132,9 +131,8 @@ class Evaluation:
         size = self.batch_size * math.ceil(sets.LEAST_CHUNK / self.batch_size)
         if job := self.comparison:
             for name, wanted in job.wanted.items():
-                if wanted:
-                    widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
-                    found[name] = Series(job.sides[name].pictures.count, size, widths)
+                widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
+                found[name] = Series(job.sides[name].pictures.count, size, widths)
         if self.pairs:
             found["pairs"] = self.pairs.series(size)
         return found
@@ -281,14 +279,12 @@ def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
     def program(network: Network, size: tuple[int, int]) -> Program:
         return Program(network, size, job.batch_size, job.mesh)
 
-    if sides := job.comparison:
-        for name, wanted in sides.wanted.items():
-            if wanted:
-                of_size = partial(program, sides.network)
-                sets.extract(store, name, sides.sides[name].pictures, wanted, of_size, stop)
-    if job.pairs:
-        of_size = partial(program, job.pairs.network)
-        pairs.compute(job.pairs, store, of_size, job.batch_size, stop)
+    for name in store.series:
+        if store.missing(name):
+            if name == "pairs":
+                pairs.compute(job.pairs, store, program, job.batch_size, stop)
+            else:
+                sets.extract(job.comparison, name, store, program, stop)
 
 
 def write(job: Evaluation, store: BatchStore) -> None:

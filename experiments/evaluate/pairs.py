@@ -2,7 +2,7 @@
 the full cache."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,13 @@ import numpy as np
 from experiments.batch_files import Series
 from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
+from experiments.evaluate.sets import ProgramOf
 from experiments.output import BatchStore
 from varjax import metrics
 from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
-from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.extractors import Network
 from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
 from varjax.storage import npz
@@ -99,19 +100,11 @@ def pair(
 
 
 def compute(
-    job: Pairs,
-    store: BatchStore,
-    program_of: Callable[[tuple[int, int]], Program],
-    batch_size: int,
-    stop: Stop,
+    job: Pairs, store: BatchStore, program_of: ProgramOf, batch_size: int, stop: Stop
 ) -> None:
-    """Compute the per-image numbers that are missing, as `sets.fill` does.
-
-    program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
-    at a time without LPIPS."""
-    if not store.missing("pairs"):
-        return
-    program = program_of(job.samples.pictures.size) if job.network else None
+    """Compute the per-image numbers that are missing, as `sets.fill` does. batch_size: pairs that
+    are read at a time without LPIPS."""
+    program = program_of(job.network, job.samples.pictures.size) if job.network else None
     measures = {name: measure for name, measure in MEASURES.items() if name in job.metrics}
 
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:

@@ -13,7 +13,6 @@ from varjax import metrics
 from varjax.errors import UserError, about
 from varjax.evaluation import references
 from varjax.evaluation.extractors import WHERE_INCEPTION, Network, Program
-from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.statistics import (
     NEIGHBOURS,
     Gaussian,
@@ -32,6 +31,7 @@ AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
 NEEDED = DISTANCES | dict.fromkeys(NEIGHBOURHOODS, "pool") | {"is": "logits", AGREEMENT: "logits"}
 BLOCK = 2048  # rows that are added to the moments at a time
+ProgramOf = Callable[[Network, tuple[int, int]], Program]  # for pictures of a size (height, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Comparison:
     """Samples, a reference set, and what is computed of both.
 
     sides: the sets "samples" and "reference". network: extractor; None if only files of statistics
-    are compared. wanted: {side: features to extract}. notes: how the features are made, as
+    are compared. wanted: {side: features to extract, if any}. notes: how the features are made, as
     files of statistics say it.
     """
 
@@ -91,9 +91,8 @@ def compare(
         remarks += _check_side(name, side, network, notes, kept)
     if "is" in kept:
         remarks += order_remarks(sides["samples"], split_size)
-    wanted = {
-        name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
-    }
+    each = {name: sorted({found[name] for found in needed.values()} - {None}) for name in sides}
+    wanted = {name: tuple(found) for name, found in each.items() if found}
     return Comparison(sides, network, kept, wanted, split_size, notes, tuple(remarks))
 
 
@@ -208,19 +207,10 @@ def _feature(metric: str, is_sample: bool, side: PictureSet) -> str | None:
     return NEEDED[metric]
 
 
-def extract(
-    store: BatchStore,
-    name: str,
-    pictures: Pictures,
-    wanted: tuple[str, ...],
-    program: Callable[[tuple[int, int]], Program],
-    stop: Stop,
-) -> None:
-    """Compute the features of a set that are missing, as `fill` does. program: gives the extractor
-    for pictures of a size (height, width)."""
-    if not store.missing(name):
-        return
-    runs = program(pictures.size)
+def extract(job: Comparison, name: str, store: BatchStore, program: ProgramOf, stop: Stop) -> None:
+    """Compute the features of a set that are missing, as `fill` does."""
+    pictures, wanted = job.sides[name].pictures, job.wanted[name]
+    runs = program(job.network, pictures.size)
 
     def features(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for found in runs.over((pictures.read(*span),) for span in spans):

@@ -33,7 +33,6 @@ from varjax.progress import Progress
 from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
-Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -97,7 +96,7 @@ class Runner:
         _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
         return found
 
-    def _drawn(self, program: Generator) -> Iterator[Batch]:
+    def _drawn(self, program: Generator) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Draw all images freely; yield (image numbers, results) batch by batch. `Stopped` after
         the batch that is drawn when the system asks to end, unless it is the last."""
         condition, seed = self.sweep.condition, self.sweep.seed
@@ -112,12 +111,11 @@ class Runner:
     ) -> dict[str, jax.Array]:
         """Return the results of images `index` with tokens [N, L, ...] of the first scales given;
         None: of all."""
-        condition, seed = self.sweep.condition, self.sweep.seed
         options = {"given": given, "given_scales": scales, "keep_cache": False}
-        results, _ = program.run_images(condition, index, seed=seed, **options)
-        return results
+        options |= {"seed": self.sweep.seed}
+        return program.run_images(self.sweep.condition, index, **options)[0]
 
-    def _timed(self, program: Generator) -> None:
+    def _time(self, program: Generator) -> None:
         """Run a program until it was timed often enough."""
         index = np.arange(self.sweep.batch_size) % len(self.sweep.condition)
         while len(program.timing.runs) <= TIMED_RUNS:
@@ -171,11 +169,11 @@ class Runner:
         there = [processes.is_first() and self.results(c) is not None for c in (full, *cells)]
         stored, *finished = processes.from_first(np.array(there))
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
-        if len(missing) < len(cells):
-            _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
+        self.finished = len(cells) - len(missing)
+        if self.finished:
+            _say(f"{self.finished} of {len(cells)} cells are there already, continuing")
         if stored and not missing:
             return
-        self.finished = len(cells) - len(missing)
         if not stored:
             self._run_full()
         reference = self._reference() if missing else {}
@@ -196,19 +194,18 @@ class Runner:
     def _reference(self) -> dict[str, np.ndarray]:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         count, size = len(self.sweep.condition), self.sweep.model.pixels
-        found = {"tokens": self._unused, "pictures": np.zeros((count, *size, 3), np.float32)}
+        found = {"tokens": self._unused, "images": np.zeros((count, *size, 3), np.float32)}
         if processes.is_first():
             stored = self.results(self.sweep.full)
-            found = {name: stored[name] for name in found}
-        found = processes.from_first(found)
-        return {"tokens": found["tokens"], "images": found["pictures"]}
+            found = {"tokens": stored["tokens"], "images": stored["pictures"]}
+        return processes.from_first(found)
 
     def _run_full(self) -> None:
         sweep = self.sweep
         _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        self._timed(self.full)
+        self._time(self.full)
         samples = images.to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep.full, self.full)
         agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
@@ -246,8 +243,8 @@ class Runner:
             forced_full = {"forced_logits": self._full_logits(tokens, index)}
             forced_mine = {"forced_logits": self._logits(program, index, tokens)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
+        self._time(program)
         arrays = metrics.joined(found)
-        self._timed(program)
         close = metrics.summarize(arrays)
         row = describe_cell(cell, program) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
