@@ -67,30 +67,22 @@ class LPIPSConfig(published.Configuration):
             self.check_size("width", width)
 
 
-class Convolution(nnx.Module):
-    """Convolution with bias, ReLU."""
-
-    def __init__(self, c_in: int, c_out: int, layer: Layer):
-        self.stride, self.padding = layer.stride, layer.padding
-        self.kernel = nnx.Param(jnp.zeros((layer.side, layer.side, c_in, c_out)))
-        self.bias = nnx.Param(jnp.zeros((c_out,)))
-
-    def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B p q D"]:
-        strides, padding = (self.stride,) * 2, ((self.padding,) * 2,) * 2
-        layout = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(
-            x, self.kernel[...], strides, padding, dimension_numbers=layout
-        )
-        return jax.nn.relu(x + self.bias[...])
-
-
 class LPIPS(nnx.Module):
     """Pairs of pictures in 0..1 to distances."""
 
     def __init__(self, config: LPIPSConfig, *, rngs: nnx.Rngs | None = None):
         self.config, width = config, 3
         for layer, c_out in zip(layers_of(config.net), config.widths, strict=True):
-            setattr(self, f"features_{layer.number}", Convolution(width, c_out, layer))
+            found = nnx.Conv(
+                width,
+                c_out,
+                (layer.side, layer.side),
+                layer.stride,
+                padding=layer.padding,
+                kernel_init=nnx.initializers.zeros,
+                rngs=rngs or nnx.Rngs(0),
+            )
+            setattr(self, f"features_{layer.number}", found)
             width = c_out
         widths = dict(zip(layers_of(config.net), config.widths, strict=True))
         for number, group in enumerate(NETS[config.net]):
@@ -108,7 +100,7 @@ class LPIPS(nnx.Module):
             for pool, group in zip(POOLS[self.config.net], NETS[self.config.net], strict=True):
                 x = nnx.max_pool(x, (pool, pool), (2, 2)) if pool else x
                 for layer in group:
-                    x = getattr(self, f"features_{layer.number}")(x)
+                    x = jax.nn.relu(getattr(self, f"features_{layer.number}")(x))
                 taps.append(x)
         return taps
 
