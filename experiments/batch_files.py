@@ -105,14 +105,6 @@ class Series:
         """The images that are made here."""
         return range(self.count) if self.images is None else self.images
 
-    def starts(self) -> range:
-        """Return the number of each batch's first image."""
-        return self.made[:: self.batch_size]
-
-    def index(self, start: int) -> np.ndarray:
-        """Return the numbers of the images in the batch that begins with image `start`."""
-        return np.arange(start, min(start + self.batch_size, self.made.stop))
-
     def check(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise `Damaged` unless the arrays of a file are images of this series from image `start`
         on."""

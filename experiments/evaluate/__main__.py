@@ -46,7 +46,7 @@ from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
-from varjax.evaluation import extractors, protocols
+from varjax.evaluation import extractors, protocols, references
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
@@ -294,9 +294,10 @@ def write(job: Evaluation, store: BatchStore) -> None:
     if job.pairs:
         found, per_image = pairs.measure(job.pairs, store)
     if job.comparison:
-        found |= sets.measure(job.comparison, store)
+        figures, summaries = sets.measure(job.comparison, store)
+        found |= figures
         if STATISTICS.value:
-            sets.save_statistics(pathlib.Path(STATISTICS.value), job.comparison, store)
+            references.write(pathlib.Path(STATISTICS.value), summaries, job.comparison.notes)
     recipe = job.recipe() | environment(scipy)
     files = ["metrics.json", *(["per_image.npz"] if per_image is not None else [])]
     content = {**found, "remarks": list(job.remarks), "recipe": recipe, "files": files}

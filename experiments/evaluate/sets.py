@@ -1,7 +1,6 @@
 """Metrics of a set of samples against a reference set: FID, sFID, Inception score, precision and
 recall; the features that each needs, and their extraction, which keeps finished parts."""
 
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ from varjax.evaluation.extractors import WHERE_INCEPTION, Network, Program
 from varjax.evaluation.statistics import (
     NEIGHBOURS,
     Gaussian,
-    InceptionScore,
     Moments,
     frechet,
+    inception_scores,
     precision_recall,
 )
 from varjax.parallel.stopping import Stop
@@ -143,20 +142,22 @@ def order_remarks(samples: PictureSet, split_size: int) -> list[str]:
     ]
 
 
-def measure(job: Comparison, store: BatchStore) -> dict:
-    """Return the values by the keys of metrics.json. The store has the features."""
+def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussian]]:
+    """Return the values by the keys of metrics.json, and what the samples' features are summarised
+    by. The store has the features."""
     found: dict = {}
+    summaries: dict[str, Gaussian] = {}
     for metric, feature in DISTANCES.items():
         if metric in job.metrics:
-            found[metric] = frechet(*(gaussian(job, store, name, feature) for name in job.sides))
+            summaries[feature], theirs = (gaussian(job, store, n, feature) for n in job.sides)
+            found[metric] = frechet(summaries[feature], theirs)
     if "is" in job.metrics:
         # ADM's splits: consecutive blocks, the last one shorter
-        score = InceptionScore(np.arange(job.sides["samples"].pictures.count) // job.split_size)
-        for _, arrays in store.batches("samples"):
-            score.add(arrays["logits"])
-        scores = score.scores()
-        found |= {"inception_score": float(scores.mean())}
-        found |= {"inception_score_std": float(scores.std())}
+        split_of = np.arange(job.sides["samples"].pictures.count) // job.split_size
+        logits = (arrays["logits"] for _, arrays in store.batches("samples"))
+        scores = inception_scores(logits, split_of)
+        found["inception_score"] = float(scores.mean())
+        found["inception_score_std"] = float(scores.std())
     for name, side in job.sides.items() if AGREEMENT in job.metrics else ():
         if side.labels is not None:  # part of the pictures taken for the class asked for
             key = AGREEMENT + ("" if name == "samples" else f"_{name}")
@@ -168,14 +169,7 @@ def measure(job: Comparison, store: BatchStore) -> dict:
         report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
         result = precision_recall(theirs, ours, report=report)
         found |= {metric: getattr(result, metric) for metric in asked}
-    return found
-
-
-def save_statistics(path: pathlib.Path, job: Comparison, store: BatchStore) -> None:
-    """Write means and covariances of the samples to a file, which can be a reference later."""
-    kept = {feature for metric, feature in DISTANCES.items() if metric in job.metrics}
-    found = {feature: gaussian(job, store, "samples", feature) for feature in sorted(kept)}
-    references.write(path, found, job.notes)
+    return found, summaries
 
 
 # --- features ---

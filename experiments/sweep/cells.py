@@ -88,10 +88,12 @@ class Runner:
         return self.model.transformer.no_tokens(len(self.sweep.condition))
 
     def compiled(self, cell: Cell) -> Generator:
-        """Return the program of a cell."""
-        found = self.sweep.cell_generator(self.model, cell)
-        first = np.zeros(self.sweep.batch_size, np.int32)  # programs depend on shapes only
-        found.compile(self.sweep.condition.take(first), self._unused[first])
+        """Return the program of a cell. The full cache is never compressed."""
+        sweep, program = self.sweep, self.sweep.program
+        kv_dtype = program.dtype if cell is sweep.full else program.kv_dtype
+        found = sweep.generator(self.model, cell.plan, kv_dtype, keep_logits=True)
+        first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
+        found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
         _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
         return found

@@ -4,7 +4,7 @@ Everything is summed in float64 on the host, a block of features at a time. Lett
 features, V classes, S splits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -119,30 +119,25 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
 # --- Inception score ------------------------------------------------------------------------------
 
 
-class InceptionScore:
-    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). Logits come block
-    by block in the order of the pictures. split_of: the split of every picture."""
-
-    def __init__(self, split_of: Integer[np.ndarray, " N"]):
-        self.split_of, self.done = split_of, 0
-        splits = int(split_of.max()) + 1
-        self.negative_entropy, self.probability = np.zeros(splits), None
-
-    def add(self, logits: Float[np.ndarray, "n V"]) -> None:
-        splits = self.split_of[self.done : self.done + len(logits)]
-        logs = log_softmax(np.asarray(logits, np.float64), axis=1)  # finite where softmax is 0
+def inception_scores(
+    logits: Iterable[Float[np.ndarray, "n V"]], split_of: Integer[np.ndarray, " N"]
+) -> Float[np.ndarray, " S"]:
+    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). logits: block by
+    block in the order of the pictures. split_of: the split of every picture."""
+    counts, done = np.bincount(split_of)[:, None], 0
+    negative_entropy, probability = np.zeros(len(counts)), None
+    for block in logits:
+        splits = split_of[done : done + len(block)]
+        logs = log_softmax(np.asarray(block, np.float64), axis=1)  # finite where softmax is 0
         p = np.exp(logs)
-        if self.probability is None:
-            self.probability = np.zeros((len(self.negative_entropy), logits.shape[1]))
-        np.add.at(self.negative_entropy, splits, (p * logs).sum(1))
-        np.add.at(self.probability, splits, p)
-        self.done += len(logits)
-
-    def scores(self) -> Float[np.ndarray, " S"]:
-        counts = np.bincount(self.split_of)[:, None]
-        mean = self.probability / counts
-        logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
-        return np.exp(self.negative_entropy / counts[:, 0] - (mean * logs).sum(1))
+        np.add.at(negative_entropy, splits, (p * logs).sum(1))
+        if probability is None:
+            probability = np.zeros((len(counts), block.shape[1]))
+        np.add.at(probability, splits, p)
+        done += len(block)
+    mean = probability / counts
+    logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
+    return np.exp(negative_entropy / counts[:, 0] - (mean * logs).sum(1))
 
 
 # --- precision and recall -------------------------------------------------------------------------
