@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments import parts
+from experiments import batch_files, parts
 from experiments.batch_files import Damaged, Series
 from experiments.output import BatchStore
 from experiments.parts import Part, PartStore
@@ -131,7 +131,8 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
 def _cell(part: Part, key: str) -> dict:
     path = cells.path_of(part.work.path, key)
     try:
-        return cells.read(path)
+        row, arrays = batch_files.read_with(path)
+        return arrays | {"row": row}
     except (Damaged, OSError):
         raise UserError(f"{path} is missing or damaged: {parts.again(part.work.path)}") from None
 

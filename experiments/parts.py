@@ -10,7 +10,6 @@ batches or cells beside it hold the digest of the settings and a seal each
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -31,15 +30,12 @@ from experiments.batch_files import (
 from experiments.output import BatchStore, FolderFlags, written
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, some
-from varjax.io.json_text import json_safe
 from varjax.parallel import processes
-from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP, check_place
-from varjax.storage.manifest import parse_json, read_json
+from varjax.storage.manifest import read_json
 
 MOST = 10**5  # jobs of a run
 NAME = re.compile(r"part-(0|[1-9]\d{0,5})-of-([1-9]\d{0,5})")
-CONTENT = "content"  # the array that holds JSON in UTF-8
 
 
 @dataclass(frozen=True)
@@ -179,9 +175,7 @@ def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | Non
 
 def write(store: PartStore, content: Mapping, arrays: Mapping[str, np.ndarray]) -> None:
     """Say that a part is finished. content: JSON data."""
-    text = json.dumps(json_safe(content)).encode("utf-8", "surrogatepass")
-    held = {**arrays, CONTENT: np.frombuffer(text, np.uint8)}
-    batch_files.write(store.work.path / PART, store.work.digest, held)
+    batch_files.write_with(store.work.path / PART, store.work.digest, content, arrays)
 
 
 def is_written(store: PartStore) -> bool:
@@ -242,8 +236,6 @@ def again(folder: pathlib.Path) -> str:
 
 def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
     work = WorkFolder(folder, settings)
-    if lock.is_held(folder):
-        raise UserError(f"{shard} is still at work in {folder}: wait until it has ended")
     work.check(overwrite=True)  # nothing else than files of runs
     if conflict := work.conflict():
         raise UserError(
@@ -251,11 +243,10 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
             "with the flags of the first one"
         )
     try:
-        arrays = batch_files.read(folder / PART)
-        content = parse_json(bytes(arrays.pop(CONTENT)).decode("utf-8", "surrogatepass"))
+        content, arrays = batch_files.read_with(folder / PART)
     except FileNotFoundError:
         raise UserError(f"{shard} in {folder} is not finished: {again(folder)}") from None
-    except (Damaged, KeyError, ValueError) as error:
+    except Damaged as error:
         raise UserError(
             f"{folder / PART} is damaged ({error!s:.200}): remove it and {again(folder)}"
         ) from None
@@ -289,9 +280,6 @@ def held(parts: list[Part]) -> Iterator[None]:
 
 def files_of_parts(out: pathlib.Path) -> set[str]:
     """Return the files below a folder that belong to parts (`varjax.storage.atomic.Written`)."""
-    found = set()
-    for _, folder in parts_in(out):
-        for path in folder.iterdir():
-            if OURS.fullmatch(path.name) or path.name in DESKTOP or path.name == lock.NAME:
-                found.add(f"{folder.name}/{path.name}")
-    return found
+    files = (path for _, folder in parts_in(out) for path in folder.iterdir())
+    ours = (path for path in files if OURS.fullmatch(path.name) or path.name in DESKTOP)
+    return {f"{path.parent.name}/{path.name}" for path in ours}

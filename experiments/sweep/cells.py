@@ -4,8 +4,8 @@ full cache's tokens forced for logits. Finished cells are kept.
 Letters: N images, L tokens, K scales.
 """
 
+import contextlib
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -24,13 +24,11 @@ from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
-from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -39,19 +37,6 @@ TIMED_RUNS = 2  # at least so many runs of a program after its first
 def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
     """Return the file of a finished cell. key: of the cell."""
     return folder / f"cell-{key}.npz"
-
-
-def read(path: pathlib.Path) -> dict:
-    """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell; `Damaged` or
-    OSError if there is none."""
-    found = batch_files.read(path)
-    try:
-        row = parse_json(str(found.pop("row", "")))
-    except ValueError as error:
-        raise Damaged(str(error)) from None
-    if not isinstance(row, dict):
-        raise Damaged("it holds no numbers")
-    return found | {"row": row}
 
 
 class Runner:
@@ -135,19 +120,15 @@ class Runner:
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
         if processes.is_first():
-            arrays = {**arrays, "row": np.array(json.dumps(json_safe(row)))}
-            batch_files.write(self.path(cell), self.store.work.digest, arrays)
+            batch_files.write_with(self.path(cell), self.store.work.digest, row, arrays)
 
     def results(self, cell: Cell) -> dict | None:
-        """Return what `read` finds of a finished cell. None if it must be run: the file is missing,
-        damaged in any way, or of another cell."""
-        try:
-            found = read(self.path(cell))
-        except (Damaged, OSError):
-            return None
-        asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
-        asked = json_safe(asked | {"plan": cell.plan.digest})
-        return found if all(found["row"].get(name) == asked[name] for name in asked) else None
+        """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must
+        be run: the file is missing, or damaged in any way. Its name is a digest of the cell."""
+        with contextlib.suppress(Damaged, OSError):
+            row, arrays = batch_files.read_with(self.path(cell))
+            return arrays | {"row": row}
+        return None
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""
