@@ -50,8 +50,8 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
         for i, j in np.ndindex(density.shape[:2])
     ]
     height = max(240, min(900, 9 * len(data)))
-    chart = chart_of(data, ["source scale", "density"], height=height)
-    chart = chart.properties(description="attention density of every head on every source scale")
+    what = "attention density of every head on every source scale"
+    chart = chart_of(data, ["source scale", "density"], description=what, height=height)
     return (
         chart.transform_filter("datum.density > 0")
         .mark_rect()
@@ -76,16 +76,12 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
     what = "distance of keys to those of the scale before, layers by scales"
     height = max(140, 16 * len(values))
-    chart = chart_of(data, ["scale", "distance"], height=height)
-    return (
-        chart.properties(description=what)
-        .mark_rect()
-        .encode(
-            alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
-            alt.Y("layer:O"),
-            alt.Color("distance:Q", title="mean ‖kᵢ − resized kᵢ₋₁‖₂").scale(scheme=CIVIDIS),
-            tooltip=["layer:O", "scale:O", "distance:Q"],
-        )
+    chart = chart_of(data, ["scale", "distance"], description=what, height=height)
+    return chart.mark_rect().encode(
+        alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
+        alt.Y("layer:O"),
+        alt.Color("distance:Q", title="mean ‖kᵢ − resized kᵢ₋₁‖₂").scale(scheme=CIVIDIS),
+        tooltip=["layer:O", "scale:O", "distance:Q"],
     )
 
 
@@ -124,15 +120,17 @@ def _removals(last_use: np.ndarray, source: int, geometry: Geometry) -> alt.Char
     ]
     square = max(9, min(34, 220 // heads, 300 // layers))
     size = {"width": square * heads, "height": square * layers}
-    chart = chart_of(data, ["head", "given up"], **size).properties(
-        title=f"source {names[source]}",
-        description=f"when each head gives up source scale {names[source]}",
-    )
-    return chart.mark_rect(stroke="var(--back)").encode(
-        alt.X("head:O"),
-        alt.Y("layer:O"),
-        alt.Color("given up:N").scale(scheme=CIVIDIS, domain=words[source + 1 :].tolist()),
-        tooltip=["layer:O", "head:O", "given up:N"],
+    what = f"when each head gives up source scale {names[source]}"
+    chart = chart_of(data, ["head", "given up"], description=what, **size)
+    return (
+        chart.properties(title=f"source {names[source]}")
+        .mark_rect(stroke="var(--back)")
+        .encode(
+            alt.X("head:O"),
+            alt.Y("layer:O"),
+            alt.Color("given up:N").scale(scheme=CIVIDIS, domain=words[source + 1 :].tolist()),
+            tooltip=["layer:O", "head:O", "given up:N"],
+        )
     )
 
 
@@ -146,7 +144,7 @@ def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     total = geometry.num_layers * geometry.num_heads
     data = [{"source scale": names, "ranks": plain(values)}]
     what = "standard deviation of head ranks over calibrations, per source scale"
-    chart = chart_of(data, ["source scale", "ranks"]).properties(description=what)
+    chart = chart_of(data, ["source scale", "ranks"], description=what)
     return chart.mark_line(point={"filled": True, "size": 70}).encode(
         alt.X("source scale:O", sort=None),
         alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),
