@@ -12,12 +12,10 @@ def move_all(layers, target, below=None):
     """See `api.move_all`; nothing but the targets is written here, so `below` does not matter.
     What moves is copied at once, because a GPU would start a kernel for each layer."""
     buffer = layers[0].pool.shape[2] - target.shape[-1]
+    targets = jnp.split(target, len(layers)) if len(layers) > 1 else [target]
     new = [slots.pool[:, :, buffer:] for slots in layers]
-    if len(layers) == 1:
-        return (_moved(layers[0], target, _copied(new[0])),)
-    targets = jnp.split(target, len(layers))
-    given = zip(layers, targets, jnp.split(_copied(jnp.concatenate(new)), len(layers)), strict=True)
-    return tuple(_moved(*of_layer) for of_layer in given)
+    new = jnp.split(_copied(jnp.concatenate(new)), len(new)) if len(new) > 1 else [_copied(new[0])]
+    return tuple(_moved(*of_layer) for of_layer in zip(layers, targets, new, strict=True))
 
 
 def _moved(slots, target, new):

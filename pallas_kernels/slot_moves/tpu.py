@@ -42,8 +42,7 @@ FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and 
 
 def move_all(layers, target, below=None, *, interpret, most_bytes: int = MOST_BYTES):
     """See `api.move_all`: one layer after the other. most_bytes: of the pool in a grid step."""
-    targets = jnp.split(target, len(layers)) if len(layers) > 1 else [target]
-    given = zip(layers, targets, strict=True)
+    given = zip(layers, jnp.split(target, len(layers)), strict=True)
     return tuple(_move(*of_layer, below, interpret, most_bytes) for of_layer in given)
 
 
