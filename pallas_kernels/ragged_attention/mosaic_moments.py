@@ -23,7 +23,7 @@ from pallas_kernels.mosaic_products import (
     PER_ROW,
     ROWS,
     Multiply,
-    Products,
+    Wgmma,
     across,
     down,
     products,
@@ -48,10 +48,8 @@ def attention_moments(
     rows, heads, queries, _ = projection.shape
     # 64 keys are the rows of a product. Each program sums its columns over all queries by itself,
     # so no two programs add to one number.
-    stored, weights = (
-        StoredBlocks.of(kv_pool, kv_scale, table, ROWS),
-        sums.weights.astype(jnp.float32),
-    )
+    stored = StoredBlocks.of(kv_pool, kv_scale, table, ROWS)
+    weights = sums.weights.astype(jnp.float32)
     # queries behind the last weight (padding) are not fetched
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
@@ -69,22 +67,22 @@ def attention_moments(
         ],
         [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + sums.squares)],
         _scratch(projection, chip, stored, buffers, 1 + sums.squares),
-        mesh=mosaic.programs(computing=1, tile=count, head=heads, row=rows),
+        computing=1,
+        grid={"tile": count, "head": heads, "row": rows},
         cost=estimates.attention_moments(projection, kv_pool, table, squares=sums.squares),
         interpret=interpret,
         name="attention_moments",
     )
-    columns = [_columns(a, call.slots, queries) for a in found[0]]
+    columns = [  # of whole tiles: those of slots of the table, then those of own tokens
+        jnp.concatenate(
+            [a[:, :, : call.slots], a[:, :, old * ROWS : old * ROWS + queries]], axis=-1
+        )
+        for a in found[0]
+    ]
     return columns[0], columns[1] if sums.squares else None
 
 
-def _columns(sums, slots: int, queries: int):
-    """Cut whole tiles of both kinds of columns to the slots of the table and the own tokens."""
-    own = pl.cdiv(slots, ROWS) * ROWS
-    return jnp.concatenate([sums[:, :, :slots], sums[:, :, own : own + queries]], axis=-1)
-
-
-def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, powers: int) -> list:
+def _scratch(projection, chip: Wgmma, stored: StoredBlocks, buffers: int, powers: int) -> list:
     """Shared and tensor memory of a program, in the order of `_sum_columns`."""
     head_dim = projection.shape[-1]
     tile = partial(mosaic.tile, dtype=projection.dtype, swizzle=chip.swizzle)
@@ -103,7 +101,7 @@ def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, pow
     ]
 
 
-def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
+def _sum_columns(heads: int, buffers: int, chip: Wgmma, old: int, numbers, own, stored, *refs):
     """The kernel: one step of keys. Steps of own keys come after the `old` steps of the table."""
     # No number of registers is asked for: what the compiler takes leaves room for three programs on
     # a multiprocessor.
@@ -120,10 +118,7 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
     def _():
         @plgpu.warp_map
         def _(warp):
-            fetcher = Fetcher(warp, stored, [part], 1)
-            own_step = step < keys.own_steps
-            pl.when(own_step)(lambda: fetcher.start_own(keys, step, 0))
-            pl.when(jnp.logical_not(own_step))(lambda: fetcher.start_stored(keys, step, 0))
+            Fetcher(warp, stored, [part], 1).start_any(keys, step, 0)
 
         seen.fetch_all(row, head)
 
@@ -143,19 +138,13 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
         inside = keys.valid(step, (ROWS, ROWS), 0)
         multiply = chip.multiply(product_sums, 0)
         totals = seen.sums(multiply, k_tile.at[0], factor, inside, len(results))
-        _store(totals, sums, results, (row, head, tile))
-
-
-def _store(totals, sums, results, place) -> None:
-    """Store the sums of a program's columns, through shared memory. place: row, head, tile."""
-    for i, total in enumerate(totals):
-        sums[i] = total
-    plgpu.commit_smem()
-    row, head, tile = place
-    for i, result in enumerate(results):
-        columns = pl.ds(tile * ROWS, ROWS)
-        plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
-    plgpu.wait_smem_to_gmem(0)
+        for i, total in enumerate(totals):
+            sums[i] = total
+        plgpu.commit_smem()
+        for i, result in enumerate(results):
+            columns = pl.ds(tile * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
+        plgpu.wait_smem_to_gmem(0)
 
 
 @dataclass(frozen=True)

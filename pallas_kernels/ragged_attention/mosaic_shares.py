@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import ROWS, Products
+from pallas_kernels.mosaic_products import ROWS, Wgmma
 from pallas_kernels.mosaic_projection import TURNED
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention.config import MosaicConfig
@@ -37,19 +37,23 @@ class Shares:
     programs: int
 
     @classmethod
-    def of(cls, projection: Projection, config: MosaicConfig, chip: Products, scaled: bool):
+    def of(cls, projection: Projection, config: MosaicConfig, chip: Wgmma, scaled: bool):
         """scaled: whether the pool is int8."""
         rows, heads, tokens, head_dim = projection.shape
-        tiles = -(-tokens // (config.warpgroups * ROWS))
+        groups, size, turned = config.warpgroups, config.block_k, projection.rotation is not None
+        tiles = -(-tokens // (groups * ROWS))
         total = rows * heads * tiles
-        turned = projection.rotation is not None
-        given = dict(weights=bool(chip.weights((1, 1), projection.dtype)), turned=turned)
-        one, more = (
-            shared_memory(config, head_dim, scaled, several=several, **given)
-            for several in (False, True)
-        )
-        at_once = programs_at_once(config, one, turned)
-        fits = more <= mosaic.MOST and programs_at_once(config, more, turned) == at_once
+        # bytes of shared memory of a program, without barriers: queries as they come and finished,
+        # weights, the matrix of the rotation, steps; two for each number
+        queries, steps = groups * ROWS * head_dim, 2 * config.buffers * size
+        weights = 0 if chip.registers else groups * ROWS * size
+        numbers = 2 * queries + weights + turned * TURNED**2 + steps * head_dim
+        memory = 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
+        # two warpgroups that compute take all registers of a multiprocessor
+        most = ALONE[turned] if groups == 1 else 1
+        at_once = mosaic.programs_at_once(memory, most)
+        memory += 2 * queries  # with a place for the result
+        fits = memory <= mosaic.MOST and mosaic.programs_at_once(memory, most) == at_once
         return cls(tiles, heads, total, min(total, at_once) if fits else total)
 
     @property
@@ -70,33 +74,3 @@ class Shares:
         head = jax.lax.div(number, self.tiles)
         place = jax.lax.div(head, self.heads), jax.lax.rem(head, self.heads)
         return *place, jax.lax.rem(number, self.tiles)
-
-
-def programs_at_once(config: MosaicConfig, memory: int, turned: bool) -> int:
-    """How many programs the chip runs at the same time. memory: bytes of shared memory of each.
-    turned: whether queries are rotated."""
-    # two warpgroups that compute take all registers of a multiprocessor
-    return mosaic.programs_at_once(memory, ALONE[turned] if config.warpgroups == 1 else 1)
-
-
-def shared_memory(
-    config: MosaicConfig,
-    head_dim: int,
-    scaled: bool,
-    *,
-    several: bool = False,
-    weights: bool = False,
-    turned: bool = True,
-) -> int:
-    """Bytes of shared memory that a program of `attend` takes for 16-bit numbers, without barriers.
-
-    scaled: whether the pool is int8.
-    several: see `Shares`.
-    weights: whether weights go through it.
-    turned: whether queries are rotated.
-    """
-    groups, size = config.warpgroups, config.block_k
-    steps = 2 * config.buffers * size
-    queries = (2 + several) * groups * ROWS * head_dim  # as they come, finished, and the result
-    numbers = queries + weights * groups * ROWS * size + turned * TURNED**2 + steps * head_dim
-    return 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
