@@ -62,7 +62,6 @@ from pallas_kernels.mosaic_projection import (
 )
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.mosaic_keys import (
     Keys,
     Part,
@@ -72,6 +71,7 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.mosaic_shares import Shares
+from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.refs import Ref, Scalar
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]

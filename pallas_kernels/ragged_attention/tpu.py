@@ -37,7 +37,7 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import tpu as cache_write
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.in_turn import in_turn
+from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks, dot, split
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
 from pallas_kernels.tpu_operands import LANES, balanced, rounded

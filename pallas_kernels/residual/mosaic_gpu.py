@@ -113,14 +113,16 @@ def _launch(
     interpret,
     name: str,
 ) -> dict[str, Array]:
-    """The results by name, after `body(bits, given, results, tile, row, first token)` for all
+    """The results by name, after `body(bits, given, results, row, tile, first token)` for all
     tiles. With `bits` scales of rows [R, T'] are among them, T' >= T. kinds: types of what is read.
 
     Raises:
       NotImplementedError: what the kernels cannot take.
     """
     rows, tokens, width = results["normal"].shape
-    tiles = Tiles.of(tokens, width, scales=bits is not None)
+    fours, single = _tiles(tokens, width, scales=bits is not None)
+    many = tokens // WARPS if fours else 0  # tiles of four tokens
+    count = many + tokens - WARPS * many
     mosaic.check_simulator(interpret)
     for kind in kinds:
         if kind.name not in (*NAMES, "int32"):
@@ -135,7 +137,12 @@ def _launch(
     def kernel(given, *refs: Ref):
         row, number = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
         out = dict(zip(results, refs, strict=True))
-        tiles.run(number, lambda tile, first: body(bits, given, out, tile, row, first))
+        run = partial(body, bits, given, out, row)
+        if fours:
+            pl.when(number < many)(lambda: run(fours, number * WARPS))
+        if count > many:
+            first = number + (WARPS - 1) * many
+            pl.when(number >= many)(lambda: run(single, first))
 
     params = plgpu.CompilerParams(
         approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
@@ -143,7 +150,7 @@ def _launch(
     found = pl.kernel(
         kernel,
         out_type=tuple(results.values()),
-        mesh=plgpu.Mesh(grid=(rows, tiles.count), grid_names=("row", "tile")),
+        mesh=plgpu.Mesh(grid=(rows, count), grid_names=("row", "tile")),
         compiler_params=params,
         cost_estimate=cost,
         interpret=mosaic.simulator(interpret),
@@ -211,52 +218,27 @@ class Tile:
             ref[row, first] = x
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of each row of the batch, in order: those of four tokens, then single ones."""
-
-    fours: Tile | None
-    single: Tile
-    tokens: int
-
-    @classmethod
-    def of(cls, tokens: int, width: int, scales: bool) -> "Tiles":
-        """scales: whether a scale of each row is written."""
-        narrow = width <= NARROW and width % (2 * LANES) == 0
-        whole = width % (LANES * WARPS) == 0
-        # a warp of a narrow tile cannot store the one number of its row
-        if not whole and (not narrow or scales):
-            raise NotImplementedError(
-                f"Mosaic takes rows of the residual stream whose width is a multiple of "
-                f"{LANES * WARPS}, not {width}: use implementation='reference' "
-                f"(--attention=reference)"
-            )
-        fours = Tile(WARPS, width) if narrow and tokens >= WARPS else None
-        return cls(fours, Tile(0 if whole else 1, width), tokens)
-
-    @property
-    def whole(self) -> int:
-        """How many have four tokens."""
-        return self.tokens // WARPS if self.fours else 0
-
-    @property
-    def count(self) -> int:
-        return self.whole + self.tokens - WARPS * self.whole
-
-    def run(self, number, body: Callable) -> None:
-        """Call `body(tile, its first token)` for the tile with this number."""
-        if self.fours:
-            pl.when(number < self.whole)(lambda: body(self.fours, number * WARPS))
-        if self.count > self.whole:
-            first = number + (WARPS - 1) * self.whole
-            pl.when(number >= self.whole)(lambda: body(self.single, first))
+def _tiles(tokens: int, width: int, scales: bool) -> tuple[Tile | None, Tile]:
+    """The tiles of each row of the batch, in order: those of four tokens, if there are any, then
+    single ones. scales: whether a scale of each row is written."""
+    narrow = width <= NARROW and width % (2 * LANES) == 0
+    whole = width % (LANES * WARPS) == 0
+    # a warp of a narrow tile cannot store the one number of its row
+    if not whole and (not narrow or scales):
+        raise NotImplementedError(
+            f"Mosaic takes rows of the residual stream whose width is a multiple of "
+            f"{LANES * WARPS}, not {width}: use implementation='reference' "
+            f"(--attention=reference)"
+        )
+    fours = Tile(WARPS, width) if narrow and tokens >= WARPS else None
+    return fours, Tile(0 if whole else 1, width)
 
 
 # --- kernels --------------------------------------------------------------------------------------
 
 
 def _add_and_normalize(
-    place: int | None, norm: Norm, bits, given, out: dict[str, Ref], tile: Tile, row, first
+    place: int | None, norm: Norm, bits, given, out: dict[str, Ref], row, tile: Tile, first
 ) -> None:
     stream, added, (vectors, layer) = given
     x = tile.load(stream, row, first)
@@ -276,7 +258,7 @@ def _add_and_normalize(
     _put(tile, bits, out, row, first, x)
 
 
-def _to_8_bits(activation, bits, sums, out: dict[str, Ref], tile: Tile, row, first) -> None:
+def _to_8_bits(activation, bits, sums, out: dict[str, Ref], row, tile: Tile, first) -> None:
     x = _finished(tile, sums, row, first)
     _put(tile, bits, out, row, first, activation(x) if activation else x)
 
