@@ -200,12 +200,8 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, inter
 def finished_and_stored(
     projection: Projection, kv_pool: Array, writes: BlockWrites, interpret
 ) -> tuple[Array, Array]:
-    """Keys and values as `finished` returns them, and the pool with those that `writes` stores.
-
-    Args:
-      kv_pool: in the type of the projection.
-      writes: has `by_token`; its table is shared by all rows.
-    """
+    """Keys and values as `finished` returns them, and the pool, of their type, with those that
+    `writes` stores. The table of `writes` has `by_token` and is shared by all rows."""
     stores = Stores.of(kv_pool, writes)
     turned = sum(turn_widths(projection))  # columns of the product that rotates keys
     cost = estimates.finish_and_store(projection, kv_pool, writes, turned)

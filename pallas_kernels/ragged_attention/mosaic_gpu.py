@@ -5,7 +5,7 @@ See `api` for what it computes; `mosaic_projection` for queries, `mosaic_keys` f
 Tiling. A tile has 64 queries per computing warpgroup, of one head of one row. Keys and values come
 in steps of `block_k`: own tokens first, then the blocks of the head's table, as many as make a
 step. A head's steps end with the last entry that it uses. A program goes through several tiles
-(`mosaic_shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
+(`Shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
 in shared memory while the others compute on steps that have arrived. Barriers say which places are
 full and which are free again. A program of few queries is a single warpgroup: it starts the copies
 of as many steps as there are places, then computes, and fills a place again after its step. Three
@@ -53,6 +53,7 @@ from pallas_kernels.mosaic_products import (
     turned,
 )
 from pallas_kernels.mosaic_projection import (
+    TURNED,
     TileMemory,
     Unfinished,
     finished,
@@ -70,44 +71,99 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
     fetch_all,
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
-from pallas_kernels.ragged_attention.mosaic_shares import Shares
 from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.refs import Ref, Scalar
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]
 
 LOG2_E = math.log2(math.e)
+# Programs of one warpgroup that a multiprocessor holds, without and with a rotation: so many have
+# 168 and 255 registers per thread.
+ALONE = (3, 2)
 
 
-def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
-    """See `api.attend`. config: tiles; None takes those of `config.choose`. A projection of queries
-    alone, with the length 0, sees stored slots only; every row then needs at least one."""
+@dataclass(frozen=True)
+class Shares:
+    """The tiles of all heads of all rows, in the order in which programs serve them.
+
+    Where there are more tiles than the chip can serve at once, a program stays on its
+    multiprocessor and goes through several, one after another: the next tile's queries and keys are
+    fetched while the last one's are in use. Tiles of a head follow one another, so its keys are in
+    the L2 cache when they are read again.
+
+    tiles, heads: of a head, of a row.
+    total: tiles in all.
+    programs: how many there are. Each has equally many tiles, or one more.
+    """
+
+    tiles: int
+    heads: int
+    total: int
+    programs: int
+
+    @classmethod
+    def of(cls, projection, config: tiles.MosaicConfig, chip: Wgmma, scaled: bool):
+        """scaled: whether the pool is int8."""
+        rows, heads, tokens, head_dim = projection.shape
+        groups, size, turned = config.warpgroups, config.block_k, projection.rotation is not None
+        of_head = -(-tokens // (groups * ROWS))
+        total = rows * heads * of_head
+        # bytes of shared memory of a program, without barriers: queries as they come and finished,
+        # weights, the matrix of the rotation, steps; two for each number
+        queries, steps = groups * ROWS * head_dim, 2 * config.buffers * size
+        weights = 0 if chip.registers else groups * ROWS * size
+        numbers = 2 * queries + weights + turned * TURNED**2 + steps * head_dim
+        memory = 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
+        # two warpgroups that compute take all registers of a multiprocessor
+        most = ALONE[turned] if groups == 1 else 1
+        at_once = mosaic.programs_at_once(memory, most)
+        memory += 2 * queries  # with a place for the result
+        fits = memory <= mosaic.MOST and mosaic.programs_at_once(memory, most) == at_once
+        return cls(of_head, heads, total, min(total, at_once) if fits else total)
+
+    @property
+    def several(self) -> bool:
+        """Whether programs serve more than one tile. A tile's result then has a place of its own in
+        shared memory, so that the next one's queries may come while it is copied out."""
+        return self.total > self.programs
+
+    def of_program(self, program) -> tuple:
+        """(first tile, number of tiles) of a program."""
+        if not self.several:
+            return program, 1
+        first, last = ((program + i) * self.total // self.programs for i in (0, 1))
+        return first, last - first
+
+    def place(self, number) -> tuple:
+        """(row, head, tile of the head) of a tile."""
+        head = jax.lax.div(number, self.tiles)
+        place = jax.lax.div(head, self.heads), jax.lax.rem(head, self.heads)
+        return *place, jax.lax.rem(number, self.tiles)
+
+
+def attend(
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    kv_scale,
+    *,
+    return_lse,
+    interpret,
+    config=None,
+    own=None,
+):
+    """See `api.attend`. A projection of queries alone, with the length 0, sees stored slots only;
+    every row then needs at least one.
+
+    config: tiles; None takes those of `config.choose`.
+    own: finished keys and values of the scale; None: they are finished first.
+    """
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
-    given = (projection, new_length, kv_pool, table, kv_scale)
     if projection.qkv.shape[2] == 1:  # queries alone: an array that nobody reads
         own = kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
-    else:
+    elif own is None:
         own = finished(projection, (K, V), interpret)
-    return _attend(*given, own, return_lse=return_lse, interpret=interpret, config=config)
-
-
-def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *, interpret):
-    """See `api.store_and_attend`. Keys and values are stored by the kernel that finishes them, as
-    far as its copies can: they do not convert numbers, and want a table for all rows."""
-    mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
-    per_row = writes.ids.ndim == 3 and writes.layer is None
-    if kv_pool.dtype != projection.dtype or writes.by_token is None or per_row or not kv_pool.size:
-        given = (projection, new_length, kv_pool, table, writes, kv_scale)
-        return in_turn(attend, cache_write.write)(*given, interpret=interpret)
-    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
-    given = (projection, new_length, kv_pool, table, kv_scale)
-    return _attend(*given, own, return_lse=False, interpret=interpret), kv_pool, kv_scale
-
-
-def _attend(
-    projection, new_length, kv_pool, table, kv_scale, own, *, return_lse, interpret, config=None
-):
-    """`attend` with finished keys and values of the scale."""
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     chip = replace(products(), registers=False) if interpret else products()
@@ -116,12 +172,7 @@ def _attend(
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
         partial(_attend_tiles, config, chip, shares),
-        [
-            mosaic.number(new_length),
-            Unfinished.of(projection, (Q,), lines),
-            own,
-            stored,
-        ],
+        [mosaic.number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
                 jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
@@ -137,6 +188,19 @@ def _attend(
     )
     out = out.reshape(rows, tokens, heads, head_dim)
     return (out, lse[:, :, :tokens]) if return_lse else out
+
+
+def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *, interpret):
+    """See `api.store_and_attend`. Keys and values are stored by the kernel that finishes them, as
+    far as its copies can: they do not convert numbers, and want a table for all rows."""
+    mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
+    per_row = writes.ids.ndim == 3 and writes.layer is None
+    if kv_pool.dtype != projection.dtype or writes.by_token is None or per_row or not kv_pool.size:
+        given = (projection, new_length, kv_pool, table, writes, kv_scale)
+        return in_turn(attend, cache_write.write)(*given, interpret=interpret)
+    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
+    given = (projection, new_length, kv_pool, table, kv_scale)
+    return attend(*given, return_lse=False, interpret=interpret, own=own), kv_pool, kv_scale
 
 
 def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBlocks) -> list:

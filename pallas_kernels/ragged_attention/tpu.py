@@ -62,12 +62,19 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     whole = (rounded(tokens, own_keys), lambda *_: 0)
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
+    width = heads.count * head_dim
+    out = jax.ShapeDtypeStruct((rows, tokens, width), projection.dtype)
+    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
+    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
+    # head of [R, N, T] is neither
+    lse = jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32)
+    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
     statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
     found = tpu_blocks.call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
         (new_length, kv_pool, table, kv_scale),
         given,
-        _results(projection, heads, block_q)[: 1 + return_lse],
+        [(out, tile), (lse, row)][: 1 + return_lse],
         heads=heads,
         blocks=min(MAX_GROUP, max(1, keys // call.block_size)),
         scratch=[
@@ -89,19 +96,6 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
 
 
 store_and_attend = in_turn(attend, cache_write.write)
-
-
-def _results(projection, heads: Heads, block_q: int) -> list[tuple]:
-    """Shapes of the output and the log-sum-exp, each with its part in a grid step."""
-    (rows, _, tokens, head_dim), dtype = projection.shape, projection.dtype
-    width = heads.count * head_dim
-    out = jax.ShapeDtypeStruct((rows, tokens, width), dtype)
-    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
-    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
-    # head of [R, N, T] is neither
-    lse = jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32)
-    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
-    return [(out, tile), (lse, row)]
 
 
 def _attend_tile(

@@ -22,7 +22,7 @@ from jaxtyping import Array
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks, dot
+from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, dot
 from pallas_kernels.refs import Ref
 from pallas_kernels.tpu_operands import LANES, balanced, rounded
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
@@ -46,12 +46,19 @@ def attention_moments(
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(tokens, config.block_q, LANES)
     all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
-    given = _lines(heads, sums.weights, sums.lse, all_queries)
+    # one number per query, padded: `_sums` takes the weight 0 for "no query"
+    tail = all_queries - tokens
+    weights = jnp.pad(sums.weights.astype(jnp.float32), (0, tail))[None]
+    lse = jnp.pad(heads.padded(sums.lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
+    given = {
+        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
+        "lse": (lse, _row(len(lse), heads, all_queries)[1]),
+    }
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     given |= operands(projection, heads, parts)
     rotated = projection.rotation is not None
     found = tpu_blocks.call(
-        partial(_sum_columns, heads, projection.scale, own_keys, block_q),
+        partial(_sum_columns, partial(OwnTokens.of, heads, projection.scale), own_keys, block_q),
         (new_length, kv_pool, table, kv_scale),
         given,
         [_row(len(kv_pool), heads, width) for width in [slots, all_own] * (1 + sums.squares)],
@@ -74,39 +81,18 @@ def attention_moments(
     return columns[0], columns[1] if sums.squares else None
 
 
-def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
-    """The operands with one number per query, padded: weights and log-sum-exp."""
-    tail = all_queries - lse.shape[2]
-    # `_sums` takes the weight 0 for "no query"; q is undefined behind its end
-    weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
-    lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
-    return {
-        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
-        "lse": (lse, _row(len(lse), heads, all_queries)[1]),
-    }
-
-
 def _row(rows: int, heads: Heads, width: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
     """An array [R, N, 1, width], and the part of it in a grid step: rows of its heads."""
     shape = jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32)
     return shape, pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
 
 
-def _sum_columns(
-    heads: Heads,
-    scale,
-    own_keys: int,
-    block_q: int,
-    blocks: Blocks,
-    length_ref,
-    given,
-    results,
-    scratch,
-):
-    """The results are sums over stored slots and over own tokens, both once more for the
-    squares."""
+def _sum_columns(own_of, own_keys: int, block_q: int, blocks, length_ref, given, results, scratch):
+    """The results are sums over stored slots and over own tokens, both once more for the squares.
+    own_of: makes `OwnTokens` from references."""
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
-    own, length = OwnTokens.of(heads, scale, given), length_ref[0]
+    own, length = own_of(given), length_ref[0]
+    heads = own.heads
     sums_of = partial(_sums, queries, weights, lse, block_q, len(results) // 2)
     blocks.start()  # stored blocks are on their way while the own keys are at work
     # Columns without a key have to be 0, and no loop visits what lies behind the keys in use.
@@ -114,7 +100,14 @@ def _sum_columns(
         ref[...] = jnp.zeros_like(ref)
 
     def group(i):
-        _finish_queries(own, i, queries, block_q)
+        def finish(step, _):
+            here = pl.ds(pl.multiple_of(step * block_q, block_q), block_q)
+            q = own.queries(i, here)
+            for which in range(heads.together):
+                queries[which, here] = heads.alone(q, which).astype(queries.dtype)
+            return 0
+
+        jax.lax.fori_loop(0, queries.shape[1] // block_q, finish, 0)
 
         def own_step(step, _):
             here, valid = tokens_of_step(step, own_keys, length)
@@ -138,19 +131,6 @@ def _sum_columns(
             blocks.for_each_group(head, stored_step)
 
     heads.for_each_group(group)
-
-
-def _finish_queries(own: OwnTokens, group, queries, block_q: int) -> None:
-    """Put the finished queries of a group of heads into `queries`."""
-
-    def step(i, _):
-        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
-        q = own.queries(group, here)
-        for which in range(own.heads.together):
-            queries[which, here] = own.heads.alone(q, which).astype(queries.dtype)
-        return 0
-
-    jax.lax.fori_loop(0, queries.shape[1] // block_q, step, 0)
 
 
 def _sums(
