@@ -197,7 +197,7 @@ def decisions(held: HeadSlots, queries, stages):
         order = jnp.argsort(seen[..., :-8], axis=-1)[..., :8]
         target = jnp.where(order < number, held.pool.shape[2] + order, 1 + order)
         below = held.pool.shape[2] - 8
-        return slot_moves.move(held, target, below=below, implementation="tpu"), seen
+        return slot_moves.move_all([held], target, below=below, implementation="tpu")[0], seen
 
     return jax.lax.scan(stage, held, stages)
 
