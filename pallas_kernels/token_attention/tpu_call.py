@@ -4,11 +4,13 @@ All are pytrees, so a kernel gets the same trees of references, and what nobody 
 both. Operands are told apart by the names of their fields.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
@@ -45,22 +47,74 @@ class Results(NamedTuple):
     scores: Array | None = None
 
 
-def shapes(results: Results) -> Results:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), results)
+def launch(
+    kernel: Callable,
+    numbers: Prefetched,
+    given: Operands,
+    results: Results,
+    *,
+    grid: tuple[int, ...],
+    step: tuple[int, int],
+    spec: Callable[..., pl.BlockSpec],
+    tile: int,
+    scratch: Sequence = (),
+    cost: pl.CostEstimate,
+    interpret,
+) -> Results:
+    """Run a kernel of token attention.
 
+    Args:
+      kernel: gets references like `numbers`, `given` and `results`, then `scratch`, then with a
+        token memory for `tpu_token.put_beside`.
+      results: arrays like those that are computed; only shapes and types count.
+      grid: of rows, which may go to different cores, then of heads, which share blocks of results.
+      step: rows and heads of a grid step.
+      spec: the part of an operand in a grid step, by its name and its array, or with `result=True`
+        of a result.
+      tile: slots of a head that are written for the token.
+    """
 
-def specs(arrays: Tree, spec: Callable[[str, Array], pl.BlockSpec]) -> Tree:
-    """`spec` of the name and the array of every field."""
-    # None has no leaf, so specs are missing where arrays are
-    return jax.tree_util.tree_map_with_path(lambda path, array: spec(path[-1].name, array), arrays)
+    def tile_place(r, n, *rest):
+        return r, n, rest[-1].slot[0] // tile, 0  # what is known before a grid step comes last
+
+    def specs(arrays: Tree, **of_result) -> Tree:
+        def found(path, array):
+            if of_result and path[-1].name == "pool":
+                return pl.BlockSpec((*step, tile, array.shape[3]), tile_place)
+            return spec(path[-1].name, array, **of_result)
+
+        # None has no leaf, so specs are missing where arrays are
+        return jax.tree_util.tree_map_with_path(found, arrays)
+
+    heads, width = given.slots.pool.shape[1::2]
+    token = [] if given.token is None else [pltpu.VMEM((heads, width), jnp.float32)]
+    # a list of one, because Pallas takes a tuple of results apart
+    (found,) = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[specs(given)],
+            out_specs=[specs(results, result=True)],
+            scratch_shapes=[*scratch, *token],
+        ),
+        out_shape=[jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), results)],
+        input_output_aliases=aliases(numbers, given, results),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", *["arbitrary"] * (len(grid) - 1))
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name="token_attention",
+    )(numbers, given)
+    return found
 
 
 def aliases(numbers: Prefetched, given: Operands, results: Results) -> dict[int, int]:
     """Sums, the pool and scores are changed in place: what is not written keeps what it holds."""
-    operands, found = _names((numbers, given)), _names(results)
+    operands, found = (
+        # in the order in which Pallas counts operands and results
+        [path[-1].name for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        for tree in ((numbers, given), results)
+    )
     return {operands.index(n): found.index(n) for n in ("mass", "pool", "scores") if n in found}
-
-
-def _names(tree) -> list[str]:
-    """Names of the fields, in the order in which Pallas counts operands and results."""
-    return [path[-1].name for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -11,7 +11,6 @@ slots, because every row and head is fetched once, and its tile is written after
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.token_attention.tpu_row import iota
 from pallas_kernels.tpu_operands import rounded
@@ -35,16 +34,6 @@ def put_beside(row, token, rows_ref) -> None:
     them. float32, because single rows can be addressed in that type only."""
     both = [array[row].astype(jnp.float32) for array in (token.k, token.v)]
     rows_ref[...] = jnp.concatenate(both, axis=-1)
-
-
-def tile_spec(pool, rows: int, heads: int, tile: int) -> pl.BlockSpec:
-    """The tile with the token's slot in grid step (r, n, ...), as a result."""
-
-    def place(r, n, *rest):
-        numbers = rest[-1]  # what is known before a grid step comes last
-        return r, n, numbers.slot[0] // tile, 0
-
-    return pl.BlockSpec((rows, heads, tile, pool.shape[3]), place)
 
 
 def put(rows_ref, first, slot, pool, tile_ref) -> None:
@@ -78,8 +67,3 @@ def put(rows_ref, first, slot, pool, tile_ref) -> None:
     pl.when(slot < whole)(lambda: in_tile(pl.multiple_of(slot // tile * tile, tile), tile))
     # the rest of the last tile is no part of the pool
     pl.when(slot >= whole)(lambda: in_tile(whole, slots - whole))
-
-
-def scratch(pool) -> pltpu.VMEM:
-    """Memory for `rows_ref`."""
-    return pltpu.VMEM((pool.shape[1], pool.shape[3]), jnp.float32)

@@ -50,17 +50,15 @@ def test_attend_int8():
 def test_attend_token():
     """6 heads of 40 slots; positions of 4 bytes, sums read and written, two scales per slot."""
     query, slots = abstract_token_arguments(SPEC, 40)
-    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     queries, held = 2 * 6 * 64 * 2, 240 * 128
-    found = counted(estimates.attend_token(*given))
+    found = counted(estimates.attend_token(query, slots))
     assert found == (4 * 240 * 64, 240, queries + 2 * held + 4 * 240 + 8 * 240)
-    stored = estimates.attend_token(*given, stored=8)  # 8 of 40 slots written, k and v read
-    more = stored.bytes_accessed - estimates.attend_token(*given).bytes_accessed
+    stored = estimates.attend_token(query, slots, stored=8)  # 8 of 40 slots written, k and v read
+    more = stored.bytes_accessed - estimates.attend_token(query, slots).bytes_accessed
     assert more == 6 * 8 * 128 * 2 + 2 * 6 * 64 * 2
     query, slots = abstract_token_arguments(INT8, 40, sums=False, shared=True)
-    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     moved = queries + held + 4 * 80 + 8 * 240
-    assert estimates.attend_token(*given).bytes_accessed == moved
+    assert estimates.attend_token(query, slots).bytes_accessed == moved
 
 
 def test_compilers_are_told_the_estimate():
