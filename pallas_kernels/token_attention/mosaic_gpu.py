@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.token_attention import reference, storing
+from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
@@ -80,7 +80,7 @@ def store_and_attend(query, slots, token, *, interpret, steps: Steps | None = No
     return out, replace(slots, pool=pool, mass=mass, scores=scores)
 
 
-_in_two_steps = storing.in_two_steps(attend, reference.scores)
+_in_two_steps = reference.in_two_steps(attend, reference.scores)
 
 
 def _attend(query, slots, token, interpret, steps: Steps | None):

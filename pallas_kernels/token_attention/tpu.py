@@ -34,7 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import (
-    storing,
+    reference,
     tpu_call,
     tpu_row,
     tpu_scores,
@@ -71,7 +71,7 @@ def store_and_attend(
         (k, k_scale), (v, v_scale) = quantize(token.k), quantize(token.v)
         # one number per head: XLA writes it in place, and the kernel reads the slot's new scales
         scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
-        slots = replace(slots, scale=storing.store_scales(scale, token.slot, slots.scale))
+        slots = replace(slots, scale=reference.store_scales(scale, token.slot, slots.scale))
         token = NewToken(k, v, token.slot)
     return _run(query, slots, token, most_bytes, piece, interpret)
 

@@ -16,7 +16,6 @@ from pallas_kernels.token_attention import (
     mosaic_gpu,
     mosaic_slots,
     reference,
-    storing,
     tpu,
     tpu_call,
 )
@@ -67,7 +66,7 @@ def check(spec, options, slots, store_and_attend) -> None:
     for slot in slots:
         (_, held), token = awaiting_token(query, before, slot), token_of(query, slot)
         out, found = jax.block_until_ready(run(query, held, token))
-        new = storing.store(held, token.k[:, :, None], token.v[:, :, None], token.slot)
+        new = reference.store(held, token.k[:, :, None], token.v[:, :, None], token.slot)
         for ours, right in ((found.pool, new.pool), (found.scale, new.scale)):
             if right is not None:
                 assert ours.dtype == right.dtype
