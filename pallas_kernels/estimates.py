@@ -183,6 +183,19 @@ def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEsti
     return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
 
 
+def sample(logits: Array, noise: Array, top_k: int, top_p: float) -> pl.CostEstimate:
+    """Cost of choosing tokens (`sample.api`). Each bit of a threshold takes a pass over the row,
+    with three operations per number: compare, select, add. Temperature, guidance, order, noise and
+    the largest take eight."""
+    likely = 0 < top_p < 1
+    searches = (0 < top_k < noise.shape[-1]) + likely
+    return pl.CostEstimate(
+        flops=noise.size * (searches * 32 * 3 + 8) * PER_VECTOR_OPERATION,
+        transcendentals=noise.size * likely,
+        bytes_accessed=4 * (logits.size + noise.size + noise.size // noise.shape[-1]),
+    )
+
+
 def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.CostEstimate:
     """Cost of a pass over a pool in which slots move: it is read, multiplied with matrices [C,
     `places` of a head] that say what goes where, and written. Numbers of four bytes take two

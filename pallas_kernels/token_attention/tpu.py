@@ -15,7 +15,7 @@ half is kept.
 
 Slots that are not visible have weight 0, which gives 0 unless they hold NaN or infinity. A row
 whose result is not finite is computed again from finite numbers. The token that is served may be
-stored on the way (`tpu_token`), and a `Probe` be scored where one is asked for. Where none is, grid
+stored on the way (`tpu_call`), and a `Probe` be scored where one is asked for. Where none is, grid
 steps share a block of the scores, so that next to nothing is written.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
@@ -38,7 +38,6 @@ from pallas_kernels.token_attention import (
     tpu_call,
     tpu_row,
     tpu_scores,
-    tpu_token,
     tpu_used,
 )
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
@@ -91,7 +90,7 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     # a kernel with sums, or whose positions hide slots, goes through all slots of a head at once
     cut = slots.used is not None and slots.mass is None and query.newest is None and piece < count
     cut = cut and query.probe is None
-    tile = tpu_token.tile_of(slots.pool, piece if cut else count, interpret)
+    tile = tpu_call.tile_of(slots.pool, piece if cut else count, interpret)
     # the compiler schedules by this estimate: it knows nothing of what a kernel does
     cost = estimates.attend_token(query, slots, 0 if token is None else tile)
     stored = None if token is None else slots.pool
@@ -160,8 +159,8 @@ def _attend_rows(
     def row(i, _):
         if given.token is not None:
             # into the slots that are here, before anything is computed from them
-            tpu_token.put_beside(i, given.token, rows_ref)
-            tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
+            tpu_call.put_beside(i, given.token, rows_ref)
+            tpu_call.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
         if results.scores is not None:
             probe = partial(_probe_row, i, first, some, given, results)
             pl.when(numbers.wanted[0] != 0)(probe)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
+from pallas_kernels.token_attention import tpu_call, tpu_row
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import LANES
 
@@ -106,8 +106,8 @@ def _attend_piece(
         # the piece with the token's slot is in use, so it is fetched
         @pl.when(part == slot // piece)
         def _():
-            tpu_token.put_beside(0, given.token, rows_ref)
-            tpu_token.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
+            tpu_call.put_beside(0, given.token, rows_ref)
+            tpu_call.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
 
     # behind the last piece in use nothing new was fetched: the same piece is there once more
     @pl.when(part * piece < numbers.used[0])

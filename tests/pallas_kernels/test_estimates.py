@@ -14,7 +14,6 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
-from pallas_kernels.sample import operands
 from pallas_kernels.token_specs import abstract_token_arguments
 from varjax.engine.cost import program_cost
 
@@ -181,6 +180,6 @@ def test_choosing_counts_vector_operations(top_k, top_p, passes):
     """Two rows of each of three tokens of 128: 3 operations a pass and 8 once, each as long as 30
     of a matrix product; logits, noise and tokens are moved."""
     logits, noise = (jax.ShapeDtypeStruct((rows, 3, 128), jnp.float32) for rows in (2, 1))
-    found = operands.estimate(logits, noise, top_k, top_p)
+    found = estimates.sample(logits, noise, top_k, top_p)
     assert found.flops == 3 * 128 * (3 * passes + 8) * 30
     assert found.bytes_accessed == 4 * (2 * 3 * 128 + 3 * 128 + 3)
