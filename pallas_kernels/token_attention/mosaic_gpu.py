@@ -1,7 +1,7 @@
 """Token attention on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.attend`.
 
 Tiling. A program of one warpgroup goes through the slots of several heads, one head after another,
-in steps of `Steps.slots`: what a step needs is copied asynchronously into one of `Steps.buffers`
+in steps of `slots_of_step`: what a step needs is copied asynchronously into one of some
 places in shared memory, as many steps ahead as there are places, across the ends of heads. A
 multiprocessor has room for several programs, which compute while others wait.
 
@@ -48,8 +48,8 @@ from pallas_kernels.token_attention.mosaic_slots import (
     Number,
     Places,
     Ring,
-    Steps,
     line,
+    slots_of_step,
 )
 
 LOG2_E = math.log2(math.e)
@@ -60,9 +60,10 @@ MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
-def attend(query, slots, *, interpret, steps: Steps | None = None):
-    """See `api.attend`. steps: None takes those of `Steps.of`."""
-    return _attend(query, slots, None, interpret, steps)[:2]
+def attend(query, slots, *, interpret, step: int | None = None, programs: int | None = None):
+    """See `api.attend`. step: slots of a step; None takes `slots_of_step`. programs: how many
+    divide all heads; None: as many as run at the same time."""
+    return _attend(query, slots, None, interpret, step, programs)[:2]
 
 
 def scores_on_the_way(slots) -> bool:
@@ -71,27 +72,30 @@ def scores_on_the_way(slots) -> bool:
     return stored and slots.used is None  # every slot is scored, so every slot has to be read
 
 
-def store_and_attend(query, slots, token, *, interpret, steps: Steps | None = None):
-    """See `api.store_and_attend`. XLA stores what takes scales, and rows that no copy may take."""
+def store_and_attend(
+    query, slots, token, *, interpret, step: int | None = None, programs: int | None = None
+):
+    """See `api.store_and_attend` and `attend`. XLA stores what takes scales, and rows that no copy
+    may take."""
     elsewhere = query.probe is not None and not scores_on_the_way(slots)
     if elsewhere or slots.scale is not None or query.q.shape[-1] not in STORED:
-        return _in_two_steps(query, slots, token, interpret=interpret, steps=steps)
-    out, mass, pool, scores = _attend(query, slots, token, interpret, steps)
+        options = {"interpret": interpret, "step": step, "programs": programs}
+        return _in_two_steps(query, slots, token, **options)
+    out, mass, pool, scores = _attend(query, slots, token, interpret, step, programs)
     return out, replace(slots, pool=pool, mass=mass, scores=scores)
 
 
 _in_two_steps = reference.in_two_steps(attend, reference.scores)
 
 
-def _attend(query, slots, token, interpret, steps: Steps | None):
+def _attend(query, slots, token, interpret, step: int | None, programs: int | None):
     """The output, the sums, the pool with the token, and the scores."""
     check(query.q, slots.pool, interpret)
     rows, heads, size = query.q.shape
-    steps, mass, probe = steps or Steps.of(slots.pool), slots.mass, query.probe
-    given = FlatOperands.of(steps, query, slots, token)
+    mass, probe = slots.mass, query.probe
+    given = FlatOperands.of(step or slots_of_step(slots.pool), query, slots, token)
     memory = _memory(given)
-    programs = steps.programs or mosaic.programs_at_once(_shared_bytes(memory))
-    programs = min(rows * heads, programs)
+    programs = min(rows * heads, programs or mosaic.programs_at_once(_shared_bytes(memory)))
     # both are changed in place
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))
     scores = None if probe is None else jax.new_ref(slots.scores.reshape(-1))
@@ -137,7 +141,7 @@ def _memory(given: FlatOperands) -> tuple:
     """Memory of a program: places of its steps, a place for scores and then for joining classes,
     and one for the scores of a probe if there is one."""
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
-    size = given.cut.slots
+    size = given.step
     waiting = plgpu.SMEM((pl.cdiv(given.count, size) * size,), jnp.float32)
     # one after the other in the same place: scores have become sums when classes are joined
     late = [joined] if given.query.mass_weight is None else plgpu.RefUnion(joined, waiting)
@@ -230,8 +234,9 @@ class _Head:
 
     def _step(self, before, i, carry):
         maximum, total, out = carry
-        ring, given, size = self.ring, self.ring.given, self.ring.given.cut.slots
-        place = ring.wait(before + i)
+        ring, given, size = self.ring, self.ring.given, self.ring.given.step
+        place = jax.lax.rem(before + i, given.buffers)
+        plgpu.barrier_wait(ring.places.full.at[place])
         if given.token is not None:
             ring.store(place, self.place, i * size)
         tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
@@ -258,7 +263,9 @@ class _Head:
             weights = self.layouts.across(weights, given.width)
             # 0 times NaN is NaN
             out += jnp.where(weights > 0, weights * self._half(place, rows, 1), 0.0)
-        ring.release(before + i)
+        done = before + i
+        plgpu.commit_smem()  # every warp has read what lies in the place, which is taken again
+        ring.start(done + given.buffers)
         return highest, total, out
 
     def _half(self, place, rows, half: int):
@@ -316,7 +323,7 @@ class _Head:
 
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
-        seen = self.ring.each * self.ring.given.cut.slots  # nothing waits behind them
+        seen = self.ring.each * self.ring.given.step  # nothing waits behind them
 
         def added(i, start, found, here):
             (size,), layout = found.shape, line(len(found))

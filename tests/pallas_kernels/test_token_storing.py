@@ -100,8 +100,8 @@ def test_tpu_slots_in_use(spec, slots, used, those, most):
 @pytest.mark.parametrize(("spec", "options", "slots"), MARKED)
 def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
     """Two programs of three heads each, in steps of 32 slots."""
-    few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
-    how = {"interpret": gpu_simulation.params(), "steps": few}
+    broken = copy_rules.watch(monkeypatch)
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": 2}
     check(spec, options, slots, partial(mosaic_gpu.store_and_attend, **how))
     assert gpu_simulation.no_races(capsys)
     assert not broken, broken[:3]
@@ -111,8 +111,7 @@ def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
 def test_mosaic_place_taken_too_early_is_seen(monkeypatch, capsys):
     """Without waiting until the token has left shared memory."""
     spec, options, slots = CASES["bfloat16"]
-    few = mosaic_slots.Steps(32, programs=1)
-    how = {"interpret": gpu_simulation.params(), "steps": few}
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": 1}
     with pytest.raises(Exception, match=f"{gpu_simulation.RACE}|assert|AssertionError"):
         with monkeypatch.context() as patch:
             patch.setattr(mosaic_slots.plgpu, "commit_smem", lambda: None)
