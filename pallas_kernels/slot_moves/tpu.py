@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
-from pallas_kernels.token_attention import tpu_token
+from pallas_kernels.token_attention import tpu_call
 from pallas_kernels.token_attention.tpu_row import iota
 from pallas_kernels.tpu_operands import pools, rounded
 
@@ -95,7 +95,7 @@ def _written(pool, below: int | None, interpret) -> int:
     # the interpreter pads operands and results to whole blocks, then takes one for the other
     if below is None or interpret is True:
         return count
-    return min(count, rounded(below, tpu_token.tile_of(pool, count, interpret)))
+    return min(count, rounded(below, tpu_call.tile_of(pool, count, interpret)))
 
 
 def _moved_scales(scale, target):

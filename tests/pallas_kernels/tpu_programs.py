@@ -43,7 +43,7 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
-from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, storing  # noqa: E402
+from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, reference  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import abstract_token_arguments, only  # noqa: E402
 from pallas_kernels.tpu_operands import rounded  # noqa: E402
@@ -226,7 +226,7 @@ def program(case: str):
         (query, held), steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
         store = token_kernel.store_and_attend
         if "stored" not in case:
-            store = storing.in_two_steps(token_kernel.attend)
+            store = reference.in_two_steps(token_kernel.attend)
         shared = only(held, "position", "reach", "used")
         return partial(tokens, store), (only(held, *CHANGED), query, shared, steps), 0
     if operation == "stage":
