@@ -82,9 +82,10 @@ $(for_test): .venv/.interpreter pyproject.toml
 $(for_aot): .venv/.interpreter pyproject.toml
 	@echo "installing varjax and the compilers of GPUs and TPUs into .venv-aot"
 	rm -rf .venv-aot && $(bin)/python -m venv .venv-aot
-	$(pip_aot) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
-	$(pip_aot) --no-deps \
-	  $$(.venv-aot/bin/python -c 'from pallas_kernels import compilers; print(*compilers.missing_packages("tpu", "gpu"))')
+	$(pip_aot) --editable '.[tpu$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	wanted=$$(.venv-aot/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); $(pip_aot) --no-deps \
+	  jax-cuda13-plugin==$$wanted jax-cuda13-pjrt==$$wanted nvidia-cuda-nvcc nvidia-nvvm \
+	  nvidia-cuda-runtime nvidia-cuda-crt
 	@touch $@
 
 # Holds path and version of the interpreter; rewritten, with all of .venv, only when that changes.

@@ -7,8 +7,8 @@
 
 Generates a few images with the full cache and records, per layer and head: attention mass between
 scales (beta, S-CAS, CAS, attention density), the distance of keys to those of the scale before, how
-much the queries of a head disagree, attention selectivity, and a few attention maps. A file belongs
-to one model, schedule and guidance; used with another one it is refused.
+much the queries of a head disagree, and attention selectivity. A file belongs to one model,
+schedule and guidance; used with another one it is refused.
 
 --stability=N measures N times with different seeds, averages, and prints how much the order of
 heads differs between the runs: the standard deviation of a head's rank, averaged over heads, per

@@ -1,6 +1,6 @@
 """Where a command writes: one file, or a folder whose batches are kept as they finish.
 
-While a run goes on, its batches lie in `DIR.partial` (`experiments.work_folder`). When an
+While a run goes on, its batches lie in `DIR.partial` (`experiments.batch_files`). When an
 interrupted run is started again with the same flags, it draws the batches that are missing or
 damaged; with other flags it is refused, unless --overwrite discards the unfinished run. At the end
 the results are written and `DIR.partial` is removed. A run that fails before its first batch leaves
@@ -13,17 +13,18 @@ images are missing.
 import contextlib
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from experiments import batch_files
-from experiments.batch_files import Damaged, Series
+from experiments.batch_files import Damaged, Series, WorkFolder
 from experiments.prompts.layouts import MANIFEST, image_files
-from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
 from varjax.parallel import processes
+from varjax.storage import lock
 from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json
 from varjax.storage.names import inside
@@ -47,6 +48,19 @@ WRITTEN = {
     ),
     "metrics.json": {"metrics.json", "per_image.npz"},
 }
+
+
+class Stopped(Exception):
+    """The system has asked to end, and what was begun is stored. what: what is counted."""
+
+    def __init__(self, done: int, total: int, what: str = "images"):
+        super().__init__(f"{done} of {total} {what} are stored: resume by the same command")
+
+
+def say_stopped(stopped: Stopped) -> None:
+    """Say it, in one process."""
+    if processes.is_first():
+        print(f"ended by SIGTERM: {stopped}", file=sys.stderr, flush=True)
 
 
 def written(folder: pathlib.Path) -> set[str] | None:
@@ -97,11 +111,6 @@ class BatchStore:
         """Raise `UserError` unless `out` may be made now."""
         check_new_folder(self.out, replaces=self.replaces, flag="--out")
 
-    def check(self) -> None:
-        """Raise `UserError` unless results may be written here now."""
-        self._check_out()
-        self.work.check(self.overwrite)
-
     @classmethod
     def fresh(
         cls, stem: str, description: dict, series: Mapping[str, Series] | None = None
@@ -112,7 +121,7 @@ class BatchStore:
             first = inside(RESULTS, f"{stem}-001")
         for number in range(1, 1000):
             out = first.with_name(f"{stem}-{number:03d}")
-            if os.path.lexists(out) or WorkFolder(partial_folder(out), {}).is_held():
+            if os.path.lexists(out) or lock.is_held(partial_folder(out)):
                 continue
             with contextlib.suppress(UserError):
                 return cls(out, description, overwrite=False, series=series)
@@ -132,18 +141,13 @@ class BatchStore:
             yield
 
     def _hold(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(self._leave_results)
         stack.enter_context(self.work.held())
-        self.check()  # again: another process may have been here since
+        self._check_out()  # again: another process may have been here since
+        self.work.check(self.overwrite)
         stack.callback(lambda: self.work.finished() or self.close())
         self.work.start()
         self.scan()
         self.resumed = any(self.finished(name) for name in self.series)
-
-    def _leave_results(self) -> None:
-        if self.out.parent == RESULTS:  # it goes if it was made for this run alone
-            with contextlib.suppress(OSError):
-                RESULTS.rmdir()
 
     def scan(self) -> None:
         """See which files are there and sound."""

@@ -13,10 +13,7 @@ the same command is given again. Progress goes to standard error, losses to RUN/
 and the finished model to RUN/model. What to choose: docs/howto/train.md.
 """
 
-import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator
 
 import jax
 
@@ -29,7 +26,7 @@ from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
 from varjax.training import fine_tuning, loop, session
 from varjax.training.loop import Stopped
-from varjax.training.settings import FAMILIES, TrainingSettings
+from varjax.training.settings import FAMILIES, TrainingSettings, shown
 
 FLAGS = CommandFlags(
     "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True
@@ -80,21 +77,15 @@ def _define_flags() -> None:
             tuple: flags.list,
         }
         default = list(map(str, field.default)) if type(field.default) is tuple else field.default
-        text = field.metadata["help"] + _family_defaults(field)
-        text = f"{text[0].upper()}{text[1:]}."
+        text, only = field.metadata["help"], field.metadata["family"]
+        own = {f: given[field.name] for f, given in FAMILIES.items() if field.name in given}
+        notes = [f" (of --family={only} only)"] if only else []
+        notes += [f" (with --family={f} {shown(value)})" for f, value in own.items() if not only]
+        text = f"{text[0].upper()}{text[1:]}{''.join(notes)}."
         if default == "":
             FLAGS.string(field.name, None, text, required=True)
         else:
             define[type(field.default)](field.name, default, text)
-
-
-def _family_defaults(field: dataclasses.Field) -> str:
-    """Return what the help says about a setting that differs between families."""
-    if field.metadata["family"]:
-        return f" (of --family={field.metadata['family']} only)"
-    own = {family: given[field.name] for family, given in FAMILIES.items() if field.name in given}
-    shown = {f: ",".join(map(str, v)) if isinstance(v, tuple) else v for f, v in own.items()}
-    return "".join(f" (with --family={family} {value})" for family, value in shown.items())
 
 
 def read_settings() -> TrainingSettings:
@@ -113,36 +104,22 @@ def read_settings() -> TrainingSettings:
     return TrainingSettings.for_family(**values)
 
 
-@contextlib.contextmanager
-def _flags_in_messages() -> Iterator[None]:
-    """Write settings as flags in messages of errors, where the library writes `name=value`."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for values, before in ((FLAGS.values, "--"), (MORE.values, "--settings=")):
-            axis = r"(?!data=-?\d)"  # of a mesh, which has the name of a flag
-            text = re.sub(rf"(?<![\w/.=-]){axis}({'|'.join(values)})=", rf"{before}\1=", text)
-        raise UserError(text) from error
-
-
 def main(argv: list[str]) -> None:
     del argv
     DISTRIBUTED.start()
-    with _flags_in_messages():
-        processes.agree(environment()["versions"])
-        with processes.together():
-            settings = read_settings()
-            # without a mesh one process takes one device, and asks for none before checks
-            devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
-            with about(MESH):
-                mesh = TrainingMesh.parse(MESH.value, devices)
-        stage = STAGE.value if STAGE.present or INIT.value is None else "var"
-        try:
-            model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-        except Stopped as stopped:
-            loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
-            return
+    processes.agree(environment()["versions"])
+    with processes.together():
+        settings = read_settings()
+        # without a mesh one process takes one device, and asks for none before checks
+        devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
+        with about(MESH):
+            mesh = TrainingMesh.parse(MESH.value, devices)
+    stage = STAGE.value if STAGE.present or INIT.value is None else "var"
+    try:
+        model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
+    except Stopped as stopped:
+        loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
+        return
     if processes.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 

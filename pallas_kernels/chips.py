@@ -11,17 +11,21 @@ it is what the driver offers. JAX takes three quarters of that unless
 `XLA_PYTHON_CLIENT_MEM_FRACTION` says more, and no compiler checks it: compare it yourself.
 """
 
+import importlib.metadata
+import importlib.util
 import math
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-
-from pallas_kernels import compilers
+from pathlib import Path
 
 GIB = 2**30
 TERA = 10**12
 GPUS_PER_HOST = 8
+CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of the version of jaxlib
 
 
 @dataclass(frozen=True)
@@ -84,55 +88,31 @@ class Chip:
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
 
 
-def _tpu(
+def _chip(
     name: str,
     memory: float,
     peaks: tuple[float, float | None, float | None],
     bandwidth: float,
-    grids: str,
-    devices_per_chip: int = 1,
+    kind: Gpu | str,
+    devices: int = 1,
 ) -> Chip:
-    """A TPU. Units: bytes of memory, 10**12 operations and 10**9 bytes per second. peaks: in
-    bfloat16, int8 and fp8. grids: those of chips that form its topologies."""
-    topologies = tuple(
-        (
-            devices_per_chip * math.prod(map(int, grid.split("x"))),
-            f"{name.removeprefix('tpu-')}:{grid}",
-        )
+    """A GPU, or a TPU whose chips form these grids and have so many devices each. Units: bytes of
+    memory, 10**12 operations (bfloat16, int8, fp8) and 10**9 bytes per second."""
+    gpu, grids = (kind, "") if isinstance(kind, Gpu) else (None, kind)
+    model = name.removeprefix("tpu-")
+    topologies = (
+        (devices * math.prod(map(int, grid.split("x"))), f"{model}:{grid}")
         for grid in grids.split()
     )
     return Chip(
-        name=name,
-        platform="tpu",
-        memory=int(memory),
-        **_per_second(peaks),
+        name,
+        "gpu" if gpu else "tpu",
+        int(memory),
+        *(peak and peak * TERA for peak in peaks),
         bandwidth=bandwidth * 10**9,
-        topologies=topologies,
-    )
-
-
-def _gpu(
-    name: str,
-    memory: int,
-    peaks: tuple[float, float | None, float | None],
-    bandwidth: float,
-    gpu: Gpu,
-) -> Chip:
-    """A GPU, in the same units."""
-    return Chip(
-        name=name,
-        platform="gpu",
-        memory=memory,
-        **_per_second(peaks),
-        bandwidth=bandwidth * 10**9,
+        topologies=tuple(topologies),
         gpu=gpu,
     )
-
-
-def _per_second(peaks: tuple[float, float | None, float | None]) -> dict[str, float | None]:
-    """The peaks of a `Chip`, from 10**12 operations per second."""
-    names = ("bf16_flops", "int8_flops", "fp8_flops")
-    return {name: peak and peak * TERA for name, peak in zip(names, peaks, strict=True)}
 
 
 _FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
@@ -153,18 +133,18 @@ _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 # In the order of `--help`. Numbers of chips with two devices are halved.
 _CHIPS = (
     # an int8 product takes a v4 as long as one in bfloat16
-    _tpu("tpu-v4", 15.25 * GIB, (275 / 2, None, None), 1228 / 2, _CUBES, 2),
-    _tpu("tpu-v5e", 15.75 * GIB, (197, 394, None), 819, _FLAT),
-    _tpu("tpu-v5p", 95.74 * GIB, (459, 918, None), 2765, _CUBES + " 4x8x8"),
-    _tpu("tpu-v6e", 31.25 * GIB, (918, 1836, None), 1640, _FLAT),
-    _tpu("tpu7x", 94.75 * GIB, (2307 / 2, None, 4614 / 2), 7380 / 2, _CUBES, 2),
-    _gpu("a100", 85_100_068_864, (312, 624, None), 2039, _A100),
-    _gpu("a6000", 51_000_000_000, (154.8, 309.7, None), 768, _A6000),
-    _gpu("l4", 23_600_000_000, (121, 242, 242), 300, _L4),
-    _gpu("rtx4090", 25_300_000_000, (165.2, 660.6, 330.3), 1008, _RTX4090),
-    _gpu("h100", 84_900_000_000, (989.4, 1978.9, 1978.9), 3352, _H100),
-    _gpu("h200", 150_100_000_000, (989.4, 1978.9, 1978.9), 4800, _H100),
-    _gpu("b200", 191_500_000_000, (2250, 4500, 4500), 7672, _B200),
+    _chip("tpu-v4", 15.25 * GIB, (275 / 2, None, None), 1228 / 2, _CUBES, 2),
+    _chip("tpu-v5e", 15.75 * GIB, (197, 394, None), 819, _FLAT),
+    _chip("tpu-v5p", 95.74 * GIB, (459, 918, None), 2765, _CUBES + " 4x8x8"),
+    _chip("tpu-v6e", 31.25 * GIB, (918, 1836, None), 1640, _FLAT),
+    _chip("tpu7x", 94.75 * GIB, (2307 / 2, None, 4614 / 2), 7380 / 2, _CUBES, 2),
+    _chip("a100", 85_100_068_864, (312, 624, None), 2039, _A100),
+    _chip("a6000", 51_000_000_000, (154.8, 309.7, None), 768, _A6000),
+    _chip("l4", 23_600_000_000, (121, 242, 242), 300, _L4),
+    _chip("rtx4090", 25_300_000_000, (165.2, 660.6, 330.3), 1008, _RTX4090),
+    _chip("h100", 84_900_000_000, (989.4, 1978.9, 1978.9), 3352, _H100),
+    _chip("h200", 150_100_000_000, (989.4, 1978.9, 1978.9), 4800, _H100),
+    _chip("b200", 191_500_000_000, (2250, 4500, 4500), 7672, _B200),
 )
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
@@ -215,14 +195,48 @@ def quiet_environment() -> dict[str, str]:
 
 
 def why_unavailable(*names: str) -> str | None:
-    """What is missing here to compile for these chips (`compilers`), with a command that makes an
-    environment for it; None if nothing is.
+    """What is missing here to compile for these chips, with a command that makes an environment for
+    it (beside JAX's CUDA plugin every other command would look for a GPU); None if nothing is.
 
     Raises:
       ValueError: unknown chip.
     """
-    wanted = {chip.name: chip.platform for chip in map(get_chip, names)}
-    return compilers.why_unavailable(wanted)
+    found: dict[str, list[str]] = {}
+    for chip in dict.fromkeys(map(get_chip, names)):
+        if reasons := _lacking(chip.platform):
+            found.setdefault(", ".join(reasons), []).append(chip.name)
+    if not found:
+        return None
+    each = "; ".join(f"{', '.join(chips)}: {why}" for why, chips in found.items())
+    return (
+        f"{each}: run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python in place "
+        "of python"
+    )
+
+
+def _lacking(platform: str) -> list[str]:
+    """What is missing to compile for "gpu" or "tpu", in words."""
+    if platform == "tpu":
+        return [] if _version("libtpu") else ["libtpu is not installed"]
+    wanted, found = _version("jaxlib"), {_version(name) for name in CUDA_PLUGIN}
+    plugin = [] if found == {wanted} else [f"JAX's CUDA plugin {wanted} is not installed"]
+    return plugin + ([] if _has_ptxas() else ["ptxas is not here (nor a CUDA toolkit)"])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_ptxas() -> bool:
+    """Whether XLA finds ptxas: on the path, in a CUDA toolkit, or in NVIDIA's Python package."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    found = [file for root in roots for file in root.glob("*/bin/ptxas")]
+    found.append(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "ptxas")
+    return shutil.which("ptxas") is not None or any(file.exists() for file in found)
 
 
 def compile_only_devices(name: str, count: int = 1) -> list:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual.operands import Sums
 from pallas_kernels.tables import BlockTable, BlockWrites
+from pallas_kernels.token_attention.operands import HeadSlots, Query
 
 SCALE = 4  # bytes of a scale of an int8 pool
 # Compilers take FLOPs to run at the rate of matrix products. TPUs (v5e: 197 to 6.1 TFLOP/s) and
@@ -106,36 +107,29 @@ def write(
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
-def attend_token(
-    q: Array,
-    pool: Array,
-    position: Array,
-    pool_scale: Array | None,
-    mass: Array | None,
-    *,
-    stored: int = 0,
-    probed: int = 0,
-) -> pl.CostEstimate:
+def attend_token(query: Query, slots: HeadSlots, stored: int = 0) -> pl.CostEstimate:
     """Cost of attention of one query per row and query head.
 
     Args:
-      mass: sums of weights, which are read and written; None where there are none.
+      query: of a probe one call in `Probe.every` reads the second query and writes its scores,
+        float32.
+      slots: sums of weights are read and written.
       stored: slots of a head that are written, the token's own among them. Its key and value are
         read.
-      probed: one call in so many reads a second query and writes its scores, float32; 0: none.
     """
+    q, pool = query.q, slots.pool
     pairs, head_dim, group = pool.size // pool.shape[-1], q.shape[-1], q.shape[1] // pool.shape[1]
     # positions, scales and sums are numbers of 4 bytes
-    scales = 0 if pool_scale is None else 2 * pairs
-    lines = position.size + scales + 2 * pairs * (mass is not None)
+    scales = 0 if slots.scale is None else 2 * pairs
+    lines = slots.position.size + scales + 2 * pairs * (slots.mass is not None)
     moved = pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
     if stored:  # whole tiles are written, for one token
         moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
         moved += 2 * q.size // group * q.dtype.itemsize
     flops = 4 * pairs * group * head_dim
-    if probed:
-        moved += 4 * (q.size // group + pairs) / probed
-        flops += 2 * pairs * head_dim / probed
+    if query.probe is not None:
+        moved += 4 * (q.size // group + pairs) / query.probe.every
+        flops += 2 * pairs * head_dim / query.probe.every
     return pl.CostEstimate(
         flops=round(flops),
         transcendentals=pairs * group,
@@ -187,6 +181,19 @@ def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEsti
     scales = 0 if pool_scale is None else pool_scale.size // 2
     moved = pool.size * pool.dtype.itemsize + q.size * q.dtype.itemsize + 4 * (pairs + scales)
     return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
+
+
+def sample(logits: Array, noise: Array, top_k: int, top_p: float) -> pl.CostEstimate:
+    """Cost of choosing tokens (`sample.api`). Each bit of a threshold takes a pass over the row,
+    with three operations per number: compare, select, add. Temperature, guidance, order, noise and
+    the largest take eight."""
+    likely = 0 < top_p < 1
+    searches = (0 < top_k < noise.shape[-1]) + likely
+    return pl.CostEstimate(
+        flops=noise.size * (searches * 32 * 3 + 8) * PER_VECTOR_OPERATION,
+        transcendentals=noise.size * likely,
+        bytes_accessed=4 * (logits.size + noise.size + noise.size // noise.shape[-1]),
+    )
 
 
 def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.CostEstimate:

@@ -73,23 +73,19 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
 
 
 def _run_first(modules: Modules, function: str, arguments, options):
-    *kernels, last = _choices(modules)  # the last one is the reference
     reasons = []
-
-    def warn(instead: str) -> None:
-        if reasons:  # level 5 is the caller of the operation's API function
-            warnings.warn(f"{instead} runs instead: {'; '.join(reasons)}", stacklevel=5)
-
-    for name in kernels:
+    for name in _choices(modules):  # the last one is the reference
         try:
             found = run(name, modules, function, *arguments, **options)
         except NotImplementedError as error:
+            if name == "reference":
+                raise
             reasons.append(str(error))
-        else:
-            warn(f"the kernel {name}")
-            return found
-    warn("the plain JAX reference")
-    return run(last, modules, function, *arguments, **options)
+            continue
+        if reasons:  # level 4 is the caller of the operation's API function
+            runs = "the plain JAX reference" if name == "reference" else f"the kernel {name}"
+            warnings.warn(f"{runs} runs instead: {'; '.join(reasons)}", stacklevel=4)
+        return found
 
 
 def _choices(modules: Modules) -> list[str]:

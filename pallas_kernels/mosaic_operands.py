@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels import jax_versions, target
 from pallas_kernels.implementations import check_attention
-from pallas_kernels.mosaic_products import products
+from pallas_kernels.mosaic_products import products, tile
 from pallas_kernels.tables import BlockTable, BlockWrites
 
 Scratch = pl.MemoryRef | plgpu.Barrier  # memory of a program, or a barrier
@@ -71,14 +71,6 @@ def check_simulator(interpret) -> None:
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
             f"implementation='reference' (--attention=reference)"
         )
-
-
-def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
-    """Shared memory for one matrix or several, laid out as tensor cores take it. swizzle: bytes."""
-    width = jnp.dtype(dtype).itemsize
-    swizzle = min(swizzle, shape[-1] * width)
-    transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
@@ -140,60 +132,22 @@ def simulator(interpret):
     return plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
 
 
-def update(
-    body: Callable,
-    array: Array,
-    operands: Sequence[Array],
-    scratch: Sequence[ScratchTree],
-    *,
-    grid: dict[str, int],
-    cost: pl.CostEstimate,
-    interpret,
-    name: str,
-) -> Array:
-    """Change `array` in place by `body(array ref, *operand refs, *scratch refs)`, in programs of
-    one warpgroup. `jax.lax.axis_index` of the grid's names tells the body which program it is."""
-    changed = jax.new_ref(array)  # what is not written keeps its contents
-
-    def kernel(*refs):
-        pl.run_scoped(partial(body, refs[-1], *refs[:-1]), *scratch)
-
-    pl.kernel(
-        kernel,
-        out_type=(),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
-        cost_estimate=cost,
-        interpret=simulator(interpret),
-        name=name,
-    )(*operands, changed)
-    return jax.freeze(changed)
-
-
-def programs(*, computing: int, **grid: int) -> plgpu.Mesh:
-    """A grid of programs, each of `computing` warpgroups that compute and one that fetches; 0: of
-    one that does both. The axes are those of the grid and "warpgroup"."""
-    return plgpu.Mesh(
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=computing + 1,
-        thread_name="warpgroup",
-    )
-
-
 def launch(
     body: Callable,
     operands: Sequence[Array],
     results: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[ScratchTree],
     *,
-    mesh: plgpu.Mesh,
+    computing: int,
+    grid: dict[str, int],
     cost: pl.CostEstimate,
     interpret,
     name: str,
 ) -> Sequence[Array]:
-    """Run `body(*operand refs, *result refs, *scratch refs)` in the `programs` of a mesh.
+    """Run `body(*operand refs, *result refs, *scratch refs)` in the programs of a grid.
 
+    computing: warpgroups of a program that compute, beside one that fetches; 0: one does both.
+    grid: its axes. There is one more, "warpgroup".
     interpret: whether to run in the simulator, or `plgpu.InterpretGPUParams` that say how.
     """
 
@@ -208,7 +162,12 @@ def launch(
     return pl.kernel(
         kernel,
         out_type=tuple(results),
-        mesh=mesh,
+        mesh=plgpu.Mesh(
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=computing + 1,
+            thread_name="warpgroup",
+        ),
         compiler_params=params,
         cost_estimate=cost,
         interpret=simulator(interpret),

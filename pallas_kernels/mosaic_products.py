@@ -11,7 +11,7 @@ half of the columns below the other; such products run at half of the tensor cor
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -47,25 +47,30 @@ def turned(ref):
     return ref.transpose((1, 0))
 
 
+def tile(shape: Sequence[int], dtype, swizzle: int) -> pl.MemoryRef:
+    """Shared memory for one matrix or several, laid out as tensor cores take it. swizzle: bytes."""
+    width = jnp.dtype(dtype).itemsize
+    swizzle = min(swizzle, shape[-1] * width)
+    transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
 @dataclass(frozen=True)
 class Wgmma:
-    """Hopper's products."""
+    """Hopper's products.
 
-    swizzle: int = 128  # bytes, of both factors in shared memory
-    registers: bool = True  # whether `add` takes weights from registers
+    swizzle: bytes, of both factors in shared memory.
+    registers: whether `add` takes weights from registers. JAX's simulator takes them from shared
+      memory alone.
+    """
 
-    def simulated(self) -> "Wgmma":
-        """The products that JAX's simulator has: of factors in shared memory."""
-        return replace(self, registers=False)
+    swizzle: int = 128
+    registers: bool = True
 
     def scratch(self, groups: int, *widths: int) -> list:
         """Scratch memory for products by `groups` warpgroups. widths: numbers of columns that
         products have."""
         return []
-
-    def tensor_memory(self, groups: int, *widths: int) -> int:
-        """Columns of tensor memory that such a program takes."""
-        return 0
 
     def multiply(self, refs: Sequence, group) -> Multiply:
         """The function with which a warpgroup multiplies. refs: references to `scratch`."""
@@ -81,15 +86,19 @@ class Wgmma:
 
     def weights(self, shape: tuple[int, ...], dtype) -> list:
         """Shared memory for the weights that `add` multiplies, unless it takes registers."""
-        return [] if self.registers else [_tile(shape, dtype, self.swizzle)]
+        return [] if self.registers else [tile(shape, dtype, self.swizzle)]
 
     def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
         """The function with which a warpgroup adds weighted values. weights: references to
         `weights`."""
-        if not self.registers:
-            return _through_memory(multiply, weights[0].at[group])
 
         def added(total, factors, values):
+            if not self.registers:
+                place = weights[0].at[group]  # of this warpgroup alone
+                place[...] = factors
+                plgpu.commit_smem()  # the product reads shared memory in another way than stores
+                return total + multiply(place, values, total.shape)
+
             def run(sums):
                 plgpu.wgmma(sums, factors, values)
 
@@ -99,25 +108,17 @@ class Wgmma:
 
 
 @dataclass(frozen=True)
-class Tcgen05:
-    """Blackwell's products."""
+class Tcgen05(Wgmma):
+    """Blackwell's products, whose sums and weights are not in registers."""
 
     # each half of the columns is a product of its own, and no narrower than a swizzled line
     swizzle: int = 64
-
-    def simulated(self) -> "Tcgen05":
-        """See `Wgmma.simulated`."""
-        return self
+    registers: bool = False
 
     def scratch(self, groups: int, *widths: int) -> list:
         """A barrier and the sums; see `Wgmma.scratch`."""
         sums = [plgpu.TMEM((groups, ROWS, n), jnp.float32) for n in sorted(set(widths))]
         return [plgpu.Barrier(num_barriers=groups, orders_tensor_core=True), *sums]
-
-    def tensor_memory(self, groups: int, *widths: int) -> int:
-        """See `Wgmma.tensor_memory`. Programs take powers of two, at least 32."""
-        used = groups * sum(n // 2 for n in set(widths))
-        return max(32, 1 << (used - 1).bit_length())
 
     def multiply(self, refs: Sequence, group) -> Multiply:
         """See `Wgmma.multiply`. One product runs at a time; products of one width share a place."""
@@ -133,36 +134,11 @@ class Tcgen05:
 
         return product
 
-    def weights(self, shape: tuple[int, ...], dtype) -> list:
-        """See `Wgmma.weights`."""
-        return [_tile(shape, dtype, self.swizzle)]
-
-    def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
-        """See `Wgmma.add`."""
-        return _through_memory(multiply, weights[0].at[group])
-
-
-def _tile(shape: tuple[int, ...], dtype, swizzle: int) -> pl.MemoryRef:
-    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
-
-
-def _through_memory(multiply: Multiply, place: Ref) -> Add:
-    """`Add` whose weights wait in shared memory, of this warpgroup alone, for the product."""
-
-    def added(total, factors, values):
-        place[...] = factors
-        plgpu.commit_smem()  # the product reads shared memory in another way than stores write it
-        return total + multiply(place, values, total.shape)
-
-    return added
-
 
 PRODUCTS = dict(zip(MOSAIC, (Wgmma(), Tcgen05()), strict=True))  # by compute capability
-Products = Wgmma | Tcgen05
 
 
-def products() -> Products:
+def products() -> Wgmma:
     """The products of the chip that is traced for; Hopper's where there is no GPU, as in the
     simulator.
 

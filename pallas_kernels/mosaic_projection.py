@@ -33,7 +33,7 @@ from pallas_kernels.mosaic_products import (
     PER_ROW,
     ROWS,
     Multiply,
-    Products,
+    Wgmma,
     across,
     down,
     products,
@@ -103,16 +103,6 @@ class Unfinished:
             heads=heads,
             scale=projection.scale,
         )
-
-    def start_turn(self, turn: Sequence) -> None:
-        """Start copying the matrix of the rotation, once in a program. turn: `turn_scratch`."""
-        if self.turn is not None:
-            plgpu.copy_gmem_to_smem(self.turn, *turn)
-
-    def wait_for_turn(self, turn: Sequence) -> None:
-        """Wait until the matrix has arrived, before a warpgroup's first tile."""
-        if self.turn is not None:
-            plgpu.barrier_wait(turn[1])
 
     def start(self, part: int, row, head, first, work: "TileMemory") -> None:
         """Start copying the tile of a part that begins with token `first`."""
@@ -203,27 +193,23 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
 # One trace serves attention and storing. Two traces would differ in their places in the source, and
 # the compiler would not see that one result does for both.
 @partial(jax.jit, static_argnames=("parts", "chip", "interpret"))
-def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, interpret) -> Array:
+def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, interpret) -> Array:
     return _launch(projection, parts, chip, interpret, None)
 
 
 def finished_and_stored(
     projection: Projection, kv_pool: Array, writes: BlockWrites, interpret
 ) -> tuple[Array, Array]:
-    """Keys and values as `finished` returns them, and the pool with those that `writes` stores.
-
-    Args:
-      kv_pool: in the type of the projection.
-      writes: has `by_token`; its table is shared by all rows.
-    """
+    """Keys and values as `finished` returns them, and the pool, of their type, with those that
+    `writes` stores. The table of `writes` has `by_token` and is shared by all rows."""
     stores = Stores.of(kv_pool, writes)
     turned = sum(turn_widths(projection))  # columns of the product that rotates keys
     cost = estimates.finish_and_store(projection, kv_pool, writes, turned)
     found = _launch(projection, (K, V), products(), interpret, (stores, cost))
-    return found, stores.stored().reshape(kv_pool.shape)
+    return found, jax.freeze(stores.pool).reshape(kv_pool.shape)
 
 
-def _launch(projection: Projection, parts, chip: Products, interpret, storing) -> Array:
+def _launch(projection: Projection, parts, chip: Wgmma, interpret, storing) -> Array:
     """Finish parts. storing: `Stores` and the cost of a call that stores keys and values, too."""
     rows, heads, tokens, head_dim = projection.shape
     turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
@@ -250,7 +236,8 @@ def _launch(projection: Projection, parts, chip: Products, interpret, storing) -
             turn_scratch(projection, chip),
             chip.scratch(1, *turn_widths(projection)),
         ],
-        mesh=mosaic.programs(computing=0, tile=lines, head=heads, row=places),
+        computing=0,
+        grid={"tile": lines, "head": heads, "row": places},
         cost=cost,
         interpret=interpret,
         name="finish_and_store" if stores else "finish",
@@ -258,7 +245,7 @@ def _launch(projection: Projection, parts, chip: Products, interpret, storing) -
     return found.reshape(rows, -1, count * heads * head_dim)
 
 
-def _finish(parts, single: bool, chip: Products, given: Unfinished, stores, out_ref, *scratch):
+def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, out_ref, *scratch):
     """The kernel. single: whether rows have one token; the result then ends within a piece of
     shared memory, so plain rows are copied out. stores: `Stores` or None."""
     raw, tile, arrived, turn, sums = scratch
@@ -273,10 +260,12 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, stores, out_
         for i in range(len(parts))
     ]
     # all copies are under way before the first tile is waited for
-    given.start_turn(turn)
+    if given.turn is not None:
+        plgpu.copy_gmem_to_smem(given.turn, *turn)
     for part, work in zip(parts, works, strict=True):
         given.start(part, row, head, first, work)
-    given.wait_for_turn(turn)
+    if given.turn is not None:
+        plgpu.barrier_wait(turn[1])
     for i, (part, work) in enumerate(zip(parts, works, strict=True)):
         given.finish(part, row, head, first, work)
         columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
@@ -294,7 +283,7 @@ def turn_widths(projection: Projection) -> tuple[int, ...]:
     return () if projection.rotation is None else (TURNED,)
 
 
-def turn_scratch(projection: Projection, chip: Products) -> list:
+def turn_scratch(projection: Projection, chip: Wgmma) -> list:
     """The matrix of the rotation in shared memory, and a barrier that says that it is there."""
     if projection.rotation is None:
         return []

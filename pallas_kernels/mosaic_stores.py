@@ -31,7 +31,7 @@ WARPS = 4  # of a warpgroup
 class Stores:
     """The pool and what is stored in it, as operands of a kernel, and inside it as references.
 
-    pool: [R, slots, 2 H], changed in place.
+    pool: [R, slots, 2 H], changed in place; `jax.freeze` of it is the array afterwards.
     table: `BlockWrites.by_token`, with an axis of layers in front.
     layer: int32 [1], place in that axis.
     """
@@ -42,14 +42,9 @@ class Stores:
 
     @classmethod
     def of(cls, kv_pool: Array, writes: BlockWrites) -> "Stores":
-        """The operands. The pool becomes a reference: `stored` is the array afterwards."""
         pool = jax.new_ref(kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1]))
         table = writes.by_token if writes.by_token.ndim == 3 else writes.by_token[None]
         return cls(pool, table, mosaic.number(writes.layer))
-
-    def stored(self) -> Array:
-        """The pool [R, slots, 2 H] after the kernel."""
-        return jax.freeze(self.pool)
 
     def _slot(self, head, token):
         """The slot of a token, or -1."""
@@ -59,33 +54,31 @@ class Stores:
     def put(self, results: Ref, row, head, first) -> None:
         """Copy finished keys and values, [2, 64, H] in shared memory, of tokens from `first` on."""
 
+        def copy(token, slot, count: int) -> None:
+            """Start copying `count` tokens of the tile to slots from `slot` on."""
+            head_dim = results.shape[-1]
+            for half in HALVES:
+                here = results.at[half, pl.ds(token, count)]
+                columns = pl.ds(half * head_dim, head_dim)
+                plgpu.copy_smem_to_gmem(here, self.pool.at[row, pl.ds(slot, count), columns])
+
+        def put_run(run) -> None:
+            word = self.table[self.layer[0], head, jax.lax.div(first, RUN) + run]
+            kind = word & (1 << KIND_BITS) - 1
+            pl.when(kind == CONSECUTIVE)(lambda: copy(run * RUN, word >> KIND_BITS, RUN))
+
+            @pl.when(kind == PARTIAL)
+            def _():
+                for i in range(RUN):
+                    token = run * RUN + i
+                    slot = self._slot(head, first + token)
+                    pl.when(slot >= 0)(partial(copy, token, slot, 1))
+
         @plgpu.warp_map
         def _(warp):
             for turn in range(ROWS // RUN // WARPS):
-                self._put_run(results, row, head, first, turn * WARPS + warp)
+                put_run(turn * WARPS + warp)
             plgpu.wait_smem_to_gmem(0)  # of this warp: each waits for its own
-
-    def _put_run(self, results: Ref, row, head, first, run) -> None:
-        """Start copying the `run`-th tokens of a tile."""
-        word = self.table[self.layer[0], head, jax.lax.div(first, RUN) + run]
-        kind = word & (1 << KIND_BITS) - 1
-        copy = partial(self._copy, results, row)
-        pl.when(kind == CONSECUTIVE)(lambda: copy(run * RUN, word >> KIND_BITS, RUN))
-
-        @pl.when(kind == PARTIAL)
-        def _():
-            for i in range(RUN):
-                token = run * RUN + i
-                slot = self._slot(head, first + token)
-                pl.when(slot >= 0)(partial(copy, token, slot, 1))
-
-    def _copy(self, results: Ref, row, token, slot, count: int) -> None:
-        """Start copying `count` tokens of a tile to slots from `slot` on."""
-        head_dim = results.shape[-1]
-        for half in HALVES:
-            here = results.at[half, pl.ds(token, count)]
-            columns = pl.ds(half * head_dim, head_dim)
-            plgpu.copy_smem_to_gmem(here, self.pool.at[row, pl.ds(slot, count), columns])
 
     def put_rows(self, results: Ref, head, first) -> None:
         """Copy the only token of rows from `first` on. All rows have it in the same slot."""

@@ -38,21 +38,17 @@ def layer_of(table) -> Array:
     return jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
 
 
-def table_rows(table, heads) -> Array:
-    """The rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows or is 1.
-    heads: `tpu_projection.Heads`, which says how many heads N is padded to."""
+def table_rows(table, heads) -> tuple[Array, pl.BlockSpec]:
+    """The rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows or is 1, and
+    those of the heads of grid step (r, n, ...). The last operand that is known before the grid is
+    the layer. heads: `tpu_projection.Heads`, which says how many heads N is padded to."""
     found = table.packed
-    return heads.padded(found if found.ndim == 4 else found[None], 1)
-
-
-def table_spec(table, rows: Array, heads) -> pl.BlockSpec:
-    """The table rows of the heads of grid step (r, n, ...). The last operand that is known before
-    the grid is the layer."""
+    rows = heads.padded(found if found.ndim == 4 else found[None], 1)
     per_row = table.layer is None and rows.shape[0] > 1
     # A row per head: scalar memory is 1 MiB in all, too little for all tables prefetched at once.
     # The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
     # whole.
-    return pl.BlockSpec(
+    return rows, pl.BlockSpec(
         (1, heads.step, 1, rows.shape[-1]),
         lambda r, n, *rest: (r if per_row else rest[-1][0], n, 0, 0),
         memory_space=pltpu.SMEM,
@@ -83,9 +79,3 @@ def block_of(pool, row, block):
     # Scales are copied out of their array as it is: XLA would lay any other view of it out in
     # another way, and copy all scales in every layer.
     return pool.at[row, block] if len(pool.shape) == 4 else pool.at[row, pl.ds(block, 1)]
-
-
-def fill_with_zeros(refs) -> None:
-    """Write zeros: fresh memory may hold NaN."""
-    for ref in refs:
-        ref[...] = jnp.zeros_like(ref)

@@ -132,7 +132,12 @@ def operands(
     # neighbouring axes are merged without a copy, unless an odd head is padded
     qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)
     width = heads.groups * heads.width
-    found = {part: (qkv, _part_spec(part, heads, *tokens[part])) for part in tokens}
+
+    def spec(part: str, size: int, place) -> pl.BlockSpec:
+        first = PARTS[part] * heads.steps
+        return pl.BlockSpec((1, size, width), lambda r, n, *i: (r, place(*i), first + n))
+
+    found = {part: (qkv, spec(part, *tokens[part])) for part in tokens}
     for part, bias in (("q", projection.q_bias), ("v", projection.v_bias)):
         if bias is not None and part in tokens:
             row = heads.padded(bias, 0).reshape(1, -1)
@@ -143,26 +148,14 @@ def operands(
         found["multiplier"] = multiplier, pl.BlockSpec(memory_space=pltpu.SMEM)
     if projection.rotation is not None and tokens.keys() != {"v"}:  # values are not rotated
         size = max(-(-length // n) * n for part, (n, _) in tokens.items() if part != "v")
-        found["rotation"] = _angles(projection.rotation, heads, size)
+        # All tokens, because all keys meet every tile of queries. Both numbers of a pair have the
+        # same angle. Its cosine stands at the first number, its sine at the second, which halves
+        # the memory. One buffer is enough: all grid steps read the same.
+        cos, sin = projection.rotation
+        both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
+        spec = pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
+        found["rotation"] = jnp.tile(both, (1, heads.together)), spec
     return found
-
-
-def _part_spec(part: str, heads: Heads, size: int, place) -> pl.BlockSpec:
-    """The block that holds the heads of a grid step in one part of the product."""
-    first = PARTS[part] * heads.steps
-    shape = (1, size, heads.groups * heads.width)
-    return pl.BlockSpec(shape, lambda r, n, *i: (r, place(*i), first + n))
-
-
-def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
-    """Cosines and sines of all tokens, because all keys meet every tile of queries. size: tokens,
-    with padding."""
-    # Both numbers of a pair have the same angle. Its cosine stands at the first number, its sine at
-    # the second, which halves the memory. One buffer is enough: all grid steps read the same.
-    cos, sin = rotation
-    both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
-    spec = pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
-    return jnp.tile(both, (1, heads.together)), spec
 
 
 @dataclass(frozen=True)

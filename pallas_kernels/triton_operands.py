@@ -156,20 +156,15 @@ class HeadTables:
 
     @property
     def specs(self) -> "HeadTables":
-        arrays = tuple(map(self._spec, self.arrays))
-        return HeadTables(arrays, None if self.layer is None else line_spec(1))
+        def spec(array) -> pl.BlockSpec:
+            first, _, length = array.shape
+            # a program sees all layers, because a BlockSpec cannot depend on a traced number
+            if self.layer is not None:
+                return pl.BlockSpec((first, None, length), lambda i, n, r: (0, n, 0))
+            return pl.BlockSpec((1, None, length), lambda i, n, r: (r if first > 1 else 0, n, 0))
 
-    def _spec(self, array) -> pl.BlockSpec:
-        first, _, length = array.shape
-        # a program sees all layers, because a BlockSpec cannot depend on a traced number
-        if self.layer is not None:
-            return pl.BlockSpec((first, None, length), lambda i, n, r: (0, n, 0))
-        return pl.BlockSpec((1, None, length), lambda i, n, r: (r if first > 1 else 0, n, 0))
-
-    @property
-    def length(self) -> int:
-        """M of the first table."""
-        return self.arrays[0].shape[-1]
+        layer = None if self.layer is None else line_spec(1)
+        return HeadTables(tuple(map(spec, self.arrays)), layer)
 
     # --- inside a kernel ---
 

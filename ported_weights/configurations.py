@@ -1,59 +1,57 @@
 """A published model: its files, its configurations, and what is kept beside its weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from ported_weights.readers import sources
-from ported_weights.tables.registry import (
-    CUSTOM_DEFAULTS,
-    RULE_TABLES,
-    CustomDefaults,
-)
+from ported_weights.tables.registry import CUSTOM_DEFAULTS, RULE_TABLES, CustomDefaults
 from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.nn.families import Family
 from varjax.sampling import RECOMMENDABLE, Sampling
-from varjax.storage.manifest import is_text, read_json
+from varjax.storage.manifest import read_class_names, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 Say: TypeAlias = Callable[[str], None]  # gets one line of a report
 
 
+def _flag(text: str) -> str | None:
+    """Return an optional field. text: help of its flag."""
+    return field(default=None, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A published model and its files, named as the flags of `python -m ported_weights`.
+    """A published model and its files. Every field is also a flag of `python -m ported_weights`,
+    with the help that stands here.
 
     Attributes:
       model: a published size, or FAMILY-custom.
       source: the weights of the transformer: a file, or a folder of shards.
-      tokenizer_source: the weights of the image tokenizer, in a file or folder of the same kinds.
-      text_encoder_source: folder of the published text encoder; None: the model gets none.
-      config: JSON file with the arguments of the transformer's constructor, for FAMILY-custom;
-        None: the published config.json beside `source`, in families that have one.
-      tokenizer_config: the same for the tokenizer; None: the published tokenizer's.
-      source_key: which state dict of `source` is meant; None: there is only one that fits.
-      tokenizer_source_key: the same for `tokenizer_source`.
-      class_names: JSON file with a list of names, or {"classes": list}; index = label.
-      sampling: JSON file with recommended sampling; None: that of the published size or family.
-      prompt_tokenizer_source: the tokenizer of prompts, a tokenizer.json, to keep beside the
-        weights; None: the one that lies beside `source`, if any. For models of token ids.
-      vocabulary: JSON file that names the image tokens, where `source` has none; for Lumina-mGPT.
     """
 
     model: str
     source: str
-    tokenizer_source: str | None = None
-    text_encoder_source: str | None = None
-    config: str | None = None
-    tokenizer_config: str | None = None
-    source_key: str | None = None
-    tokenizer_source_key: str | None = None
-    class_names: str | None = None
-    sampling: str | None = None
-    prompt_tokenizer_source: str | None = None
-    vocabulary: str | None = None
+    tokenizer_source: str | None = _flag("Weights of the image tokenizer.")
+    text_encoder_source: str | None = _flag("Text models: folder of the published flan-t5.")
+    config: str | None = _flag(
+        "*-custom models: JSON file with the transformer's arguments; for Janus-Pro and Lumina-mGPT"
+        " by default the config.json beside --source."
+    )
+    tokenizer_config: str | None = _flag("*-custom models: the same for the tokenizer.")
+    class_names: str | None = _flag("JSON list of class names, index = label.")
+    sampling: str | None = _flag(f"JSON file: recommended {', '.join(RECOMMENDABLE)}.")
+    source_key: str | None = _flag("Which state dict of --source, for example ema.")
+    tokenizer_source_key: str | None = _flag("Which state dict of --tokenizer_source.")
+    prompt_tokenizer_source: str | None = _flag(
+        "Janus-Pro, Lumina-mGPT: tokenizer.json of prompts; by default the one beside --source."
+    )
+    vocabulary: str | None = _flag(
+        "Lumina-mGPT: JSON file with names and ids of tokens, if none lies beside --source."
+    )
 
     @property
     def family(self) -> Family:
@@ -87,10 +85,18 @@ class PublishedModel:
         They are those of the published size, or of the files `config` and `tokenizer_config`. If
         such a file holds several configurations, the name of the weights chooses among them.
         """
-        if self.model not in registry.PRESETS:
-            configs, sampling = self._custom_configurations(say)
+        if self.model in registry.PRESETS:
+            for name in ("config", "tokenizer_config"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"--{name} is for *-custom models; {self.model} has a published"
+                        " configuration: drop the flag or choose"
+                        f" --model={self.family.name}-custom"
+                    )
+            preset = registry.preset(self.model)
+            configs, sampling = dict(preset.configs), dict(preset.sampling)
         else:
-            configs, sampling = self._published_configurations()
+            configs, sampling = self._custom_configurations(say)
         if complete := self.defaults.complete:
             given = configs["transformer"], self.vocabulary, self._folders()
             configs["transformer"] = complete(*given)
@@ -116,38 +122,29 @@ class PublishedModel:
                 raise UserError(f"{found} is no tokenizer.json of the tokenizers library")
         return found
 
-    def _published_configurations(self) -> tuple[dict, dict]:
-        preset = registry.preset(self.model)
-        for flag, given in (("config", self.config), ("tokenizer_config", self.tokenizer_config)):
-            if given:
-                raise UserError(
-                    f"--{flag} is for *-custom models; {self.model} has a published configuration:"
-                    f" drop the flag or choose --model={self.family.name}-custom"
-                )
-        return dict(preset.configs), dict(preset.sampling)
-
     def _custom_configurations(self, say: Say) -> tuple[dict, dict]:
-        family = self.family
-        file = self.config_file
+        family, own = self.family, self.defaults
+        file, is_whole, beside = self.config, own.is_whole, self._folders()[:1]
+        if not file and is_whole and beside and (beside[0] / "config.json").is_file():
+            file = str(beside[0] / "config.json")
         if not file:
             raise UserError(
                 f"--model={self.model} needs --config=FILE.json with the argument names of the"
-                f" published constructor, for example {self.defaults.example}"
+                " published constructor (docs/howto/port.md has one of each family)"
             )
-        is_whole = self.defaults.is_whole
-        given = self._given(file, say)
-        codec = self._codec(given, say)
-        if (
-            isinstance(given, Mapping) and not is_whole
-        ):  # what both must agree in may be left out; maps are adapted
-            shared = {name: getattr(codec, name) for name in family.agreed if name != "schedule"}
-            given = shared | given
-        if isinstance(given, Mapping):
-            given = self.defaults.prepare(given)
+        given = read_json(file) if is_whole else _arguments(file, self.source)
+        if is_whole and isinstance(given, Mapping):
+            signature = RULE_TABLES[family.parts["transformer"].name].signature
+            weights = partial(sources.open_source, self.source, signature, self.source_key)
+            given = own.translate(given, Path(file), weights, say)
+        codec = self._codec(given if isinstance(given, Mapping) else {}, file, say)
+        if isinstance(given, Mapping) and not is_whole:
+            # what both must agree in may be left out; maps are adapted
+            agreed = (name for name in family.agreed if name != "schedule")
+            given = {name: getattr(codec, name) for name in agreed} | given
         with about(file):
             transformer = family.parts["transformer"].read(given)
-        tell = say if self.tokenizer_config else lambda line: None
-        codec = self.defaults.adapt(codec, transformer, tell)
+        codec = own.adapt(codec, transformer, say if self.tokenizer_config else lambda line: None)
         if transformer.condition == "prompt_ids":
             height, width = transformer.grid
             say(
@@ -162,55 +159,29 @@ class PublishedModel:
             files = " and ".join(filter(None, (file, other)))
             problem = f"the configurations do not belong together: {error} ({files})"
             raise UserError(problem) from error
-        return configs, dict(self.defaults.sampling(transformer))
+        return configs, dict(own.sampling(transformer))
 
-    @property
-    def config_file(self) -> str | None:
-        """The configuration of a custom model: the file given, or the config.json beside weights of
-        a family whose config.json describes the whole model."""
-        folders = self._folders()
-        beside = folders and folders[0] / "config.json"
-        if self.config or not (self.defaults.is_whole and beside and beside.is_file()):
-            return self.config
-        return str(beside)
-
-    def _given(self, file: str, say: Say) -> object:
-        """What a configuration file says about the transformer, in the original's names."""
-        if not self.defaults.is_whole:
-            return _arguments(file, self.source)
-        given = read_json(file)
-        if not isinstance(given, Mapping):
-            return given
-        table = RULE_TABLES[self.family.parts["transformer"].name]
-
-        def weights() -> Mapping[str, sources.Tensor]:
-            return sources.open_source(self.source, table.signature, self.source_key).tensors
-
-        return self.defaults.translate(given, Path(file), weights, say)
-
-    def _codec(self, transformer_arguments: object, say: Say) -> object:
-        """The tokenizer's configuration: its own file's, or the published one that fits."""
-        if self.tokenizer_config:
-            given = _arguments(self.tokenizer_config, self.tokenizer_source)
+    def _codec(self, known: Mapping, file: str, say: Say) -> object:
+        """The tokenizer's configuration: its own file's, or the published one that fits. known,
+        file: arguments of the transformer, and where they are."""
+        where, is_whole = self.tokenizer_config, self.defaults.is_whole
+        if where:
+            given = _arguments(where, self.tokenizer_source)
         else:
-            known = transformer_arguments if isinstance(transformer_arguments, Mapping) else {}
             given, words = self.defaults.tokenizer(known)
-            if not self.defaults.is_whole:
+            where = file if is_whole else "published defaults"
+            if not is_whole:
                 say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
-        own = self.config_file if self.defaults.is_whole else "published defaults"
-        with about(self.tokenizer_config or own):
+        with about(where):
             return self.family.parts["codec"].read(given)
 
     def read_class_names(self, transformer: object) -> list[str]:
         """The names in the file `class_names`, as many as a transformer's configuration has."""
-        path = self.class_names
-        names = read_json(path)
-        names = names.get("classes") if isinstance(names, dict) else names
-        if not (isinstance(names, list) and all(map(is_text, names))):
-            raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
+        names = read_class_names(self.class_names)
         count = getattr(transformer, "num_classes", 0)
         if len(names) != count:
-            raise UserError(f"{path} has {len(names)} class names, the model has {count} classes")
+            has = f"{self.class_names} has {len(names)} class names"
+            raise UserError(f"{has}, the model has {count} classes")
         return names
 
     def read_sampling(self, default: Mapping, transformer, say: Say) -> dict:

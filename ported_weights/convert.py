@@ -4,10 +4,10 @@ Every part takes the same steps: open the weights, recognise them, check names a
 values by the part's rule table, report. Everything is checked before a value is read.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from flax import nnx
 
@@ -30,9 +30,9 @@ CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
 PROMPT_TOKENIZER = "prompt_tokenizer"  # its folder in a checkpoint
-T = TypeVar("T")
-# {name: part}: the networks of evaluation, which belong to no model
-NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
+# {name: part}: a text encoder of any size (its config.json says which), networks of evaluation
+PARTS = {"flan-t5": ENCODER, "inception-fid": "inception"}
+PARTS |= {"lpips-alex": "lpips", "lpips-vgg": "lpips"}
 
 
 def convert(
@@ -87,46 +87,35 @@ def convert(
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
-def convert_text_encoder(
-    source: str,
-    out: str,
-    *,
-    dtype: str | None = None,
-    overwrite: bool = False,
-    say: Say = print,
-) -> None:
-    """Read a published T5 folder and write the folder of an encoder alone.
-
-    Other arguments and errors: as in `convert`.
-    """
-    check_output(out, dtype, overwrite)
-    modules, described = _read_parts({ENCODER: _open_text_encoder(source)}, dtype, say)
-    files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
-    checkpoint.save(out, TEXT_ENCODER, modules, metadata=metadata, files=files, overwrite=overwrite)
-
-
-def convert_network(
+def convert_part(
     model: str,
     source: str,
     out: str,
     *,
     heads_source: str | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
     say: Say = print,
 ) -> None:
-    """Read a network of evaluation, one of `NETWORKS`, and write its folder.
+    """Read a text encoder or a network of evaluation alone, one of `PARTS`, and write its folder.
 
-    It is stored in float32, since another type would change its features. Other arguments and
-    errors: as in `convert`.
+    A network is stored in float32, since another type would change its features. Other arguments
+    and errors: as in `convert`.
 
+    source: a weights file; of "flan-t5" its published folder.
     heads_source: weights of LPIPS's five heads, which are published apart from its backbone.
     """
-    part_name = NETWORKS[choose("model", model, NETWORKS)]
-    check_output(out, None, overwrite)
-    part = extractors.CATALOGUE.parts[part_name]
-    opened = _open_network(part, model, source, heads_source)
-    modules, described = _read_parts({part_name: opened}, None, say)
-    checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)
+    name = PARTS[choose("model", model, PARTS)]
+    check_output(out, dtype, overwrite)
+    if name == ENCODER:
+        part, opened = TEXT_ENCODER, _open_text_encoder(source)
+        files = {name: {SPIECE_FILE: Path(source) / SPIECE_FILE}}
+    else:
+        part, files = extractors.CATALOGUE.parts[name], {}
+        opened = _open_network(part, model, source, heads_source)
+    modules, described = _read_parts({name: opened}, dtype, say)
+    metadata = {"sources": described}
+    checkpoint.save(out, part, modules, metadata=metadata, files=files, overwrite=overwrite)
 
 
 def check_output(out: str, dtype: str | None, overwrite: bool) -> None:
@@ -143,27 +132,19 @@ def _read_parts(
 
     Problems of all parts are reported together: those of names and shapes before any value is read.
     """
-    _for_each(opened, lambda part: part.check())
-    modules = _for_each(opened, lambda part: part.read(dtype, say))
+    for do in (PublishedPart.check, lambda part: part.read(dtype, say)):
+        modules, problems = {}, []
+        for name, part in opened.items():
+            try:
+                with about(f"{part.source.path} does not fit {part.described}"):
+                    modules[name] = do(part)
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError("\n".join(problems))
     used = [(name, path) for name, part in opened.items() for path in part.source.files]
     records = {path: sources.fingerprint(path) for path in {path for _, path in used}}
     return modules, [{"part": name, **records[path]} for name, path in used]
-
-
-def _for_each(
-    opened: Mapping[str, "PublishedPart"], do: Callable[["PublishedPart"], T]
-) -> dict[str, T]:
-    """Return {name: do(part)}, or raise the problems of all parts in one error."""
-    results, problems = {}, []
-    for name, part in opened.items():
-        try:
-            with about(f"{part.source.path} does not fit {part.described}"):
-                results[name] = do(part)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return results
 
 
 # --- one part -------------------------------------------------------------------------------------
@@ -192,13 +173,7 @@ class PublishedPart:
         table, source = RULE_TABLES[self.part.name], self.source
         if source.taken:
             say(f"{source.path}: took {source.taken}")
-        progress = Progress(f"{table.what}: tensors", len(source.tensors), every=2.0)
-
-        def report(done: int, total: int) -> None:
-            progress.total = total
-            if done % 50 == 0 or done == total:
-                progress.update(done)
-
+        report = Progress(f"{table.what}: tensors", 0, every=2.0).report
         if dtype is None and table.storage_dtype is not None:
             dtype = table.storage_dtype(source.tensors)
         entries = table.rules(self.config, source.tensors)
@@ -209,8 +184,11 @@ class PublishedPart:
         if table.ignored:
             line += f"; {len(placement.ignored)} {table.ignored} ignored"
         say(line)
-        for name, reason in () if table.ignored else _grouped(placement.ignored):
-            say(f"  ignored {name}: {reason}")
+        reasons = {} if table.ignored else dict.fromkeys(reason for _, reason in placement.ignored)
+        for reason in reasons:
+            names = [name for name, why in placement.ignored if why == reason]
+            listed = f"{len(names)} tensors, {names[0]} to {names[-1]}"
+            say(f"  ignored {some(names) if len(names) <= 8 else listed}: {reason}")
         return module
 
 
@@ -271,7 +249,9 @@ def _check_kind(table: RuleTable, path: str, names: Collection[str]) -> None:
 def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> PublishedPart:
     """Open the weights of a network of evaluation. Those of LPIPS come from two files."""
     source = sources.open_source(path, RULE_TABLES[part.name].signature)
+    read = evaluation.inception_config
     if part.name == "LPIPS":
+        read = partial(evaluation.lpips_config, model.removeprefix("lpips-"))
         if not heads_path:
             raise UserError(
                 f"--heads_source is required: the file {model.removeprefix('lpips-')}.pth with the"
@@ -289,10 +269,7 @@ def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> 
     elif heads_path:
         raise UserError(f"--heads_source: {model} has no heads: drop it")
     with about(f"{path} does not fit {model}"):
-        if part.name == "LPIPS":
-            config = evaluation.lpips_config(model.removeprefix("lpips-"), source.tensors)
-        else:
-            config = evaluation.inception_config(source.tensors)
+        config = read(source.tensors)
     return PublishedPart(part, config, source, f"the {RULE_TABLES[part.name].what}")
 
 
@@ -319,14 +296,3 @@ def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
             " trained with (flan-t5-xl for the released models)"
         )
     return encoder
-
-
-def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (names, reason) for each reason. More than 8 names are counted instead."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in ignored:
-        groups.setdefault(reason, []).append(name)
-    return [
-        (some(n) if len(n) <= 8 else f"{len(n)} tensors, {n[0]} to {n[-1]}", reason)
-        for reason, n in groups.items()
-    ]

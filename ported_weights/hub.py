@@ -6,14 +6,13 @@ SHA-256 as `hub.json` has them, else as the hub says. Names that the hub gives b
 cache, or are refused.
 """
 
-import contextlib
 import functools
 import glob
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,100 +23,10 @@ from varjax.storage.names import inside
 HUB = "hub"  # the value of --source
 DATA = Path(__file__).with_name("hub.json")
 ENDPOINT: str | None = None  # None: HF_ENDPOINT, else huggingface.co
-LUMINA_TOKENIZER = (
-    "its image tokenizer is not on the hub: get vqgan.ckpt of Chameleon from Meta and add "
-    "--tokenizer_source=FILE"
-)
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # the first kind that a folder has is taken
 _BESIDE = (".json", "spiece.model")
 _NOT_FOR_US = ("tf_", "flax_", "rust_", "onnx/")
 _NAMING = ("etag", "x-linked-etag", "x-repo-commit")  # headers that become names of files
-
-
-@dataclass(frozen=True)
-class Repository:
-    """Content of a repository at one commit. files: {name: (bytes, SHA-256 or None: unknown)}."""
-
-    name: str
-    commit: str
-    files: Mapping[str, tuple[int, str | None]]
-
-    @classmethod
-    def ask(cls, name: str) -> "Repository":
-        """Ask the hub; `hub.json` comes first where both say something."""
-        import huggingface_hub
-
-        known = _data()["repositories"].get(name, {})
-        api = huggingface_hub.HfApi(endpoint=ENDPOINT)
-        info = api.model_info(name, revision=known.get("revision"), files_metadata=True)
-        if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
-            raise UserError(
-                f"refused: the hub says revision {info.sha!a:.80} of {name}: it is none"
-            )
-        print(f"{name}: revision {info.sha}", file=sys.stderr, flush=True)
-        files = {}
-        for file in info.siblings or ():
-            said = known.get("files", {}).get(file.rfilename, {})
-            sha256 = said.get("sha256") or (file.lfs and file.lfs.sha256)
-            size = file.size if said.get("size") is None else said["size"]
-            files[file.rfilename] = (int(size or 0), sha256)
-        return cls(name, info.sha, files)
-
-    def chosen(self, path: str) -> list[str]:
-        """Return the files of a path of `hub.json`; of a folder the weights of one kind and what
-        belongs to them. `UserError` if there are none, or a name leads out of the folder."""
-        if path.endswith("/"):
-            below = [n for n in self.files if path == "/" or n.startswith(path)]
-            below = [n for n in below if not n.startswith(_NOT_FOR_US)]
-            kinds = [kind for kind in _WEIGHTS if any(n.endswith(kind) for n in below)]
-            chosen = [n for n in below if kinds and n.endswith((kinds[0], *_BESIDE))]
-        else:
-            chosen = [path] if path in self.files else []
-        if not chosen:
-            held = some(sorted(self.files), 8) or "nothing"
-            raise UserError(f"{self.name} has no {path} with weights any more: it holds {held}")
-        for name in chosen:
-            inside(Path(), name)
-        return chosen
-
-    def download(self, names: list[str]) -> Path:
-        """Return the folder of the cache in which these files lie, all checked."""
-        import huggingface_hub
-
-        patterns = [glob.escape(name) for name in names]
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                self.name, revision=self.commit, allow_patterns=patterns, endpoint=ENDPOINT
-            )
-        )
-        for name in names:
-            self._check(name, folder / name)
-        return folder
-
-    def _check(self, name: str, found: Path) -> None:
-        """Raise `UserError` unless a file is what it should be; it is then removed from the cache.
-        A link out of the cache is neither read nor removed."""
-        from huggingface_hub import constants
-
-        real, own = found.resolve(), found.parents[len(Path(name).parts) + 1]  # may be a link
-        if not any(real.is_relative_to(Path(r).resolve()) for r in (constants.HF_HUB_CACHE, own)):
-            raise UserError(
-                f"{name} of {self.name}: {found} is a link to {real}, out of the hub's cache: "
-                "neither read nor removed; remove the link, and start the same command again"
-            )
-        size, sha256 = self.files[name]
-        with ordinary.opened(real) as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest() if sha256 else None
-        has = real.stat().st_size, digest
-        if has == (size, sha256):
-            return
-        for damaged in {real, found}:
-            damaged.unlink(missing_ok=True)
-        raise UserError(
-            f"{name} of {self.name} has other bytes than it should, {has} and not {size, sha256}: "
-            "it was removed, start the same command again; if that does not help, the repository "
-            "has changed"
-        )
 
 
 @functools.cache
@@ -152,18 +61,42 @@ def fetch(model: str, given: Mapping[str, str | None]) -> dict[str, str]:
             f"choose one of {', '.join(names())}, or name files"
         )
     if model.startswith("lumina") and not given.get("tokenizer_source"):
-        raise UserError(f"--source=hub: {model}: {LUMINA_TOKENIZER}")
+        raise UserError(
+            f"--source=hub: {model}: its image tokenizer is not on the hub: get vqgan.ckpt of"
+            " Chameleon from Meta and add --tokenizer_source=FILE"
+        )
     require("huggingface_hub", extra="port", purpose="--source=hub")
     places = _data()["models"][model]
     wanted = {flag: place for flag, place in places.items() if given.get(flag) in (None, "", HUB)}
-    with _explained(model):
+    try:
         _guard()
         asked = {
-            name: Repository.ask(name) for name in dict.fromkeys(r for r, _ in wanted.values())
+            name: Repository.ask(name)
+            for name in dict.fromkeys(name for name, _ in wanted.values())
         }
         chosen = {flag: asked[name].chosen(path) for flag, (name, path) in wanted.items()}
         folders = {flag: asked[wanted[flag][0]].download(files) for flag, files in chosen.items()}
-        return {flag: str(folder / wanted[flag][1].strip("/")) for flag, folder in folders.items()}
+    except UserError:
+        raise
+    except Exception as error:  # errors of its HTTP client have no common base with its own
+        said = str(error).strip().partition("\n")[0][:200]
+        kind = type(error).__name__
+        raise UserError(f"{model}: {_advice(error)} ({kind}: {said})") from None
+    return {flag: str(folder / wanted[flag][1].strip("/")) for flag, folder in folders.items()}
+
+
+def _advice(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "accept the repository's terms on its page, then log in with `hf auth login`"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return "no such repository, or the token is not accepted: check `hf auth whoami`"
+    return (
+        "the download ended: check the network and the disk (HF_HUB_OFFLINE, HF_HOME); what is"
+        " here stays, and the same command goes on from there"
+    )
 
 
 def _guard() -> None:
@@ -183,25 +116,80 @@ def _check_headers(response) -> None:
             raise UserError(f"refused: the hub says {header} {value!a:.80}, which is no plain name")
 
 
-@contextlib.contextmanager
-def _explained(model: str) -> Iterator[None]:
-    """Raise errors of the hub's library as one line of advice."""
-    from huggingface_hub import errors
+@dataclass(frozen=True)
+class Repository:
+    """Content of a repository at one commit. files: {name: (bytes, SHA-256 or None: unknown)}."""
 
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # errors of its HTTP client have no common base with its own
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(error, errors.GatedRepoError):
-            advice = "accept the repository's terms on its page, then log in with `hf auth login`"
-        elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-            advice = "no such repository, or the token is not accepted: check `hf auth whoami`"
-        else:
-            advice = (
-                "the download ended: check the network and the disk (HF_HUB_OFFLINE, HF_HOME); "
-                "what is here stays, and the same command goes on from there"
+    name: str
+    commit: str
+    files: Mapping[str, tuple[int, str | None]]
+
+    @classmethod
+    def ask(cls, name: str) -> "Repository":
+        """Ask the hub; `hub.json` comes first where both say something."""
+        import huggingface_hub
+
+        known = _data()["repositories"].get(name, {})
+        api = huggingface_hub.HfApi(endpoint=ENDPOINT)
+        info = api.model_info(name, revision=known.get("revision"), files_metadata=True)
+        if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
+            raise UserError(f"refused: the hub says {name} has revision {info.sha!a:.80}")
+        print(f"{name}: revision {info.sha}", file=sys.stderr, flush=True)
+        files = {}
+        for file in info.siblings or ():
+            said = known.get("files", {}).get(file.rfilename, {})
+            sha256 = said.get("sha256") or (file.lfs and file.lfs.sha256)
+            files[file.rfilename] = (int(said.get("size") or file.size or 0), sha256)
+        return cls(name, info.sha, files)
+
+    def chosen(self, path: str) -> list[str]:
+        """Return the files of a path of `hub.json`; of a folder the weights of one kind and what
+        belongs to them. `UserError` if there are none, or a name leads out of the folder."""
+        chosen = [path] if path in self.files else []
+        if path.endswith("/"):
+            below = [n for n in self.files if path == "/" or n.startswith(path)]
+            below = [n for n in below if not n.startswith(_NOT_FOR_US)]
+            kinds = [kind for kind in _WEIGHTS if any(n.endswith(kind) for n in below)]
+            chosen = [n for n in below if kinds and n.endswith((kinds[0], *_BESIDE))]
+        if not chosen:
+            held = some(sorted(self.files), 8) or "nothing"
+            raise UserError(f"{self.name} has no {path} with weights any more: it holds {held}")
+        for name in chosen:
+            inside(Path(), name)
+        return chosen
+
+    def download(self, names: list[str]) -> Path:
+        """Return the folder of the cache in which these files lie. `UserError` for one that is not
+        what it should be, which is removed, or a link out of the cache, which is not even read."""
+        import huggingface_hub
+
+        patterns = [glob.escape(name) for name in names]
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                self.name, revision=self.commit, allow_patterns=patterns, endpoint=ENDPOINT
             )
-        said = str(error).strip().partition("\n")[0][:200]
-        raise UserError(f"{model}: {advice} ({type(error).__name__}: {said})") from None
+        )
+        # both may be links themselves
+        cache = [
+            Path(huggingface_hub.constants.HF_HUB_CACHE).resolve(),
+            folder.parents[1].resolve(),
+        ]
+        for name in names:
+            found, (size, sha256) = folder / name, self.files[name]
+            real = found.resolve()
+            if not any(map(real.is_relative_to, cache)):
+                raise UserError(
+                    f"{name} of {self.name}: {found} is a link to {real}, out of the hub's cache: "
+                    "neither read nor removed; remove the link, and start the same command again"
+                )
+            with ordinary.opened(real) as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest() if sha256 else None
+            if (has := (real.stat().st_size, digest)) != (size, sha256):
+                for damaged in {real, found}:
+                    damaged.unlink(missing_ok=True)
+                raise UserError(
+                    f"{name} of {self.name} has other bytes than it should, {has} and not"
+                    f" {size, sha256}: it was removed, start the same command again; if that does"
+                    " not help, the repository has changed"
+                )
+        return folder

@@ -5,13 +5,11 @@ Each target parameter, and each slot and section of it, is filled exactly once. 
 collected and reported in one error, first those of names and shapes, then those of values.
 """
 
-import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -23,8 +21,8 @@ from varjax.nn import parameters
 TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "linear": lambda a: a.transpose(1, 0),  # (out, in) -> (in, out)
     "conv": lambda a: a.transpose(2, 3, 1, 0),  # (out, in, kh, kw) -> (kh, kw, in, out)
-    "conv1x1_to_linear": lambda a: a[:, :, 0, 0].T if a.shape[2:] == (1, 1) else _misfit(),
-    "drop_axis": lambda a: a[0] if a.shape[:1] == (1,) else _misfit(),  # (1, ...) -> (...)
+    "conv1x1_to_linear": lambda a: a.reshape(a.shape[:2]).T,  # (out, in, 1, 1)
+    "drop_axis": lambda a: a.squeeze(0),  # (1, ...) -> (...)
     "add_axis": lambda a: a[None],
     "flatten": lambda a: a.reshape(-1),
 }
@@ -63,9 +61,7 @@ class Rule:
     def apply(self, array: np.ndarray) -> np.ndarray:
         """Take the rows and transform an array as the target needs it. `ValueError` or `IndexError`
         if its shape is unsuitable."""
-        return self._transform(array if self.rows is None else array[np.asarray(self.rows)])
-
-    def _transform(self, array: np.ndarray) -> np.ndarray:
+        array = array if self.rows is None else array[np.asarray(self.rows)]
         names = self.transform or ()
         for name in (names,) if isinstance(names, str) else names:
             array = TRANSFORMS[name](array)
@@ -106,7 +102,7 @@ class Rule:
                 f"surplus: {name} {list(tensor.shape)} (the configuration has no place for it)"
             )
             return
-        placement.moves.append(Move(name, self, target, slot))
+        placement.moves.append((name, self, target, slot))
         self._check_shape(name, tensor, leaf.shape if slot is None else leaf.shape[1:], placement)
         if parameters.is_floating(tensor.dtype) != parameters.is_floating(leaf.dtype):
             problem = f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}"
@@ -117,7 +113,10 @@ class Rule:
     ) -> None:
         """Note rows that are not taken, or a wrong shape. whole: the shape of the target's slot."""
         wanted = self.section_of(np.broadcast_to(np.int8(0), tuple(whole))).shape
-        shape = self._shape(tensor)
+        try:  # of one number that stands for all: no values are read
+            shape = self.apply(np.broadcast_to(np.int8(0), tensor.shape)).shape
+        except (ValueError, IndexError):
+            shape = None
         if self.rows is not None and shape == wanted and len(self.rows) < tensor.shape[0]:
             left = f"{tensor.shape[0] - len(self.rows)} of {tensor.shape[0]} rows of {name}"
             placement.ignored.append((left, "tokens that no image has"))
@@ -136,18 +135,6 @@ class Rule:
                 expected = f"which becomes {list(shape)} instead of {list(wanted)}"
             placement.problems.append(f"wrong shape: {name} is {list(tensor.shape)}, {expected}")
 
-    def _shape(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """Return the shape after the transform, without reading values; None if it does not fit."""
-        shape = tensor.shape
-        if self.rows is not None:
-            if not shape or max(self.rows) >= shape[0]:
-                return None
-            shape = (len(self.rows), *shape[1:])
-        try:
-            return self._transform(np.broadcast_to(np.int8(0), shape)).shape
-        except (ValueError, IndexError):
-            return None
-
     def source_name(self, target: str, slot: int | None = None) -> str | None:
         r"""Return the published name that goes into a slot of `target`; None if there is none.
 
@@ -155,18 +142,13 @@ class Rule:
         found are put into the pattern. The rule is for `target` only if its pattern matches the
         name that results.
         """
-        match = _backwards(self.target).fullmatch(target)
+        match = re.fullmatch(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", self.target), target)
         if not match:
             return None
         groups = {int(k[1:]): v for k, v in match.groupdict().items()} | self.groups(slot or 0)
         values = iter([groups.get(i, "*") for i in range(1, 100)])
         name = re.sub(r"\([^()]*\)", lambda _: next(values), self.pattern).replace(r"\.", ".")
         return name if re.fullmatch(self.pattern, name) else None
-
-
-@functools.cache
-def _backwards(target: str) -> re.Pattern:
-    return re.compile(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", target))
 
 
 def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
@@ -218,17 +200,12 @@ class Ignore:
             placement.problems.append(problem)
         elif self.check is not None and (objection := self.check(tensor.read())):
             placement.problems.append(f"wrong value: {name} {objection}")
-        if self.same_as is not None and not _are_equal(tensor, self.same_as):
-            problem = f"{name} is not {self.reason}, they differ: keep the one that is used"
-            placement.problems.append(f"wrong value: {problem}")
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit; it compares them row by row."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    rows = zip(*(np.atleast_1d(tensor.read()) for tensor in (one, other)), strict=True)
-    return all(a.tobytes() == b.tobytes() for a, b in rows)
+        if (other := self.same_as) is not None:
+            differ = (tensor.shape, tensor.dtype) != (other.shape, other.dtype)
+            rows = (np.atleast_1d(t.read()) for t in (tensor, other))
+            if differ or any(a.tobytes() != b.tobytes() for a, b in zip(*rows, strict=True)):
+                problem = f"{name} is not {self.reason}, they differ: keep the one that is used"
+                placement.problems.append(f"wrong value: {problem}")
 
 
 @dataclass(frozen=True)
@@ -263,31 +240,20 @@ def zero_key_bias(prefix: str, model: str) -> Ignore:
     return Ignore(pattern, "constant zeros", lambda a: objection if np.any(a) else None)
 
 
-class Move(NamedTuple):
-    """The tensor `name` goes by `rule` to the parameter `target`.
-
-    slot: its index on the leading axis of the target; None: there is no such axis.
-    """
-
-    name: str
-    rule: Rule
-    target: str
-    slot: int | None
-
-
 @dataclass
 class Placement:
     """Where tensors go, by names and shapes.
 
     Attributes:
       targets: {path: leaf}, the parameters that have to be filled.
-      moves: one for each tensor that has a place.
+      moves: (name of a tensor, its rule, path, index on the leading axis there or None) for each
+        tensor that has a place.
       ignored: (what is ignored, reason).
       problems: each in one line that begins with its kind, such as `missing: `.
     """
 
     targets: Mapping
-    moves: list[Move] = field(default_factory=list)
+    moves: list[tuple[str, Rule, str, int | None]] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -380,19 +346,13 @@ def check(rules: Sequence[Entry], tensors: Mapping[str, Tensor], targets: Mappin
 
 
 def _report(problems: Sequence[str]) -> None:
+    def natural(text: str) -> list:  # blocks.2 before blocks.10; too long numbers are no `int`
+        parts = re.split(r"([0-9]+)", text)
+        return [(1, 0, p) if i % 2 == 0 else (0, len(p), p) for i, p in enumerate(parts)]
+
     if problems:
-        order = sorted(problems, key=_natural)
+        order = sorted(problems, key=natural)
         kinds = itertools.groupby(order, key=lambda text: text.partition(":")[0])
         listed = [some(of_kind, MAX_LISTED, between="\n  ") for _, of_kind in kinds]
         count = f"{len(order)} problem{'s'[len(order) == 1 :]}"
         raise UserError(f"{count}:\n  " + "\n  ".join(listed))
-
-
-def _natural(text: str) -> list:
-    """Return a key that sorts blocks.2 before blocks.10. Numbers may be too long for `int`."""
-    parts = re.split(r"([0-9]+)", text)
-    return [(1, 0, p) if i % 2 == 0 else (0, len(p), p) for i, p in enumerate(parts)]
-
-
-def _misfit():
-    raise ValueError("the shape does not fit the transform")

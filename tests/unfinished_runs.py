@@ -17,6 +17,14 @@ SERIES = {
 }
 
 
+STARTS = range(0, COUNT, BATCH)  # first images of all batches
+
+
+def index(start: int) -> np.ndarray:
+    """Numbers of the images in the batch that begins with image `start`."""
+    return np.arange(start, min(start + BATCH, COUNT))
+
+
 def store(out: pathlib.Path, settings=None, **options) -> BatchStore:
     settings = SETTINGS if settings is None else settings
     return BatchStore(out, settings, series=SERIES, **{"overwrite": False, **options})
@@ -65,8 +73,7 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
     """What `finish` gives of an undisturbed run."""
     return {
         name: {
-            key: np.concatenate([batch(name, made.index(x))[key] for x in made.starts()])
-            for key in made.arrays
+            key: np.concatenate([batch(name, index(x))[key] for x in STARTS]) for key in made.arrays
         }
         for name, made in SERIES.items()
     }

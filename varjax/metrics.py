@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -119,10 +118,8 @@ class Metric:
       needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
         [N, ...], or forced_logits [N, L, ..., V] of a run that was forced to the full cache's
         tokens.
-      compare: (array of the full cache, array of the other) -> float [N], or one number for two
-        whole sets if `per_image` is False. None: a network computes it (`is_judged`).
-      per_image: whether each image has its own number. `compare_images` sees a batch at a time, so
-        it computes only these metrics.
+      compare: (array of the full cache, array of the other) -> float [N], for each image. None: a
+        network computes it (`is_judged`).
       largest: a greater value counts as this one, in means and in JSON.
       from_zero: whether the axis of its plot starts at zero.
     """
@@ -138,7 +135,6 @@ class Metric:
     definition: str
     needs: str = "images"
     compare: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    per_image: bool = True
     largest: float = float("inf")
     from_zero: bool = False
 
@@ -249,7 +245,6 @@ _METRICS = (
     ),
 )
 METRICS = {metric.key: metric for metric in _METRICS}
-BUILT_IN = frozenset(METRICS)
 
 
 def register(metric: Metric) -> None:
@@ -259,7 +254,7 @@ def register(metric: Metric) -> None:
       UserError: it is no metric that compares pictures, or its key is taken or none that files can
         have.
     """
-    if not isinstance(metric, Metric) or not callable(metric.compare) or not metric.per_image:
+    if not isinstance(metric, Metric) or not callable(metric.compare):
         raise UserError(f"{show(metric)} is no Metric with a function `compare` for each image")
     if not re.fullmatch("[a-z][a-z0-9]{0,39}", metric.key):
         raise UserError(f"metric {show(metric.key)}: give a key of 1 to 40 letters a-z and digits")
@@ -277,15 +272,11 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     return own_modules.load([OWN], path_or_name)
 
 
-def _metrics_of(module: ModuleType, before: dict) -> tuple[str, ...]:
-    found = tuple(key for key in METRICS if key not in before)
-    if wrong := [METRICS[key] for key in found if not isinstance(METRICS[key], Metric)]:
-        raise UserError(f"{show(wrong[0])} is registered, which is no Metric")
-    return found
-
-
 OWN = own_modules.Kind(
-    "metric", (METRICS,), _metrics_of, "call varjax.metrics.register(Metric(...))"
+    "metric",
+    (METRICS,),
+    lambda metric: getattr(metric.compare, "__module__", ""),
+    "call varjax.metrics.register(Metric(...))",
 )
 
 
@@ -307,8 +298,7 @@ def compare_images(
     return {
         key: np.asarray(metric.compare(full[metric.needs], other[metric.needs]))
         for key, metric in METRICS.items()
-        if metric.per_image and not metric.is_judged
-        if metric.needs in full and metric.needs in other
+        if not metric.is_judged and metric.needs in full and metric.needs in other
     }
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from varjax.arguments import path
 from varjax.errors import UserError
@@ -21,13 +22,13 @@ _LOADED: dict[tuple[str, ...], tuple[str, ...]] = {}  # by kinds, and file or im
 class Kind:
     """What modules may register.
 
-    registries: what they add to. names: names of what is new, of (module, what the first registry
-    held before). how: how something is registered, for messages.
+    registries: what they add to. module_of: name of the module that an entry of the first one comes
+    from. how: how something is registered, for messages.
     """
 
     name: str
     registries: Sequence[MutableMapping]
-    names: Callable[[ModuleType, dict], tuple[str, ...]]
+    module_of: Callable[[Any], str]
     how: str
 
 
@@ -50,14 +51,19 @@ def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, .
     if place not in _LOADED:
         registries = [registry for kind in kinds for registry in kind.registries]
         before = [dict(registry) for registry in registries]
-        firsts = [dict(kind.registries[0]) for kind in kinds]
+        known = {kind.name: set(kind.registries[0]) for kind in kinds}
         try:
             module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
-            found = [kind.names(module, held) for kind, held in zip(kinds, firsts, strict=True)]
-            if not any(found):
+            found = [  # what is new, or was registered when the module was imported elsewhere
+                name
+                for kind in kinds
+                for name, entry in kind.registries[0].items()
+                if name not in known[kind.name] or kind.module_of(entry) == module.__name__
+            ]
+            if not found:
                 how = ", or ".join(kind.how for kind in kinds)
                 raise UserError(f"it registers no {words}: {how}")
-            _LOADED[place] = tuple(name for names in found for name in names)
+            _LOADED[place] = tuple(found)
         except BaseException as error:
             for registry, content in zip(registries, before, strict=True):
                 registry.clear()

@@ -28,27 +28,25 @@ import math
 import pathlib
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
 import scipy
 
 from experiments.batch_files import Series
-from experiments.evaluate import features, inputs, pairs, sets
+from experiments.evaluate import inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
-from experiments.output import BatchStore, FolderFlags
+from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
 from experiments.recipes.recipe import RecipeFlag
-from experiments.stopping import Stopped, say_stopped
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
-from varjax.evaluation import extractors, protocols
+from varjax.evaluation import extractors, protocols, references
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
@@ -88,7 +86,7 @@ METRICS = FLAGS.list(
 FEATURES = FLAGS.enum(
     "features",
     "inception",
-    list(extractors.EXTRACTORS),
+    list(protocols.BY_FEATURES),
     "Whose features are compared; demo: of a small classifier of fruit, 64x64 pixels (no FID).",
 )
 CLASSIFIER = FLAGS.string(
@@ -111,24 +109,8 @@ DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
 FLAGS.require("samples")
 FLAGS_OF = {"inception": (PROTOCOL, SPLIT_SIZE, INCEPTION), DEMO: (CLASSIFIER,)}
-
-
-# {key of metrics.json: (name in the summary, format)}
-SHOWN = {
-    "fid": ("FID", "{:.4f}"),
-    "sfid": ("sFID", "{:.4f}"),
-    "inception_score": ("Inception score", "{:.4f}"),
-    "precision": ("precision", "{:.4f}"),
-    "recall": ("recall", "{:.4f}"),
-    "demo_frechet": ("Frechet distance of the demo classifier's features", "{:.4f}"),
-    "class_agreement": ("class agreement", "{:.1%}"),
-    "class_agreement_reference": ("class agreement of the reference", "{:.1%}"),
-    "psnr": ("PSNR, identical pictures apart", "{:.2f} dB"),
-    "ssim": ("SSIM", "{:.4f}"),
-    "lpips": ("LPIPS", "{:.4f}"),
-    "token_agreement": ("equal tokens", "{:.1%}"),
-    "identical_images": ("identical pictures", "{:d}"),
-}
+AS_SETS = REFERENCE, "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
+ONE_BY_ONE = FULL, "compares pictures one by one: give --full=DIR"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +128,11 @@ class Evaluation:
         """Return the files of everything that is computed, by name."""
         found: dict[str, Series] = {}
         # pictures whose features are in one file: whole batches
-        size = self.batch_size * math.ceil(features.LEAST_CHUNK / self.batch_size)
+        size = self.batch_size * math.ceil(sets.LEAST_CHUNK / self.batch_size)
         if job := self.comparison:
             for name, wanted in job.wanted.items():
-                if wanted:
-                    widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
-                    found[name] = Series(job.sides[name].pictures.count, size, widths)
+                widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
+                found[name] = Series(job.sides[name].pictures.count, size, widths)
         if self.pairs:
             found["pairs"] = self.pairs.series(size)
         return found
@@ -203,10 +184,11 @@ def resolve() -> Evaluation:
     remarks: list[str] = []
     if REFERENCE.value:
         reference = inputs.open_set("--reference", REFERENCE.value, fit)
-        folder = CLASSIFIER.value if is_demo else INCEPTION.value
-        network = None
-        if folder or is_demo:  # files of statistics are compared without one
-            network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
+        network = None  # files of statistics are compared without one
+        if is_demo:
+            network = extractors.open_classifier(CLASSIFIER.value)
+        elif INCEPTION.value:
+            network = extractors.open_inception(INCEPTION.value, protocol.preparation)
         comparison = sets.compare(
             {"samples": samples, "reference": reference},
             network,
@@ -255,28 +237,24 @@ def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:
                 f"{name} is of --features={other}: --features={mine} gives"
                 f" {', '.join(protocols.BY_FEATURES[mine])}"
             )
-        if name in PAIRED and not FULL.value:
-            raise UserError(f"{name} compares pictures one by one: give --full=DIR")
-        if name not in PAIRED and not REFERENCE.value:
-            raise UserError(f"{name} compares with a reference set: give --reference=DIR_OR_NPZ")
-    if "lpips" in names and not LPIPS.value:
+    if "lpips" in names and FULL.value and not LPIPS.value:
         raise UserError(f"lpips needs --lpips=DIR: {extractors.WHERE_LPIPS}")
-    wanted = [name for name in protocols.METRICS if name in names]
-    of_pairs = tuple(name for name in wanted if name in PAIRED)
-    of_sets = tuple(name for name in wanted if name not in PAIRED)
-    serves = "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
-    unused = f"is given, but none of --metrics={','.join(wanted)} uses it: name one that does"
-    for holder, used, why in (
-        (INCEPTION, REFERENCE.value, serves),
-        (CLASSIFIER, REFERENCE.value, serves),
-        (STATISTICS, REFERENCE.value, serves),
-        (LPIPS, FULL.value, "compares pictures one by one: give --full=DIR"),
-        (LPIPS, not names or "lpips" in names, unused),
-        (REFERENCE, not names or of_sets, unused),
-        (FULL, not names or of_pairs, unused),
-    ):
-        if holder.value and not used:
-            raise UserError(f"--{holder.name} {why}, or leave it out")
+    given = [(name, ONE_BY_ONE if name in PAIRED else AS_SETS) for name in names]
+    given += [(f"--{h.name}", AS_SETS) for h in (INCEPTION, CLASSIFIER, STATISTICS) if h.value]
+    given += [("--lpips", ONE_BY_ONE)] * bool(LPIPS.value)
+    for what, (needed, advice) in given:
+        if not needed.value:
+            raise UserError(f"{what} {advice}, or leave it out")
+    of_pairs, of_sets = (
+        tuple(name for name in protocols.METRICS if name in names and (name in PAIRED) == paired)
+        for paired in (True, False)
+    )
+    used = ((REFERENCE, of_sets), (FULL, of_pairs), (LPIPS, "lpips" in names))
+    if unused := [h.name for h, metrics in used if names and h.value and not metrics]:
+        raise UserError(
+            f"--{unused[0]} is given, but none of --metrics={','.join(names)} uses it: name one"
+            " that does, or leave it out"
+        )
     return of_sets, of_pairs
 
 
@@ -301,14 +279,12 @@ def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
     def program(network: Network, size: tuple[int, int]) -> Program:
         return Program(network, size, job.batch_size, job.mesh)
 
-    if sides := job.comparison:
-        for name, wanted in sides.wanted.items():
-            if wanted:
-                of_size = partial(program, sides.network)
-                features.extract(store, name, sides.sides[name].pictures, wanted, of_size, stop)
-    if job.pairs:
-        of_size = partial(program, job.pairs.network)
-        pairs.compute(job.pairs, store, of_size, job.batch_size, stop)
+    for name in store.series:
+        if store.missing(name):
+            if name == "pairs":
+                pairs.compute(job.pairs, store, program, job.batch_size, stop)
+            else:
+                sets.extract(job.comparison, name, store, program, stop)
 
 
 def write(job: Evaluation, store: BatchStore) -> None:
@@ -318,9 +294,10 @@ def write(job: Evaluation, store: BatchStore) -> None:
     if job.pairs:
         found, per_image = pairs.measure(job.pairs, store)
     if job.comparison:
-        found |= sets.measure(job.comparison, store)
+        figures, summaries = sets.measure(job.comparison, store)
+        found |= figures
         if STATISTICS.value:
-            sets.save_statistics(pathlib.Path(STATISTICS.value), job.comparison, store)
+            references.write(pathlib.Path(STATISTICS.value), summaries, job.comparison.notes)
     recipe = job.recipe() | environment(scipy)
     files = ["metrics.json", *(["per_image.npz"] if per_image is not None else [])]
     content = {**found, "remarks": list(job.remarks), "recipe": recipe, "files": files}
@@ -329,7 +306,8 @@ def write(job: Evaluation, store: BatchStore) -> None:
             np.savez(out / "per_image.npz", **per_image)
         write_text(out / "metrics.json", json_text(content))
     store.close()
-    rows = [(words, shown.format(found[k])) for k, (words, shown) in SHOWN.items() if k in found]
+    numbers = {key: value for key, value in found.items() if np.ndim(value) == 0}
+    rows = [(key, f"{value:.6g}") for key, value in numbers.items()]
     rows += [("protocol", recipe["protocol"]["name"]), ("written to", str(store.out))]
     print(aligned(rows), *(f"note: {remark}" for remark in job.remarks), sep="\n")
 

@@ -2,7 +2,7 @@
 file."""
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from varjax.evaluation.pictures import (
     file_digest,
 )
 from varjax.evaluation.references import Statistics
-from varjax.progress import Progress
 from varjax.storage import npz
 from varjax.storage.manifest import read_json
 
@@ -45,7 +44,6 @@ class PictureSet:
 
     where: str
     kind: str
-    sha256: str
     pictures: Pictures | None
     statistics: Statistics | None = None
     report: Mapping | None = None
@@ -60,7 +58,8 @@ class PictureSet:
 
     def describe(self) -> dict:
         """Return the entry of metrics.json that says what was compared."""
-        found: dict = {"given": self.where, "kind": self.kind, "sha256": self.sha256}
+        sha256 = self.pictures.sha256 if self.pictures else file_digest(pathlib.Path(self.where))
+        found: dict = {"given": self.where, "kind": self.kind, "sha256": sha256}
         if self.pictures is not None:
             height, width = self.pictures.size
             found |= {"count": self.pictures.count, "height": height, "width": width}
@@ -85,45 +84,35 @@ def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
       UserError: it holds nothing that can be compared. The message names the file at fault.
     """
     path = pathlib.Path(given)
-    progress = Progress(f"{path}: checked picture", 0, every=5.0)
-
-    def report(done: int, total: int) -> None:
-        if total > 1000:
-            progress.report(done, total)
-
     if not path.exists():
         raise UserError(f"{flag}: there is no file or folder {given}")
     folder = path if path.is_dir() else path.parent if path.name == SAMPLES else None
     if folder and (folder / SAMPLES).is_file() and (path.is_dir() or (folder / REPORT).is_file()):
         return _of_run(folder)
     if path.is_file():
-        return _of_file(flag, path, fit, report)
+        return _of_file(flag, path, fit)
     if (path / REPORT).is_file():
         raise UserError(
             f"{flag}: {path} is the folder of a run, but {SAMPLES} is missing: name the folder of"
             " its pictures, or run it again"
         )
-    pictures = PictureFolder(path, report, fit)
-    return PictureSet(str(path), "folder of pictures", pictures.sha256, pictures)
+    return PictureSet(str(path), "folder of pictures", PictureFolder(path, fit))
 
 
 def _of_run(folder: pathlib.Path) -> PictureSet:
-    pictures = PictureArray(folder / SAMPLES)
     report = read_json(folder / REPORT) if (folder / REPORT).is_file() else None
     if report is not None and not isinstance(report, dict):
         raise UserError(f"{folder / REPORT} is no report of a run: move it away")
+    pictures = PictureArray(folder / SAMPLES)
     tokens = folder / ARRAYS if (folder / ARRAYS).is_file() else None
-    kind = "folder of experiments.run"
-    return PictureSet(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
+    return PictureSet(str(folder), "folder of experiments.run", pictures, None, report, tokens)
 
 
-def _of_file(
-    flag: str, path: pathlib.Path, fit: Fit | None, report: Callable[[int, int], None]
-) -> PictureSet:
+def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
     held = npz.names(path)
     if set(PACKED) <= set(held):
-        packed = PackedPictures(path, report, fit)
-        return PictureSet(str(path), "npz file of packed pictures", packed.sha256, packed)
+        packed = PackedPictures(path, fit)
+        return PictureSet(str(path), "npz file of packed pictures", packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None
     if pictures is None and statistics is None:
@@ -134,4 +123,4 @@ def _of_file(
         )
     words = [pictures and "pictures", statistics and "statistics"]
     kind = f"npz file of {' and '.join(filter(None, words))}"
-    return PictureSet(str(path), kind, file_digest(path), pictures, statistics)
+    return PictureSet(str(path), kind, pictures, statistics)

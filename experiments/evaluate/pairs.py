@@ -2,29 +2,26 @@
 the full cache."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.batch_files import Series
-from experiments.evaluate import features
+from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
+from experiments.evaluate.sets import ProgramOf
 from experiments.output import BatchStore
 from varjax import metrics
 from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
-from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.extractors import Network
 from varjax.evaluation.pictures import paired
 from varjax.parallel.stopping import Stop
 from varjax.storage import npz
 
-SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'
-    "ssim": "torchmetrics",
-    "ssim_skimage_gauss": "skimage_gauss",
-    "ssim_skimage_7x7": "skimage_7x7",
-}
+MEASURES = {"psnr": pixels.psnr, "ssim": pixels.ssim}  # of a picture and the full cache's
 # If these entries of two reports and the models are equal, pictures of one number differ by the
 # cache alone. Models are compared by content, since their folders and files may have any names.
 DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
@@ -35,13 +32,13 @@ DRAWN += ("dtype", "matmul_precision", "decode_dtype")
 class Pairs:
     """Two sets of the same pictures, and what is computed for each pair.
 
-    places: where the pictures of each pair lie in the two sets. network: LPIPS, if it is wanted.
-    tokens: name of the arrays of tokens, if both runs kept them.
+    places: where the pictures of the full cache lie, in the order of the samples. network: LPIPS,
+    if it is wanted. tokens: name of the arrays of tokens, if both runs kept them.
     """
 
     samples: PictureSet
     full: PictureSet
-    places: tuple[list[int], list[int]]
+    places: list[int]
     metrics: tuple[str, ...]
     network: Network | None
     tokens: str | None
@@ -68,20 +65,16 @@ class Pairs:
                     " the pictures differ by more than the cache"
                 )
         if all(known is not None for known in labels):
-            ours, theirs = (of[places] for of, places in zip(labels, self.places, strict=True))
-            if count := int((ours != theirs).sum()):
-                found.append(f"{count} of {len(ours)} pairs are of two different classes")
+            if count := int((labels[0] != labels[1][self.places]).sum()):
+                found.append(f"{count} of {len(labels[0])} pairs are of two different classes")
         return found
 
     def series(self, size: int) -> Series:
         """Return the files of per-image numbers. size: pairs of each file."""
-        floats = np.dtype(np.float64)
-        arrays = {"psnr": (floats, ())} if "psnr" in self.metrics else {}
-        if "ssim" in self.metrics:
-            arrays |= {key: (floats, ()) for key in SSIM_KEYS}
+        arrays = {name: (np.dtype(np.float64), ()) for name in MEASURES if name in self.metrics}
         if self.network is not None:
             arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
-        return Series(len(self.places[0]), size, {**arrays, "identical": (np.dtype(bool), ())})
+        return Series(len(self.places), size, {**arrays, "identical": (np.dtype(bool), ())})
 
 
 def pair(
@@ -94,15 +87,11 @@ def pair(
                 f"{side.where} holds statistics alone: pictures are compared one by one"
             )
     places = paired(samples.pictures, full.pictures)
-    if min(samples.pictures.size) <= 2 * pixels.RADIUS and "ssim" in wanted:
-        raise UserError(
-            f"{samples.where}: pictures of {samples.pictures.size} pixels are smaller"
-            " than the window of SSIM: choose other --metrics"
-        )
-    if network is not None:
-        height, width = samples.pictures.size
-        with about(samples.where):
-            network.check_size(height, width)
+    with about(samples.where):
+        if "ssim" in wanted:
+            pixels.check_size(*samples.pictures.size)
+        if network is not None:
+            network.check_size(*samples.pictures.size)
     tokens = None
     if samples.tokens is not None and full.tokens is not None:
         held = [npz.names(side.tokens) for side in (samples, full)]
@@ -111,48 +100,33 @@ def pair(
 
 
 def compute(
-    job: Pairs,
-    store: BatchStore,
-    program_of: Callable[[tuple[int, int]], Program],
-    batch_size: int,
-    stop: Stop,
+    job: Pairs, store: BatchStore, program_of: ProgramOf, batch_size: int, stop: Stop
 ) -> None:
-    """Compute the per-image numbers that are missing, as `features.fill` does.
-
-    program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
-    at a time without LPIPS."""
-    if not store.missing("pairs"):
-        return
-    program = program_of(job.samples.pictures.size) if job.network else None
+    """Compute the per-image numbers that are missing, as `sets.fill` does. batch_size: pairs that
+    are read at a time without LPIPS."""
+    program = program_of(job.network, job.samples.pictures.size) if job.network else None
+    measures = {name: measure for name, measure in MEASURES.items() if name in job.metrics}
 
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for span in spans:
-            yield _numbers(job, _read(job, 0, range(*span)), _read(job, 1, range(*span)), program)
+            ours = job.samples.pictures.read(*span)
+            theirs = np.concatenate([job.full.pictures.read(*part) for part in _spans(job, *span)])
+            pairs = list(zip(theirs, ours, strict=True))
+            found = {n: np.array([measure(*p) for p in pairs]) for n, measure in measures.items()}
+            if program is not None:
+                (layers,) = program.over(iter([(theirs, ours)]))
+                found["lpips_layers"] = layers["layers"]
+            yield found | {"identical": (ours == theirs).all((1, 2, 3))}
 
-    features.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
-
-
-def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:
-    """Return pictures of set 0 (samples) or 1 (full), in the order of the pairs."""
-    pictures, places = (job.samples, job.full)[side].pictures, job.places[side]
-    wanted = [places[i] for i in numbers]
-    if wanted == list(range(wanted[0], wanted[0] + len(wanted))):
-        return pictures.read(wanted[0], wanted[-1] + 1)
-    return np.concatenate([pictures.read(i, i + 1) for i in wanted])
+    sets.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
 
 
-def _numbers(job: Pairs, ours: np.ndarray, theirs: np.ndarray, program: Program | None) -> dict:
-    found: dict[str, np.ndarray] = {"identical": (ours == theirs).all((1, 2, 3))}
-    pairs = list(zip(theirs, ours, strict=True))
-    if "psnr" in job.metrics:
-        found["psnr"] = np.array([pixels.psnr(a, b) for a, b in pairs])
-    if "ssim" in job.metrics:
-        each = [pixels.ssim(a, b) for a, b in pairs]
-        found |= {k: np.array([getattr(s, n) for s in each]) for k, n in SSIM_KEYS.items()}
-    if program is not None:
-        (layers,) = program.over(iter([(theirs, ours)]))
-        found["lpips_layers"] = layers["layers"]
-    return found
+def _spans(job: Pairs, first: int, end: int) -> list[tuple[int, int]]:
+    """Return which pictures of the full cache belong to samples: from one to before another."""
+    places = job.places[first:end]
+    if places == list(range(places[0], places[0] + len(places))):
+        return [(places[0], places[-1] + 1)]
+    return [(place, place + 1) for place in places]
 
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
@@ -163,19 +137,17 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
     if "psnr" in arrays:
         rest = arrays["psnr"][~identical]  # one identical pair would make the mean infinite
         found["psnr"] = float(rest.mean()) if len(rest) else math.inf
-    found |= {key: float(arrays[key].mean()) for key in SSIM_KEYS if key in arrays}
     if "lpips_layers" in arrays:
-        arrays["lpips"] = arrays["lpips_layers"].astype(np.float64).sum(1)
-        found["lpips"] = float(arrays["lpips"].mean())
-        found["lpips_layers"] = arrays["lpips_layers"].astype(np.float64).mean(0)
+        layers = arrays["lpips_layers"].astype(np.float64)
+        arrays["lpips"], found["lpips_layers"] = layers.sum(1), layers.mean(0)
     if job.tokens is not None:
-        arrays["token_agreement"] = token_agreement(job)
-        found["token_agreement"] = float(arrays["token_agreement"].mean())
-    keys = list(job.samples.pictures.keys)
-    return found, {"key": np.array(keys), **arrays}
+        arrays["token_agreement"] = _token_agreement(job)
+    means = ("ssim", "lpips", "token_agreement")
+    found |= {name: float(arrays[name].mean()) for name in means if name in arrays}
+    return found, {"key": np.array(list(job.samples.pictures.keys)), **arrays}
 
 
-def token_agreement(job: Pairs) -> np.ndarray:
+def _token_agreement(job: Pairs) -> np.ndarray:
     """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
     in the order of the pictures' numbers."""
     ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))

@@ -1,27 +1,36 @@
 """Metrics of a set of samples against a reference set: FID, sFID, Inception score, precision and
-recall."""
+recall; the features that each needs, and their extraction, which keeps finished parts."""
 
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.evaluate import features
 from experiments.evaluate.inputs import PictureSet
-from experiments.output import BatchStore
+from experiments.output import BatchStore, Stopped
+from varjax import metrics
 from varjax.errors import UserError, about
 from varjax.evaluation import references
-from varjax.evaluation.extractors import WHERE_INCEPTION, Network
+from varjax.evaluation.extractors import WHERE_INCEPTION, Network, Program
 from varjax.evaluation.statistics import (
+    NEIGHBOURS,
     Gaussian,
-    InceptionScore,
+    Moments,
     frechet,
+    inception_scores,
     precision_recall,
 )
+from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
 
-KEYS = {"is": "inception_score"}  # {metric: its key in metrics.json, where that differs}
+LEAST_CHUNK = 256  # pictures whose features are in one file
+# {distance between sets: the feature that it compares}
+DISTANCES = {"fid": "pool", "sfid": "spatial", "demo_frechet": "pool"}
+AGREEMENT = "class_agreement"
+NEIGHBOURHOODS = ("precision", "recall")
+NEEDED = DISTANCES | dict.fromkeys(NEIGHBOURHOODS, "pool") | {"is": "logits", AGREEMENT: "logits"}
+BLOCK = 2048  # rows that are added to the moments at a time
+ProgramOf = Callable[[Network, tuple[int, int]], Program]  # for pictures of a size (height, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +38,7 @@ class Comparison:
     """Samples, a reference set, and what is computed of both.
 
     sides: the sets "samples" and "reference". network: extractor; None if only files of statistics
-    are compared. wanted: {side: features to extract}. notes: how the features are made, as
+    are compared. wanted: {side: features to extract, if any}. notes: how the features are made, as
     files of statistics say it.
     """
 
@@ -65,7 +74,7 @@ def compare(
     left: dict[str, list[str]] = {}  # {why: metrics}
     for metric in metrics:
         try:
-            found = {n: features.needed(metric, n == "samples", s) for n, s in sides.items()}
+            found = {n: _feature(metric, n == "samples", s) for n, s in sides.items()}
             if any(found.values()) and network is None:
                 raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
             needed[metric] = found
@@ -81,9 +90,8 @@ def compare(
         remarks += _check_side(name, side, network, notes, kept)
     if "is" in kept:
         remarks += order_remarks(sides["samples"], split_size)
-    wanted = {
-        name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
-    }
+    each = {name: sorted({found[name] for found in needed.values()} - {None}) for name in sides}
+    wanted = {name: tuple(found) for name, found in each.items() if found}
     return Comparison(sides, network, kept, wanted, split_size, notes, tuple(remarks))
 
 
@@ -100,7 +108,7 @@ def _check_side(
     if side.pictures and network:
         with about(side.where):
             network.check_size(*side.pictures.size)
-            if features.AGREEMENT in kept and side.labels is not None:
+            if AGREEMENT in kept and side.labels is not None:
                 known, found = network.widths["logits"], (side.labels.min(), side.labels.max())
                 if found[0] < 0 or found[1] >= known:
                     raise UserError(
@@ -109,7 +117,7 @@ def _check_side(
     if side.statistics is not None:
         side.statistics.check(side.where, network.widths if network else {}, notes)
         return remarks + side.statistics.remarks(side.where)
-    pooled = [metric for metric in kept if features.DISTANCES.get(metric) == "pool"]
+    pooled = [metric for metric in kept if DISTANCES.get(metric) == "pool"]
     if pooled and side.pictures.count <= network.widths["pool"]:
         distance = {"fid": "FID"}.get(pooled[0], "the distance")
         remarks.append(
@@ -134,42 +142,141 @@ def order_remarks(samples: PictureSet, split_size: int) -> list[str]:
     ]
 
 
-def measure(job: Comparison, store: BatchStore) -> dict:
-    """Return the values by the keys of metrics.json. The store has the features."""
+def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussian]]:
+    """Return the values by the keys of metrics.json, and what the samples' features are summarised
+    by. The store has the features."""
     found: dict = {}
-    for metric, feature in features.DISTANCES.items():
+    summaries: dict[str, Gaussian] = {}
+    for metric, feature in DISTANCES.items():
         if metric in job.metrics:
-            found[metric] = frechet(*(_gaussian(job, store, name, feature) for name in job.sides))
+            summaries[feature], theirs = (gaussian(job, store, n, feature) for n in job.sides)
+            found[metric] = frechet(summaries[feature], theirs)
     if "is" in job.metrics:
         # ADM's splits: consecutive blocks, the last one shorter
-        score = InceptionScore(np.arange(job.sides["samples"].pictures.count) // job.split_size)
-        for _, arrays in store.batches("samples"):
-            score.add(arrays["logits"])
-        scores = score.scores()
-        found[KEYS["is"]] = float(scores.mean())
-        found[f"{KEYS['is']}_std"] = float(scores.std())
-    for name, side in job.sides.items() if features.AGREEMENT in job.metrics else ():
+        split_of = np.arange(job.sides["samples"].pictures.count) // job.split_size
+        logits = (arrays["logits"] for _, arrays in store.batches("samples"))
+        scores = inception_scores(logits, split_of)
+        found["inception_score"] = float(scores.mean())
+        found["inception_score_std"] = float(scores.std())
+    for name, side in job.sides.items() if AGREEMENT in job.metrics else ():
         if side.labels is not None:  # part of the pictures taken for the class asked for
-            key = features.AGREEMENT + ("" if name == "samples" else f"_{name}")
-            right = features.whole(store, name, "logits").argmax(1) == side.labels
+            key = AGREEMENT + ("" if name == "samples" else f"_{name}")
+            right = whole(store, name, "logits").argmax(1) == side.labels
             found[key] = int(right.sum()) / len(right)
-    if asked := [metric for metric in features.NEIGHBOURHOODS if metric in job.metrics]:
-        ours, theirs = (features.whole(store, name, "pool") for name in job.sides)
+    if asked := [metric for metric in NEIGHBOURHOODS if metric in job.metrics]:
+        ours, theirs = (whole(store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
-        result = precision_recall(theirs, ours, report=progress.update)
+        report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
+        result = precision_recall(theirs, ours, report=report)
         found |= {metric: getattr(result, metric) for metric in asked}
+    return found, summaries
+
+
+# --- features ---
+
+
+def _feature(metric: str, is_sample: bool, side: PictureSet) -> str | None:
+    """Return the feature of a set that a metric needs; None if there is nothing to extract.
+
+    Raises:
+      UserError: this set cannot give the feature.
+    """
+    if metric in DISTANCES and side.statistics is not None:
+        if DISTANCES[metric] not in side.statistics.gaussians:
+            key = references.KEYS[DISTANCES[metric]][0]
+            raise UserError(f"`{key}` is needed, which {side.where} does not hold")
+        return None
+    if metric == AGREEMENT and is_sample and side.labels is None:
+        raise UserError(f"the classes asked for (`arr_1`) are needed, {side.where} has none")
+    if not is_sample and (metric == "is" or metric == AGREEMENT and side.labels is None):
+        return None  # the reference's agreement is for comparison
+    if side.pictures is None:
+        raise UserError(f"pictures are needed, and {side.where} holds statistics alone")
+    least = {"is": 1, AGREEMENT: 1, "precision": NEIGHBOURS + 1, "recall": NEIGHBOURS + 1}
+    if side.pictures.count < least.get(metric, 2):
+        raise UserError(
+            f"at least {least.get(metric, 2)} pictures are needed, {side.where} has"
+            f" {side.pictures.count}"
+        )
+    return NEEDED[metric]
+
+
+def extract(job: Comparison, name: str, store: BatchStore, program: ProgramOf, stop: Stop) -> None:
+    """Compute the features of a set that are missing, as `fill` does."""
+    pictures, wanted = job.sides[name].pictures, job.wanted[name]
+    runs = program(job.network, pictures.size)
+
+    def features(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
+        for found in runs.over((pictures.read(*span),) for span in spans):
+            kept = {key: found[key] for key in wanted}
+            if not all(np.isfinite(array).all() for array in kept.values()):
+                raise UserError(
+                    f"features of {pictures.where} are not finite: the network's weights are"
+                    " damaged, or not those of this network"
+                )
+            yield kept
+
+    fill(store, name, runs.batch_size, features, stop)
+
+
+def fill(
+    store: BatchStore,
+    name: str,
+    step: int,
+    compute: Callable[[list[tuple[int, int]]], Iterator[dict[str, np.ndarray]]],
+    stop: Stop,
+) -> None:
+    """Compute the pictures of a series that are missing, and keep every part when it is finished.
+    `Stopped` if `stop` was asked after a part that is not the last.
+
+    step: pictures at a time. compute: (spans from a picture to before another) -> arrays of each.
+    """
+    made, done, missing = store.series[name], store.finished(name), store.missing(name)
+    progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
+    progress.note(f"{name}: {done} of {made.count} pictures are done, batches of {step}")
+    spans = [
+        (index, int(first), min(int(first) + step, int(index[-1]) + 1))
+        for index in missing
+        for first in index[::step]
+    ]
+    parts: list[dict] = []
+    found = compute([(first, last) for _, first, last in spans])
+    for (index, first, last), arrays in zip(spans, found, strict=True):
+        parts.append(arrays)
+        done += last - first
+        if last > index[-1]:
+            store.add(name, index, metrics.joined(parts))
+            parts = []
+            if stop.after_step() and index is not missing[-1]:
+                stored = sum(store.finished(each) for each in store.series)
+                total = sum(made.count for made in store.series.values())
+                raise Stopped(stored, total, "pictures")
+        progress.update(done)
+
+
+def gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gaussian:
+    """Return the mean and covariance of a feature: those of a file, or of what is stored. Rows are
+    added `BLOCK` at a time and the rest at the end: so sums do not depend on how many rows a file
+    has, which differs with the number of processes."""
+    if (known := job.sides[name].statistics) is not None:
+        return known.gaussians[feature]
+    dtype, shape = store.series[name].arrays[feature]
+    found, rows = Moments(*shape), np.empty((0, *shape), dtype)
+    for _, arrays in store.batches(name):
+        rows = np.concatenate([rows, arrays[feature]])
+        while len(rows) >= BLOCK:
+            found.add(rows[:BLOCK])
+            rows = rows[BLOCK:]
+    if len(rows):
+        found.add(rows)
+    return found.gaussian()
+
+
+def whole(store: BatchStore, name: str, feature: str) -> np.ndarray:
+    """Return all rows of a stored feature. At most one file's arrays are in memory beside them."""
+    made = store.series[name]
+    dtype, shape = made.arrays[feature]
+    found = np.empty((made.count, *shape), dtype)
+    for index, arrays in store.batches(name):
+        found[index] = arrays[feature]
     return found
-
-
-def _gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gaussian:
-    side = job.sides[name]
-    if side.statistics is not None:
-        return side.statistics.gaussians[feature]
-    return features.gaussian(store, name, feature)
-
-
-def save_statistics(path: pathlib.Path, job: Comparison, store: BatchStore) -> None:
-    """Write means and covariances of the samples to a file, which can be a reference later."""
-    names = [f for m, f in features.DISTANCES.items() if m in job.metrics]
-    found = {feature: _gaussian(job, store, "samples", feature) for feature in names}
-    references.write(path, found, job.notes)

@@ -256,7 +256,7 @@ class ProgramFlags:
     ) -> int:
         """Return --batch_size or, if it is not given, the usual size cut down to the images of the
         condition and to what fits. It is a multiple of the devices along `data`. jobs: how many
-        share the images (`experiments.shards`)."""
+        share the images (`experiments.parts`)."""
         asked, shards = self._batch_size.value, options.mesh.data
         if asked is not None:
             arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)

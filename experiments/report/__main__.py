@@ -8,8 +8,8 @@
 The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
 policies with a slider that wipes between each and the full cache, bytes in use at every layer of
 every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key discrepancy (AMS-KV,
-Figure 6), head patterns (HeatKV, Figure 3), the pruning schedule (HeatKV, Figure 4) and the
-stability of the ranking (HeatKV, Figure 6). What is missing says which command provides it.
+Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of the ranking (HeatKV, Figure
+6). What is missing says which command provides it.
 """
 
 import pathlib
@@ -63,25 +63,21 @@ def main(argv: list[str]) -> None:
                 raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
     for package in ("altair", "jinja2", "jsonschema", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
-    from experiments.report import leaderboard, page, sweep_files  # which import them
+    from experiments.report import page, sweep_files  # which import them
 
     if LEADERBOARD.value:
-        _write(target, leaderboard.build(LEADERBOARD.value))
-        return
-    folder = pathlib.Path(SWEEP.value)
-    report, samples, geometry = sweep_files.read(folder)
-    copy = folder / tables.CALIBRATION_COPY
-    path = CALIBRATION.value or (copy if copy.is_file() else None)
-    calibration = load_calibration(path, geometry) if path else None
-    print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
-    full = samples[tables.FULL]
-    pixels = len(samples) * full.shape[1] * full.shape[2]
-    count = IMAGES.value or max(1, PICTURE_LIMIT // pixels)
-    text = page.build(report, samples, geometry, calibration, min(count, len(full)))
-    _write(target, text)
-
-
-def _write(target: pathlib.Path, text: str) -> None:
+        text = page.build_leaderboard(LEADERBOARD.value)
+    else:
+        folder = pathlib.Path(SWEEP.value)
+        report, samples, geometry = sweep_files.read(folder)
+        copy = folder / tables.CALIBRATION_COPY
+        path = CALIBRATION.value or (copy if copy.is_file() else None)
+        calibration = load_calibration(path, geometry) if path else None
+        print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
+        full = samples[tables.FULL]
+        pixels = len(samples) * full.shape[1] * full.shape[2]
+        count = IMAGES.value or max(1, PICTURE_LIMIT // pixels)
+        text = page.build(report, samples, geometry, calibration, min(count, len(full)))
     data = text.encode("utf-8", "backslashreplace")  # folders may have any names
     with new_file(target) as file:
         file.write(data)

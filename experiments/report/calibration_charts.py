@@ -4,12 +4,12 @@ Letters: K scales, L layers, N heads.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import altair as alt
 import numpy as np
 
-from experiments.report.charts import chart_of, named_axis, plain, scale_names
+from experiments.report.charts import chart_of, plain, scale_names
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
@@ -18,7 +18,7 @@ from varjax.policies import BinaryHeatKV, HeatKV
 # Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
 CIVIDIS = "cividis"
 Pruning = tuple[str, str, list[alt.Chart] | str]  # policy, budget, charts or why there are none
-Drawn = alt.Chart | str | list[alt.LayerChart] | list[Pruning]
+Drawn = alt.Chart | list[Pruning]
 
 
 def draw(
@@ -28,14 +28,10 @@ def draw(
     there = {f.name for f in fields(Calibration) if getattr(found, f.name, None) is not None}
     drawn: dict[str, Drawn] = {}
     if "beta" in there:
-        density = attention_density(found.beta, geometry.schedule.tokens)
+        density = replace(found, schedule=geometry.schedule).attention_density
         drawn["density"] = density_map(density, geometry)
     if "key_discrepancy" in there:
         drawn["discrepancy"] = discrepancy(found.key_discrepancy, geometry)
-    if {"patterns", "pattern_edges"} <= there:
-        drawn["patterns"] = patterns(found, geometry)
-        if "pattern_scale" in there:
-            drawn["pattern_scale"] = scale_names(geometry.schedule)[found.pattern_scale]
     if {"orders", "beta"} & there:
         drawn["pruning"] = list(pruning(budgets, geometry, found))
     if "rank_dispersion" in there:
@@ -46,14 +42,6 @@ def draw(
 # --- attention density (AMS-KV, Figure 4) ---
 
 
-def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """Return d[i <- j] = T_j beta[j, i] / T_i float [L, N, K] of the last scale j (AMS-KV, Sec. 3).
-
-    beta: float [L, N, K, K]. tokens: T_j of each scale."""
-    sizes = np.asarray(tokens, float)
-    return sizes[-1] * beta[..., -1, :] / sizes
-
-
 def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
     """Draw all heads at once: a row per head, heads of a layer below each other."""
     names = scale_names(geometry.schedule)
@@ -62,8 +50,8 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
         for i, j in np.ndindex(density.shape[:2])
     ]
     height = max(240, min(900, 9 * len(data)))
-    chart = chart_of(data, ["source scale", "density"], height=height)
-    chart = chart.properties(description="attention density of every head on every source scale")
+    what = "attention density of every head on every source scale"
+    chart = chart_of(data, ["source scale", "density"], description=what, height=height)
     return (
         chart.transform_filter("datum.density > 0")
         .mark_rect()
@@ -88,56 +76,13 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
     what = "distance of keys to those of the scale before, layers by scales"
     height = max(140, 16 * len(values))
-    chart = chart_of(data, ["scale", "distance"], height=height)
-    return (
-        chart.properties(description=what)
-        .mark_rect()
-        .encode(
-            alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
-            alt.Y("layer:O"),
-            alt.Color("distance:Q", title="mean ‖kᵢ − resized kᵢ₋₁‖₂").scale(scheme=CIVIDIS),
-            tooltip=["layer:O", "scale:O", "distance:Q"],
-        )
+    chart = chart_of(data, ["scale", "distance"], description=what, height=height)
+    return chart.mark_rect().encode(
+        alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
+        alt.Y("layer:O"),
+        alt.Color("distance:Q", title="mean ‖kᵢ − resized kᵢ₋₁‖₂").scale(scheme=CIVIDIS),
+        tooltip=["layer:O", "scale:O", "distance:Q"],
     )
-
-
-# --- head patterns (HeatKV, Figure 3) ---
-
-
-def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChart]:
-    """Draw example attention maps: queries down, cached tokens across, lines between scales."""
-    edges = np.asarray(calibration.pattern_edges)
-    starts = [s for s in geometry.schedule.starts if s < edges[-1]]
-    borders = [*np.searchsorted(edges, starts).tolist(), len(edges) - 1]
-    middles = [(a + b) // 2 for a, b in zip(borders, borders[1:], strict=False)]
-    names = scale_names(geometry.schedule)[: len(middles)]
-    across = alt.X("column:O", axis=named_axis("cached tokens, scale by scale", names, middles))
-    lines = chart_of([{"column": c} for c in borders[1:-1]]).mark_rule(
-        color="#ff5a36", strokeDash=[3, 2]
-    )
-    colour = alt.Color("density:Q", title="attention per token, part of the largest").scale(
-        scheme=CIVIDIS, type="sqrt", domain=[0, 1]
-    )
-    found = []
-    heads = zip(calibration.pattern_heads, np.asarray(calibration.patterns), strict=True)
-    for (head, layer), attention in heads:
-        density = attention / np.diff(edges)  # per token
-        density = density / (density.max() or 1)
-        data = [
-            {"query": i, "column": list(range(len(row))), "density": plain(row)}
-            for i, row in enumerate(density)
-        ]
-        down = alt.Y("query:O", title="queries, in raster order", axis=alt.Axis(values=[]))
-        cells = chart_of(data, ["column", "density"]).mark_rect()
-        found.append(
-            alt.layer(
-                cells.encode(across, down, colour),
-                lines.encode(across.bandPosition(0)),
-                title=f"layer {layer}, head {head}",
-                description=f"attention map of layer {layer}, head {head}",
-            )
-        )
-    return found
 
 
 # --- pruning schedule (HeatKV, Figure 4) ---
@@ -175,15 +120,17 @@ def _removals(last_use: np.ndarray, source: int, geometry: Geometry) -> alt.Char
     ]
     square = max(9, min(34, 220 // heads, 300 // layers))
     size = {"width": square * heads, "height": square * layers}
-    chart = chart_of(data, ["head", "given up"], **size).properties(
-        title=f"source {names[source]}",
-        description=f"when each head gives up source scale {names[source]}",
-    )
-    return chart.mark_rect(stroke="var(--back)").encode(
-        alt.X("head:O"),
-        alt.Y("layer:O"),
-        alt.Color("given up:N").scale(scheme=CIVIDIS, domain=words[source + 1 :].tolist()),
-        tooltip=["layer:O", "head:O", "given up:N"],
+    what = f"when each head gives up source scale {names[source]}"
+    chart = chart_of(data, ["head", "given up"], description=what, **size)
+    return (
+        chart.properties(title=f"source {names[source]}")
+        .mark_rect(stroke="var(--back)")
+        .encode(
+            alt.X("head:O"),
+            alt.Y("layer:O"),
+            alt.Color("given up:N").scale(scheme=CIVIDIS, domain=words[source + 1 :].tolist()),
+            tooltip=["layer:O", "head:O", "given up:N"],
+        )
     )
 
 
@@ -197,7 +144,7 @@ def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     total = geometry.num_layers * geometry.num_heads
     data = [{"source scale": names, "ranks": plain(values)}]
     what = "standard deviation of head ranks over calibrations, per source scale"
-    chart = chart_of(data, ["source scale", "ranks"]).properties(description=what)
+    chart = chart_of(data, ["source scale", "ranks"], description=what)
     return chart.mark_line(point={"filled": True, "size": 70}).encode(
         alt.X("source scale:O", sort=None),
         alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),

@@ -1,17 +1,18 @@
 """Charts of a sweep, fidelity against bytes and bytes in use over time, and what all charts share.
 
-Charts take the page's colours (`page.js`), so that they follow its light and dark modes.
+On a page, charts take its colours (`page.js`), so that they follow its light and dark modes.
 """
 
 import json
+import pathlib
 from collections.abc import Iterable, Sequence
 
 import altair as alt
 import numpy as np
+import vl_convert
 
-from experiments.sweep import tables
 from varjax import sequence
-from varjax.metrics import METRICS
+from varjax.metrics import METRICS, Metric
 from varjax.schedule import Schedule
 
 MEBI = 2.0**20
@@ -41,12 +42,14 @@ def chart_of(
     data: Sequence[dict],
     flat: Sequence[str] = (),
     *,
+    description: str = "",
     width: int | str = "container",
     height: int = 230,
 ) -> alt.Chart:
     """Return a chart of `data` without marks. Each entry of a list in one of the fields `flat` is a
-    row of its own."""
-    chart = alt.Chart(alt.Data(values=data), width=width, height=height)
+    row of its own. description: for readers who see no charts."""
+    said = {"description": description} if description else {}
+    chart = alt.Chart(alt.Data(values=data), width=width, height=height, **said)
     return chart.transform_flatten(list(flat)) if flat else chart
 
 
@@ -58,51 +61,71 @@ def labels(rows: Sequence[dict]) -> list[str]:
     return list(dict.fromkeys(row["label"] for row in rows if row["status"] == "done"))
 
 
-def fidelity(rows: Sequence[dict], of: str = "a batch") -> list[alt.LayerChart]:
-    """Return a chart for each metric that has values. Its parameter `front` brings a policy to the
-    front.
+def fidelity(
+    rows: Sequence[dict], of: str = "a batch", legend: alt.Legend | None = None
+) -> list[alt.LayerChart]:
+    """Return a chart for each metric that has finite values. Its parameter `front` brings a policy
+    to the front.
 
-    rows: of the table. of: whose bytes they are, "a batch" or "an image".
+    rows: of the table. of: whose bytes they are, "a batch" or "an image". legend: of the lines;
+    None: the page has one.
     """
-    curves = {metric: tables.curves(rows, metric) for metric in METRICS}
-    names = labels(rows)
-    return [_fidelity(metric, found, names, of) for metric, found in curves.items() if found]
+    names, found = labels(rows), []
+    for key, metric in METRICS.items():
+        points = [_point(row, key) for row in rows if np.isfinite(float(row.get(key, "nan")))]
+        if points:
+            found.append(_fidelity(metric, points, names, of, legend))
+    return found
+
+
+def _point(row: dict, key: str) -> dict:
+    """Return what a chart knows of a row's metric; its interval only if both ends are known."""
+    size, value = (float(row[name]) for name in ("allocated_bytes", key))
+    ends = {end: float(row.get(f"{key}_{end}", "nan")) for end in ("low", "high")}
+    known = ends if np.isfinite([*ends.values()]).all() else {}
+    return {"policy": row["label"], "MiB": size / MEBI, "value": value} | known
 
 
 def _fidelity(
-    metric: str, curves: dict[str, list[tuple[float, ...]]], names: list[str], of: str
+    metric: Metric, points: list[dict], names: list[str], of: str, legend: alt.Legend | None
 ) -> alt.LayerChart:
-    shown = METRICS[metric]
-    points = [
-        {"policy": label, "MiB": size / MEBI, "value": value}
-        | ({"low": low, "high": high} if np.isfinite([low, high]).all() else {})
-        for label, curve in curves.items()
-        for size, value, low, high in curve
-    ]
-    zero, known = shown.from_zero, any("low" in point for point in points)
+    zero, known = metric.from_zero, any("low" in point for point in points)
     shown_on_point = ("MiB", "value", "low", "high") if known else ("MiB", "value")
     sizes = alt.Scale(type="log", nice=False, padding=14)
     base = chart_of(points).encode(
         alt.X("MiB:Q", title=f"KV cache of {of}, MiB (log)", scale=sizes).axis(tickCount=4),
-        alt.Y("value:Q", title=shown.unit or "index").scale(zero=zero, padding=0 if zero else 8),
-        alt.Color("policy:N", legend=None).scale(domain=names),
+        alt.Y("value:Q", title=metric.unit or "index").scale(zero=zero, padding=0 if zero else 8),
+        alt.Color("policy:N", legend=legend).scale(domain=names),
         tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],
         opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
     )
-    dash = alt.StrokeDash("policy:N", legend=None).scale(domain=names, range=DASHES)
-    shape = alt.Shape("policy:N", legend=None).scale(domain=names)
+    dash = alt.StrokeDash("policy:N", legend=legend).scale(domain=names, range=DASHES)
+    shape = alt.Shape("policy:N", legend=legend).scale(domain=names)
     lines = base.mark_line().encode(dash)
     marks = base.mark_point(filled=True, size=70).encode(shape)
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     bars = bars.encode(alt.Y("low:Q"), alt.Y2("high:Q"))
     layers = [bars, lines, marks] if known else [lines, marks]
     return (
-        alt.layer(*layers, title=f"{shown.title} ({shown.better} is better)")
+        alt.layer(*layers, title=f"{metric.title} ({metric.better} is better)")
         .add_params(alt.param(name="front", value=""))
         .properties(
-            description=f"{shown.title} against bytes of the KV cache, a line for each policy"
+            description=f"{metric.title} against bytes of the KV cache, a line for each policy"
         )
     )
+
+
+def save_fidelity(path: pathlib.Path, rows: Sequence[dict]) -> None:
+    """Write the charts of `fidelity` to a PNG file, below each other in two columns; no file
+    without values."""
+    # fonts draw neither halves of surrogate pairs nor control characters
+    named = [row["label"].encode("utf-8", "backslashreplace").decode() for row in rows]
+    named = ["".join(c if c.isprintable() else "?" for c in name[:100]) for name in named]
+    rows = [row | {"label": name} for row, name in zip(rows, named, strict=True)]
+    legend = alt.Legend(title=None, orient="bottom", columns=4, labelLimit=200)
+    if found := fidelity(rows, legend=legend):
+        page = alt.concat(*(chart.properties(width=400) for chart in found), columns=2)
+        path.write_bytes(vl_convert.vegalite_to_png(page.to_json(), scale=1.5))
 
 
 # --- bytes over time ---

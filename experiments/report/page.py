@@ -1,13 +1,22 @@
-"""What the template of the report page shows. The template engine escapes every text. Only the
-charting library, which is code, goes in unescaped."""
+"""What the templates of the report page and of the leaderboard show. The template engine escapes
+every text. Only the charting library, which is code, goes in unescaped.
+
+The leaderboard has the report's table and charts for several sweeps, of any models and machines.
+Numbers that compare with a full cache are comparable where model, weights, pictures and sampling
+are the same: such sweeps make a group. What differs between groups is said. Times are comparable on
+one device only, which is a column.
+"""
 
 import base64
 import functools
+import glob
 import io
+import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 
 import jinja2
 import markupsafe
@@ -15,15 +24,25 @@ import numpy as np
 import vl_convert
 from PIL import Image
 
-from experiments.report import calibration_charts, charts
+from experiments.report import calibration_charts, charts, sweep_files
 from experiments.sweep import tables
 from varjax import sequence
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.engine.memory import show_bytes
+from varjax.errors import UserError, some
 
 USUAL_BUDGETS = [0.1, 0.25, 0.5]
 SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges
+# {what may differ: entries of a sweep's settings}
+DECIDING = {
+    "model": ("model", "schedule"),
+    "weights": ("model_files", "model_sources"),
+    "pictures": ("labels", "text", "seed"),
+    "sampling": ("sampling",),
+    "types": ("dtype", "weights_dtype", "decode_dtype", "matmul_precision"),
+}
+BESIDE = ("device", "cache", "versions", "run")  # columns that a single sweep has no need of
 
 
 def build(
@@ -34,7 +53,8 @@ def build(
     count: int,
 ) -> str:
     """Return the page as HTML. count: how many of the sweep's samples are shown."""
-    full, columns = samples[tables.FULL], tables.shown(report)
+    full, rows = samples[tables.FULL], tables.rows(report)
+    columns = tables.shown(rows)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
     return template(
         "page.html"
@@ -42,14 +62,14 @@ def build(
         title=f"KV-cache policies on {report['settings']['model']}",
         report=report,
         facts=facts(report, calibration),
-        header=tables.header(report)[:-1],
-        rows=[(row["status"], tables.cells_as_text(row, columns)) for row in tables.rows(report)],
+        header=tables.header(columns)[:-1],
+        rows=[(row["status"], tables.cells_as_text(row, columns)) for row in rows],
         differences=tables.differences_as_text(report),
-        intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
+        intervals=any(key.endswith("_low") for row in rows for key in row),
         budgets=[f"{share:g}" for share in budgets],
-        fidelity=charts.fidelity(tables.rows(report)[1:]),  # without the full cache
+        fidelity=charts.fidelity(rows[1:]),  # without the full cache
         judged=[metric.name for metric in columns if metric.is_judged],
-        legend_names=charts.labels(tables.rows(report)[1:]),
+        legend_names=charts.labels(rows[1:]),
         names=report["sample_names"][:count],
         full=[data_uri(image) for image in full[:count]],
         tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],
@@ -57,7 +77,6 @@ def build(
         left_out=len(full) - count,
         live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
-        library=library(),
     )
 
 
@@ -71,11 +90,12 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    environment.globals["library"] = _library()
     return environment.get_template(name)
 
 
 @functools.cache
-def library() -> markupsafe.Markup:
+def _library() -> markupsafe.Markup:
     """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
     element."""
     code = vl_convert.javascript_bundle()
@@ -127,3 +147,90 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "calibration": measured,
     }
+
+
+# --- the leaderboard ---
+
+
+def folders(given: Sequence[str]) -> list[pathlib.Path]:
+    """Return the folders of sweeps that names and patterns mean, each once, in order. `UserError`
+    if a pattern finds none."""
+    found: dict[pathlib.Path, None] = {}
+    for text in given:
+        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
+        if glob.has_magic(text):
+            places = [place for place in places if (place / sweep_files.REPORT).is_file()]
+            if not places:
+                raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
+        found |= dict.fromkeys(places or [pathlib.Path(text)])
+    return list(found)
+
+
+def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
+    """Return ({what decides the numbers: its JSON}, rows of the table that have run) of a sweep.
+    Bytes are per image. `UserError`: it is not finished, of another version, or damaged."""
+    report, _, _ = sweep_files.read(folder)
+    settings, versions = report["settings"], report["versions"]
+    decides = {
+        what: json.dumps({name: settings.get(name) for name in of}, sort_keys=True)
+        for what, of in DECIDING.items()
+    }
+    where = {
+        "model": settings["model"],
+        "device": report["device"],
+        "cache": settings["kv_dtype"],
+        "versions": f"varjax {versions.get('varjax')}, jax {versions.get('jax')}",
+        "run": str(folder),
+    }
+    rows = [row | where for row in tables.rows(report) if row["status"] == "done"]
+    for row in rows:
+        for name in ("planned_bytes", "allocated_bytes"):
+            row[name] /= settings["batch_size"]
+    return decides, rows
+
+
+def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> Iterator[dict]:
+    """Yield what the page shows of each group of comparable rows, the largest first: `name`, table,
+    charts, labels of their lines, and `why` it is apart: what differs from the first group of the
+    same model, or that it is another model."""
+    found: dict[tuple, list[dict]] = {}
+    for decides, rows in sweeps:
+        found.setdefault(tuple(decides.values()), []).extend(rows)
+    firsts: dict[str, tuple] = {}  # of each model
+    for number, (key, rows) in enumerate(sorted(found.items(), key=lambda item: -len(item[1])), 1):
+        first = firsts.setdefault(key[0], key)
+        apart = [
+            what for what, ours, theirs in zip(DECIDING, key, first, strict=True) if ours != theirs
+        ]
+        lines = [dict(row) for row in rows if row["policy"] != tables.FULL]
+        if len({row["device"] for row in rows}) > 1:  # then a line is a policy on a device
+            for line in lines:
+                line["label"] += f", {line['device']}"
+        columns = tables.shown(rows)
+        texts = ([*tables.cells_as_text(row, columns)[:-1], *map(row.get, BESIDE)] for row in rows)
+        yield {
+            "name": f"{number}: {rows[0]['model']}",
+            "why": f"other {', '.join(apart)}" if apart else "another model" if number > 1 else "",
+            "header": [*tables.header(columns)[:-1], *BESIDE],
+            "rows": list(texts),
+            "charts": charts.fidelity(lines, "an image"),
+            "labels": charts.labels(lines),
+        }
+
+
+def build_leaderboard(given: Sequence[str]) -> str:
+    """Return the page as HTML. The page and stderr say why sweeps are left out; `UserError` if none
+    can be used."""
+    found, left_out = [], []
+    for folder in folders(given):
+        try:
+            found.append(rows_of(folder))
+        except UserError as error:
+            left_out.append(str(error).removeprefix("--sweep="))
+    if not found:
+        raise UserError(f"--leaderboard: no sweep can be used: {some(left_out, between='; ')}")
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return template("leaderboard.html").render(
+        title="Leaderboard of KV-cache policies", groups=list(groups(found)), left_out=left_out
+    )

@@ -86,27 +86,21 @@ def check_report(report: dict) -> Geometry:
 
 
 def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
-    """Raise `Damaged` if a cell lacks pictures, or a picture its name or its numbers."""
-    full = pictures(samples, tables.FULL)
+    """Raise `Damaged` if the full cache or a cell lacks pictures, uint8 [n, H, W, 3], or a picture
+    its name or its numbers."""
+    done = [cell for cell in report["cells"] if cell["status"] == "done"]
+    for name in (tables.FULL, *(cell["samples"] for cell in done)):
+        if name not in samples:
+            raise Damaged(f"the array {name} is missing")
+        found, full = samples[name], samples[tables.FULL]
+        if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not found.size:
+            raise Damaged(f"{name} is {found.dtype} {found.shape}, no uint8 images are there")
+        if max(found.shape[1:3]) > LARGEST_SIDE:
+            raise Damaged(f"{name} has shape {found.shape}: sides are at most {LARGEST_SIDE}")
+        if found.shape != full.shape:
+            raise Damaged(f"{name} has shape {found.shape}, {full.shape} is expected")
     if len(report["sample_names"]) != len(full):
         raise Damaged(f"{len(full)} images, but {len(report['sample_names'])} names in {REPORT}")
-    for cell in report["cells"]:
-        if cell["status"] != "done":
-            continue
-        found = pictures(samples, cell["samples"])
-        if found.shape != full.shape:
-            raise Damaged(f"{cell['samples']} has shape {found.shape}, {full.shape} is expected")
+    for cell in done:
         if any(len(numbers) != len(full) for numbers in cell["samples_fidelity"].values()):
             raise Damaged(f"{len(full)} images of {cell['label']}, other counts in {REPORT}")
-
-
-def pictures(samples: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the pictures of that name, uint8 [n, H, W, 3]; `Damaged` if they are anything else."""
-    if name not in samples:
-        raise Damaged(f"the array {name} is missing")
-    found = samples[name]
-    if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not found.size:
-        raise Damaged(f"{name} is {found.dtype} {found.shape}, no uint8 images are there")
-    if max(found.shape[1:3]) > LARGEST_SIDE:
-        raise Damaged(f"{name} has shape {found.shape}: sides are at most {LARGEST_SIDE}")
-    return found

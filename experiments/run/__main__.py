@@ -29,11 +29,10 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.judges import Judges
-from experiments.output import BatchStore, FolderFlags
+from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
-from experiments.shards import PartStore, ShardFlag
-from experiments.stopping import Stopped, say_stopped
 from varjax import api, errors
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about

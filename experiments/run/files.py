@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.batch_files import PIXELS
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from experiments.work_folder import PIXELS
 from varjax.errors import MissingExtra
 from varjax.io import images
 from varjax.io.json_text import json_text

@@ -12,10 +12,10 @@ from experiments import parts
 from experiments.batch_files import Series
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
+from experiments.parts import PartStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.run import files
 from experiments.run.files import Shown
-from experiments.shards import PartStore
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory

@@ -179,7 +179,7 @@ class Service:
 
 def _offer(name: str, policy: Policy) -> dict:
     usual = {f.name: f.default for f in dataclasses.fields(policy)}
-    kinds = {n: getattr(k, "__name__", str(k)) for n, k in policy.open_arguments().items()}
+    kinds = policy.open_arguments()
     known = {n: {"type": k.split()[0], "default": usual[n]} for n, k in kinds.items()}
     return {"name": name, "summary": policy.summary, "budget": policy.budget, "policy_args": known}
 

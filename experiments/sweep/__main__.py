@@ -40,9 +40,8 @@ from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import BatchStore, FolderFlags
-from experiments.shards import PartStore, ShardFlag
-from experiments.stopping import Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
@@ -101,7 +100,8 @@ def resolve() -> Sweep:
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
-    calibration = _calibration(model, sampling)
+    path = CALIBRATION.value or calibration_lib.beside(model.directory)
+    calibration = _calibration(path, model, sampling)
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
@@ -111,7 +111,6 @@ def resolve() -> Sweep:
     used = any(cell.calibrated for cell in cells)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
-    path = CALIBRATION.value or calibration_lib.beside(model.directory)
     return Sweep(
         model=model,
         condition=condition,
@@ -128,9 +127,9 @@ def resolve() -> Sweep:
     )
 
 
-def _calibration(model: Model, sampling: Sampling) -> Calibration | None:
-    """Return the content of the file that is given, else of the checkpoint's, if it has one."""
-    path = CALIBRATION.value or calibration_lib.beside(model.directory)
+def _calibration(path, model: Model, sampling: Sampling) -> Calibration | None:
+    """Return the content of a file, if there is one; one beside the model that does not fit it is
+    not used."""
     try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
         return calibration_lib.find(HeatKV(), model, path, sampling.guidance) if path else None
     except UserError as error:

@@ -4,8 +4,8 @@ full cache's tokens forced for logits. Finished cells are kept.
 Letters: N images, L tokens, K scales.
 """
 
+import contextlib
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -16,26 +16,27 @@ import numpy as np
 from experiments import batch_files, judges
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
-from experiments.output import BatchStore
-from experiments.shards import Shard
-from experiments.stopping import Stopped
+from experiments.output import BatchStore, Stopped
+from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.stopping import Stop
 from varjax.progress import Progress
-from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
-Batch = tuple[np.ndarray, dict[str, np.ndarray]]  # image numbers, results
 TIMED_RUNS = 2  # at least so many runs of a program after its first
+
+
+def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
+    """Return the file of a finished cell. key: of the cell."""
+    return folder / f"cell-{key}.npz"
 
 
 class Runner:
@@ -51,7 +52,7 @@ class Runner:
     ):
         self.sweep, self.store, self.stop = sweep, store, stop or Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
-        self.cells = shard.of(distinct) if shard else distinct
+        self.cells = distinct[shard.index :: shard.count] if shard else distinct
         self.finished = 0  # of these cells
         self._kept: dict[int, np.ndarray] = {}  # logits of the full cache, by a batch's first image
 
@@ -72,15 +73,17 @@ class Runner:
         return self.model.transformer.no_tokens(len(self.sweep.condition))
 
     def compiled(self, cell: Cell) -> Generator:
-        """Return the program of a cell."""
-        found = self.sweep.cell_generator(self.model, cell)
-        first = np.zeros(self.sweep.batch_size, np.int32)  # programs depend on shapes only
-        found.compile(self.sweep.condition.take(first), self._unused[first])
+        """Return the program of a cell. The full cache is never compressed."""
+        sweep, program = self.sweep, self.sweep.program
+        kv_dtype = program.dtype if cell is sweep.full else program.kv_dtype
+        found = sweep.generator(self.model, cell.plan, kv_dtype, keep_logits=True)
+        first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
+        found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
         _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
         return found
 
-    def _drawn(self, program: Generator) -> Iterator[Batch]:
+    def _drawn(self, program: Generator) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Draw all images freely; yield (image numbers, results) batch by batch. `Stopped` after
         the batch that is drawn when the system asks to end, unless it is the last."""
         condition, seed = self.sweep.condition, self.sweep.seed
@@ -95,12 +98,11 @@ class Runner:
     ) -> dict[str, jax.Array]:
         """Return the results of images `index` with tokens [N, L, ...] of the first scales given;
         None: of all."""
-        condition, seed = self.sweep.condition, self.sweep.seed
         options = {"given": given, "given_scales": scales, "keep_cache": False}
-        results, _ = program.run_images(condition, index, seed=seed, **options)
-        return results
+        options |= {"seed": self.sweep.seed}
+        return program.run_images(self.sweep.condition, index, **options)[0]
 
-    def _timed(self, program: Generator) -> None:
+    def _time(self, program: Generator) -> None:
         """Run a program until it was timed often enough."""
         index = np.arange(self.sweep.batch_size) % len(self.sweep.condition)
         while len(program.timing.runs) <= TIMED_RUNS:
@@ -113,26 +115,20 @@ class Runner:
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
-        return self.store.work.path / f"cell-{cell.key}.npz"
+        return path_of(self.store.work.path, cell.key)
 
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
         if processes.is_first():
-            arrays = {**arrays, "row": np.array(json.dumps(json_safe(row)))}
-            batch_files.write(self.path(cell), self.store.work.digest, arrays)
+            batch_files.write_with(self.path(cell), self.store.work.digest, row, arrays)
 
     def results(self, cell: Cell) -> dict | None:
         """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must
-        be run: the file is missing, damaged in any way, or of another cell."""
-        try:
-            found = batch_files.read(self.path(cell))
-            row = parse_json(str(found.pop("row", "")))
-        except (Damaged, OSError, ValueError):
-            return None
-        asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
-        asked = json_safe(asked | {"plan": cell.plan.digest})
-        same = isinstance(row, dict) and all(row.get(name) == asked[name] for name in asked)
-        return found | {"row": row} if same else None
+        be run: the file is missing, or damaged in any way. Its name is a digest of the cell."""
+        with contextlib.suppress(Damaged, OSError):
+            row, arrays = batch_files.read_with(self.path(cell))
+            return arrays | {"row": row}
+        return None
 
     def all_results(self) -> dict[str, dict]:
         """Return the results of the full cache and of every cell that could run, by their keys."""
@@ -156,11 +152,11 @@ class Runner:
         there = [processes.is_first() and self.results(c) is not None for c in (full, *cells)]
         stored, *finished = processes.from_first(np.array(there))
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
-        if len(missing) < len(cells):
-            _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
+        self.finished = len(cells) - len(missing)
+        if self.finished:
+            _say(f"{self.finished} of {len(cells)} cells are there already, continuing")
         if stored and not missing:
             return
-        self.finished = len(cells) - len(missing)
         if not stored:
             self._run_full()
         reference = self._reference() if missing else {}
@@ -181,19 +177,18 @@ class Runner:
     def _reference(self) -> dict[str, np.ndarray]:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         count, size = len(self.sweep.condition), self.sweep.model.pixels
-        found = {"tokens": self._unused, "pictures": np.zeros((count, *size, 3), np.float32)}
+        found = {"tokens": self._unused, "images": np.zeros((count, *size, 3), np.float32)}
         if processes.is_first():
             stored = self.results(self.sweep.full)
-            found = {name: stored[name] for name in found}
-        found = processes.from_first(found)
-        return {"tokens": found["tokens"], "images": found["pictures"]}
+            found = {"tokens": stored["tokens"], "images": stored["pictures"]}
+        return processes.from_first(found)
 
     def _run_full(self) -> None:
         sweep = self.sweep
         _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        self._timed(self.full)
+        self._time(self.full)
         samples = images.to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep.full, self.full)
         agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
@@ -231,8 +226,8 @@ class Runner:
             forced_full = {"forced_logits": self._full_logits(tokens, index)}
             forced_mine = {"forced_logits": self._logits(program, index, tokens)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
+        self._time(program)
         arrays = metrics.joined(found)
-        self._timed(program)
         close = metrics.summarize(arrays)
         row = describe_cell(cell, program) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}

@@ -4,7 +4,7 @@ Every metric compares an image with the same image of the full cache, and all ce
 images. So cells are compared image by image: the interval of a difference belongs to the mean of
 the differences, and is narrower than two separate intervals suggest.
 
-Letters: C rows of numbers, N images, R resamples.
+Letters: C rows of numbers, N images.
 """
 
 import math
@@ -42,22 +42,16 @@ def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
         return found
     sound = values[usable].astype(np.float64)
     middle = sound.mean(1, keepdims=True)
-    moved = _resampled_means(sound - middle)  # exactly 0 for a constant row
-    tail = (1 - LEVEL) / 2
-    found[usable] = middle + np.quantile(moved, [tail, 1 - tail], axis=0).T
-    return found
-
-
-def _resampled_means(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "R C"]:
-    count = values.shape[1]
-    random, step = np.random.default_rng(SEED), max(1, AT_ONCE // count)
-    means = []
+    random, step, means = np.random.default_rng(SEED), max(1, AT_ONCE // count), []
     for start in range(0, RESAMPLES, step):
-        rows = min(step, RESAMPLES - start)
-        drawn = random.integers(0, count, (rows, count)) + count * np.arange(rows)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)
-        means.append(counts.astype(np.float64) @ values.T / count)
-    return np.concatenate(means)
+        size = min(step, RESAMPLES - start)
+        drawn = random.integers(0, count, (size, count)) + count * np.arange(size)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count)
+        # around the mean: exactly 0 for a constant row
+        means.append(counts.astype(np.float64) @ (sound - middle).T / count)
+    tail = (1 - LEVEL) / 2
+    found[usable] = middle + np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0).T
+    return found
 
 
 # --- cells of a sweep ---

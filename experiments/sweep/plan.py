@@ -17,9 +17,7 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.engine import memory
 from varjax.errors import UserError, about, choose
-from varjax.generator import Generator
 from varjax.key_values import parse_pairs
-from varjax.model import Model
 from varjax.policies import POLICIES, get_policy
 
 ALL = "all"
@@ -88,11 +86,6 @@ class Sweep(Generation):
         """Return what decides the results of every cell, as JSON data."""
         own = {"samples": self.samples, "calibration": self.calibration_digest}
         return super().describe() | own | self.judges.describe()
-
-    def cell_generator(self, model: Model, cell: Cell) -> Generator:
-        """Return the generator of a cell. The full cache is never compressed."""
-        kv_dtype = self.program.dtype if cell is self.full else self.program.kv_dtype
-        return self.generator(model, cell.plan, kv_dtype, keep_logits=True)
 
 
 # --- reading flags ---

@@ -2,10 +2,9 @@
 
 import csv
 import io
-import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -29,24 +28,23 @@ DEFINITIONS = {
     "returns its logits",
 }
 ASKED = ("label", "policy", "budget", "status")  # entries of every cell in sweep.json
-_KV = "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split()
+_KV = "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction read_fraction".split()
 _TIME = ["steady_s_per_image", "compile_s"]
 
 
 def parts() -> dict[str, list[str]]:
     """Return {part of a cell in sweep.json: its entries that the table takes}."""
     fidelity = ["identical_images"]
-    for key, metric in METRICS.items():
-        ends = ["", *["_std"][: metric.per_image], "_low", "_high"]
+    for key in METRICS:
+        ends = ["", "_std", "_low", "_high"]
         ends += [f"_difference{end}" for end in ("", "_low", "_high")]
         fidelity += [f"{key}{end}" for end in ends]
-    return {"kv": [*_KV, "read_fraction"], "fidelity": fidelity, "time": _TIME}
+    return {"kv": _KV, "time": _TIME, "fidelity": fidelity}
 
 
 def csv_fields() -> list[str]:
     """Return the columns of sweep.csv; those of metrics of the user's own come last."""
-    found = parts()
-    return [*ASKED, *found["kv"], *found["time"], "note", *found["fidelity"]]
+    return [*ASKED, *_KV, *_TIME, "note", *parts()["fidelity"]]
 
 
 # --- content ---
@@ -63,14 +61,12 @@ def frame(sweep: Sweep) -> dict:
         more = {"samples": cell.key} if cell.plan else {"reason": cell.reason}
         asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
         cells.append(asked | {"status": status} | more)
+    sizes = ["num_layers", "num_heads", "head_dim", "rows_per_image"]
+    sizes += ["queries_per_head"] * (g.queries_per_head > 1)
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
-        "geometry": {
-            "schedule": str(g.schedule),
-            **{n: getattr(g, n) for n in ("num_layers", "num_heads", "head_dim", "rows_per_image")},
-            **({"queries_per_head": g.queries_per_head} if g.queries_per_head > 1 else {}),
-        },
+        "geometry": {"schedule": str(g.schedule), **{name: getattr(g, name) for name in sizes}},
         **environment(),
         "sample_names": list(shown[: sweep.samples]),
         "reference": sweep.full.key,
@@ -95,8 +91,8 @@ def definitions(cells: Sequence[dict]) -> dict[str, str]:
     """Return {column: its meaning}; of intervals and differences if there are any: a single image
     has no intervals."""
     (first, planned), *last = DEFINITIONS.items()
-    found = {first: planned, **metrics.definitions(_known(cells)), **dict(last)}
     keys = {key for cell in cells for key in cell.get("fidelity", {})}
+    found = {first: planned, **metrics.definitions(shown([keys])), **dict(last)}
     if keys:
         known = any(key.endswith("_low") for key in keys)
         found["[low, high]"] = intervals.DEFINITION if known else intervals.UNKNOWN
@@ -105,47 +101,41 @@ def definitions(cells: Sequence[dict]) -> dict[str, str]:
     return found
 
 
-def _known(cells: Sequence[dict]) -> list[Metric]:
-    """Return the metrics of a sweep; those that networks judge only if some cell has them."""
-    held = {key for cell in cells for key in cell.get("fidelity", {})}
-    return [metric for key, metric in METRICS.items() if not metric.is_judged or key in held]
-
-
-def shown(report: dict) -> list[Metric]:
-    """Return the metrics that have a column, in order."""
-    return _known((report["reference"], *report["cells"]))
-
-
-def header(report: dict) -> list[str]:
-    """Return the names of the table's columns."""
-    columns = [metric.column for metric in shown(report)]
-    return ["policy", "budget", "KV planned", "KV allocated", *columns, "s/image", "note"]
-
-
 def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
-    """Return {cell: {metric: float [N]}}. The full cache has none."""
-    found = {
+    """Return {cell: {metric: float [N]}}; of the full cache nothing."""
+    return {
         key: {n.removeprefix(PER_IMAGE): a for n, a in stored.items() if n.startswith(PER_IMAGE)}
         for key, stored in results.items()
     }
-    return {key: arrays for key, arrays in found.items() if arrays}
 
 
 def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
     cell, and `CELL/METRIC` float [N]: numbers of all N images, of which n are shown. found: the
     sweep's `frame`."""
-    settings = found["settings"]
-    cells = {cell["samples"]: cell["samples"] for cell in found["cells"] if "samples" in cell}
+    settings, numbers = found["settings"], per_image(results)
     labels = np.array(settings["labels"][: settings["samples"]], np.int64)
-    keys = {FULL: found["reference"], **cells}
-    pictures = {name: results[key]["samples"] for name, key in keys.items()}
-    numbers = per_image(results).items()
-    every = {f"{key}/{name}": a for key, arrays in numbers for name, a in arrays.items()}
+    keys = list({cell["samples"]: None for cell in found["cells"] if "samples" in cell})
+    pictures = {FULL: results[found["reference"]]["samples"]}
+    pictures |= {key: results[key]["samples"] for key in keys}
+    every = {f"{key}/{name}": a for key in keys for name, a in numbers.get(key, {}).items()}
     return {"labels": labels, **pictures, **every}
 
 
 # --- tables ---
+
+
+def shown(found: Iterable[Container[str]]) -> list[Metric]:
+    """Return the metrics that have a column, in order; those that networks judge only if some row
+    of the table has them. found: its rows."""
+    found = list(found)
+    return [m for key, m in METRICS.items() if not m.is_judged or any(key in row for row in found)]
+
+
+def header(columns: Sequence[Metric]) -> list[str]:
+    """Return the names of the table's columns. columns: the metrics that `shown` gives."""
+    names = [metric.column for metric in columns]
+    return ["policy", "budget", "KV planned", "KV allocated", *names, "s/image", "note"]
 
 
 def rows(report: dict) -> list[dict]:
@@ -197,8 +187,9 @@ def _with_interval(metric: Metric, row: dict, name: str) -> str:
 def differences_as_text(report: dict) -> list[list[str]]:
     """Return a header and rows by ascending budget. Only cells that share their budget with another
     one are compared; empty if there are none."""
-    found = [row for row in rows(report) if row["status"] == "done" and row["budget"] is not None]
-    lines, columns = [], shown(report)
+    every = rows(report)
+    found = [row for row in every if row["status"] == "done" and row["budget"] is not None]
+    lines, columns = [], shown(every)
     for budget in sorted({row["budget"] for row in found}):
         rivals = [row for row in found if row["budget"] == budget]
         compared = [key for key in METRICS if any(f"{key}_difference" in r for r in rivals)]
@@ -217,11 +208,12 @@ def differences_as_text(report: dict) -> list[list[str]]:
 
 def markdown_rows(report: dict) -> str:
     """Return the table in Markdown."""
-    lines, columns = [], shown(report)
-    for row in rows(report):
+    lines, every = [], rows(report)
+    columns = shown(every)
+    for row in every:
         label, *rest, note = cells_as_text(row, columns)
         lines.append([f"`{label}`", *rest, note.replace("|", "\\|").replace("\n", " ")])
-    return _markdown_table(header(report), lines)
+    return _markdown_table(header(columns), lines)
 
 
 def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -281,54 +273,12 @@ def fill(
     write_text(out / "sweep.md", markdown(report))
     np.savez(out / "samples.npz", **images)
     try:
-        plot(out / "fidelity.png", rows(report)[1:], shown(report))
+        for package in ("altair", "vl_convert"):
+            require(package, extra="eval", purpose="plotting")
+        from experiments.report import charts  # which imports them
+
+        charts.save_fidelity(out / "fidelity.png", rows(report)[1:])
     except MissingExtra as error:
         print(f"fidelity.png is not written: {error}", file=sys.stderr)
     files = sorted({path.name for path in out.iterdir()} | {"sweep.json"})
     write_text(out / "sweep.json", json_text(report | {"files": files}))
-
-
-def curves(done: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:
-    """Return {label: [(allocated bytes, value, low, high), ...]} by ascending bytes.
-
-    done: rows of the table. Infinite values are left out. The ends of an interval that is not known
-    are NaN."""
-    names = (metric, f"{metric}_low", f"{metric}_high")
-    found: dict[str, list[tuple[float, ...]]] = {}
-    for row in done:
-        value, *ends = (float(row.get(name, "nan")) for name in names)
-        if math.isfinite(value):
-            point = (float(row["allocated_bytes"]), value, *ends)
-            found.setdefault(row["label"], []).append(point)
-    return {label: sorted(points) for label, points in found.items()}
-
-
-def plot(path: pathlib.Path, done: Sequence[dict], panels: Sequence[Metric]) -> None:
-    """Draw fidelity against bytes, a panel for each metric. `MissingExtra` without matplotlib."""
-    require("matplotlib", extra="eval", purpose="plotting").use("Agg")
-    pyplot = require("matplotlib.pyplot", extra="eval", purpose="plotting")
-    lines = -(-len(panels) // 2)
-    with pyplot.style.context("tableau-colorblind10"):
-        figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4 * lines), layout="constrained")
-    for metric, axis in zip(panels, axes.flat, strict=False):
-        for number, (label, points) in enumerate(curves(done, metric.key).items()):
-            sizes, values, lows, highs = np.array(points).T
-            # fonts draw neither halves of surrogate pairs nor control characters
-            drawn = label.encode("utf-8", "backslashreplace").decode()[:100]
-            drawn = "".join(c if c.isprintable() else "?" for c in drawn)
-            (line,) = axis.plot(sizes / 2**20, values, label=drawn, marker="osD^vP*X"[number % 8])
-            # NaN draws nothing
-            axis.vlines(sizes / 2**20, lows, highs, color=line.get_color(), alpha=0.6)
-        axis.set(xlabel="KV cache of one batch, MiB", ylabel=metric.unit)
-        axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
-        axis.set_ylim(bottom=0 if metric.from_zero else None)
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    if handles:
-        legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a dollar sign in a label begins no formula
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

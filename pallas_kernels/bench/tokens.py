@@ -133,7 +133,7 @@ def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 def _move(held: HeadSlots, target, name: str) -> HeadSlots:
     below = held.pool.shape[2] - target.shape[-1]
-    return slot_moves.move(held, target, below=below, implementation=name)
+    return slot_moves.move_all([held], target, below=below, implementation=name)[0]
 
 
 def _places(spec: ArgSpec):

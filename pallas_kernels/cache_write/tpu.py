@@ -52,7 +52,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     writes = writes.with_packed()
     heads = Heads.of(projection, writes)
-    table = tpu_operands.table_rows(writes, heads)
+    table, table_spec = tpu_operands.table_rows(writes, heads)
     whole = (rounded(tokens, chunk), lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
@@ -71,7 +71,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
             num_scalar_prefetch=1,
             grid=(len(kv_pool), heads.steps),
             in_specs=[
-                tpu_operands.table_spec(writes, table, heads),
+                table_spec,
                 *[spec for _, spec in given.values()],
                 *[tpu_operands.IN_PLACE] * len(pools),
             ],

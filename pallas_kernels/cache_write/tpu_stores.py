@@ -119,8 +119,17 @@ class Stores:
         pl.when(reads & free)(lambda: self._read(following, 1 - new))
         kind = _kind(entry)
         pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
-        pl.when(kind == CONSECUTIVE)(lambda: self._pick_run(which, place))
-        pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(which, place))
+        pl.when(kind == CONSECUTIVE)(lambda: self._pick(which, self.source(place, 0)))
+
+        @pl.when((kind == PARTIAL) | (kind == FULL))
+        def _():
+            size = self.lanes.block_size
+            behind = self.tokens[0].shape[1] - size
+            for i in range(size):
+                source = self.source(place, i)
+                # a slot without a token keeps its row
+                self._pick(which, jnp.where(source < 0, behind + i, source), i)
+
         pl.when(kind > EMPTY)(lambda: self._store(entry, new))
 
         # a block that is shared with the entries before is read once these are stored
@@ -172,20 +181,12 @@ class Stores:
             scales = jnp.broadcast_to(self.old[1][buffer], (size, 2 * size))
             self.tokens[-1][which, behind] = scales
 
-    def _pick_run(self, which: int, place) -> None:
-        first = self.source(place, 0)
-        # one load per part, where rows one by one would be block_size loads
+    def _pick(self, which: int, first, slot: int | None = None) -> None:
+        """Put the token `first` into a slot of the block, or a run of them into all of it: one load
+        per part, where rows one by one would be block_size loads."""
+        here, size = (..., self.lanes.block_size) if slot is None else (pl.ds(slot, 1), 1)
         for block, tokens in zip(self.block, self.tokens, strict=True):
-            block[...] = tokens[which, pl.ds(first, self.lanes.block_size)]
-
-    def _pick_rows(self, which: int, place) -> None:
-        size = self.lanes.block_size
-        behind = self.tokens[0].shape[1] - size
-        for i in range(size):
-            source = self.source(place, i)
-            row = jnp.where(source < 0, behind + i, source)  # a slot without a token keeps its row
-            for block, tokens in zip(self.block, self.tokens, strict=True):
-                block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
+            block[here] = tokens[which, pl.ds(first, size)]
 
     def _store(self, entry, buffer) -> None:
         size = self.lanes.block_size

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_write.reference import order_after
-from pallas_kernels.turns import in_turns
+from pallas_kernels.ragged_attention.reference import in_turns
 
 SCORE_BYTES = 2**28  # scores that may exist at once, of all rows that are computed together
 

@@ -37,11 +37,6 @@ class TritonConfig:
     num_warps: int
     num_stages: int
 
-    @property
-    def queries(self) -> int:
-        """Queries of a program."""
-        return self.block_q
-
 
 @dataclass(frozen=True, kw_only=True)
 class TPUConfig:
@@ -56,11 +51,6 @@ class TPUConfig:
     copy_keys: int
     own_keys: int
 
-    @property
-    def queries(self) -> int:
-        """Queries of a program."""
-        return self.block_q
-
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
@@ -74,11 +64,6 @@ class MosaicConfig:
     warpgroups: int
     block_k: int
     buffers: int
-
-    @property
-    def queries(self) -> int:
-        """Queries of a program."""
-        return 64 * self.warpgroups
 
 
 Config = TritonConfig | TPUConfig | MosaicConfig
@@ -140,15 +125,17 @@ def choose(call: Call, implementation: str) -> Config:
 
 def heuristic(call: Call, implementation: str) -> Config:
     """Tiles that compile and should do well on any device."""
-    chosen = {"triton": _triton_heuristic, "tpu": _tpu_heuristic, "mosaic": _mosaic_heuristic}
-    return chosen[implementation](call)
-
-
-def _mosaic_heuristic(call: Call) -> MosaicConfig:
-    """Two warpgroups share what is fetched, where there are queries for both. Registers leave room
-    for one such program on a multiprocessor. Its shared memory holds four steps, or two of an int8
-    pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have room on
-    a multiprocessor, with three steps each (heads of 128: two, with two steps)."""
+    if implementation == "triton":
+        return _triton_heuristic(call)
+    if implementation == "tpu":
+        # A tile of 512 queries does 512 operations per byte of bfloat16 keys, about what the chips
+        # need to be kept busy. Short tables are read 128 keys at a time, so that little of the last
+        # group is padding.
+        return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
+    # Two warpgroups share what is fetched, where there are queries for both. Registers leave room
+    # for one such program on a multiprocessor. Its shared memory holds four steps, or two of an
+    # int8 pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have
+    # room on a multiprocessor, with three steps each (heads of 128: two, with two steps).
     scaled = call.kv_dtype == "int8"
     if call.queries > 64:
         return MosaicConfig(warpgroups=2, block_k=64, buffers=2 if scaled else 4)
@@ -173,30 +160,12 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
 
-def _tpu_heuristic(call: Call) -> TPUConfig:
-    """A tile of 512 queries does 512 operations per byte of bfloat16 keys, about what the chips
-    need to be kept busy. Short tables are read 128 keys at a time, so that little of the last group
-    is padding."""
-    return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
-
-
-def tpu_vmem_limit(
-    call: Call, tiles: TPUConfig, *, heads: int = 1, rotated: bool = False
-) -> int | None:
+def tpu_vmem_limit(call: Call, tiles: TPUConfig, *, heads: int, rotated: bool) -> int | None:
     """Bytes of vector memory that a call may use, or None where the compilers' default of 16 MiB
-    will do. It does up to 4096 tokens with the heuristic's tiles; a v4 has no more. The arguments
-    are those of `tpu_vector_memory`."""
-    # An estimate: 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger.
-    needed = tpu_vector_memory(call, tiles, heads=heads, rotated=rotated)
-    return None if needed <= 14 * 2**20 else needed * 5 // 4
+    will do. It does up to 4096 tokens with the heuristic's tiles; a v4 has no more.
 
-
-def tpu_vector_memory(
-    call: Call, tiles: TPUConfig, *, heads: int = 1, rotated: bool = False
-) -> int:
-    """About how many bytes of vector memory a call takes: arrays of the heads at work and of the
-    next heads, four groups of stored blocks on their way, scores of a step and what follows from
-    them.
+    An estimate of arrays of the heads at work and of the next heads, four groups of stored blocks
+    on their way, scores of a step and what follows from them.
 
     heads: heads of a grid step. rotated: whether queries and keys are rotated.
     """
@@ -219,53 +188,44 @@ def tpu_vector_memory(
     step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
     copies = tiles.copy_keys * both * (4 * stored + 4)  # four buffers, one group in float32
     # the running output; and maximum and sum, which are single rows and take 8 sublanes each
-    return arrays + block_q * (one + 16 * together) * 4 + step + copies
+    needed = arrays + block_q * (one + 16 * together) * 4 + step + copies
+    # 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger
+    return None if needed <= 14 * 2**20 else needed * 5 // 4
 
 
 # --- tuned values ---
 
 
-def folder_name(kind: str) -> str:
-    """The folder name of a device kind: "nvidia-h200" for "NVIDIA H200"."""
-    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
-
-
 def tuned_path(kind: str, operation: str) -> Path:
-    """The file with the tuned values of an operation on a kind of device."""
-    return TUNED / folder_name(kind) / f"{operation}.json"
+    """The file with the tuned values of an operation on a kind of device, in a folder of its name:
+    "nvidia-h200" for "NVIDIA H200"."""
+    return TUNED / re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") / f"{operation}.json"
 
 
 @cache
 def tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
-    """Tuned tiles by bucket; empty (with a warning) if the file cannot be used."""
+    """Tuned tiles by bucket, as `write_tuned` wrote them; empty (with a warning) if the file is
+    damaged, or of another implementation or format."""
     path = tuned_path(kind, operation)
-    try:
-        return read_tuned(kind, operation, implementation) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"tuned tiles are left out: {path}: {error}; write the file anew with `python -m "
-            f"experiments.bench --tune` on this device, or delete it",
-            stacklevel=2,
-        )
+    if not path.is_file():
         return {}
-
-
-def read_tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
-    """The contents of a file that `write_tuned` wrote.
-
-    Raises:
-      ValueError: it is damaged, or of another implementation or format.
-    """
-    found = json.loads(tuned_path(kind, operation).read_text())
     try:
+        found = json.loads(path.read_text())
         if found["format"] != FORMAT:
             raise ValueError(f"format is {found['format']}, needed is {FORMAT}")
         if found["implementation"] != implementation:
             raise ValueError(f"tiles of {found['implementation']}, needed are {implementation}")
         tiles = KINDS[implementation]
         return {Call(**entry["call"]): tiles(**entry["config"]) for entry in found["entries"]}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a file of tuned tiles: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        foreign = isinstance(error, (KeyError, TypeError))
+        reason = f"not a file of tuned tiles: {error}" if foreign else error
+        warnings.warn(
+            f"tuned tiles are left out: {path}: {reason}; write the file anew with `python -m "
+            f"experiments.bench --tune` on this device, or delete it",
+            stacklevel=2,
+        )
+        return {}
 
 
 def write_tuned(
@@ -275,7 +235,7 @@ def write_tuned(
     path = tuned_path(kind, operation)
     contents = {
         "format": FORMAT,
-        "device": folder_name(kind),
+        "device": path.parent.name,
         "operation": operation,
         "implementation": implementation,
         "jax": jax.__version__,

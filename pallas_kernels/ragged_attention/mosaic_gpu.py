@@ -5,7 +5,7 @@ See `api` for what it computes; `mosaic_projection` for queries, `mosaic_keys` f
 Tiling. A tile has 64 queries per computing warpgroup, of one head of one row. Keys and values come
 in steps of `block_k`: own tokens first, then the blocks of the head's table, as many as make a
 step. A head's steps end with the last entry that it uses. A program goes through several tiles
-(`mosaic_shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
+(`Shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
 in shared memory while the others compute on steps that have arrived. Barriers say which places are
 full and which are free again. A program of few queries is a single warpgroup: it starts the copies
 of as many steps as there are places, then computes, and fills a place again after its step. Three
@@ -28,7 +28,7 @@ padding costs no time.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -46,13 +46,14 @@ from pallas_kernels.mosaic_products import (
     ROWS,
     Add,
     Multiply,
-    Products,
+    Wgmma,
     across,
     down,
     products,
     turned,
 )
 from pallas_kernels.mosaic_projection import (
+    TURNED,
     TileMemory,
     Unfinished,
     finished,
@@ -62,7 +63,6 @@ from pallas_kernels.mosaic_projection import (
 )
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.ragged_attention.mosaic_keys import (
     Keys,
     Part,
@@ -71,21 +71,123 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
     fetch_all,
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
-from pallas_kernels.ragged_attention.mosaic_shares import Shares, shared_memory
+from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.refs import Ref, Scalar
 
-__all__ = ["attend", "attention_moments", "shared_memory", "store_and_attend"]
+__all__ = ["attend", "attention_moments", "store_and_attend"]
 
 LOG2_E = math.log2(math.e)
+# Programs of one warpgroup that a multiprocessor holds, without and with a rotation: so many have
+# 168 and 255 registers per thread.
+ALONE = (3, 2)
 
 
-def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
-    """See `api.attend`. config: tiles; None takes those of `config.choose`. A projection of queries
-    alone, with the length 0, sees stored slots only; every row then needs at least one."""
+@dataclass(frozen=True)
+class Shares:
+    """The tiles of all heads of all rows, in the order in which programs serve them.
+
+    Where there are more tiles than the chip can serve at once, a program stays on its
+    multiprocessor and goes through several, one after another: the next tile's queries and keys are
+    fetched while the last one's are in use. Tiles of a head follow one another, so its keys are in
+    the L2 cache when they are read again.
+
+    tiles, heads: of a head, of a row.
+    total: tiles in all.
+    programs: how many there are. Each has equally many tiles, or one more.
+    """
+
+    tiles: int
+    heads: int
+    total: int
+    programs: int
+
+    @classmethod
+    def of(cls, projection, config: tiles.MosaicConfig, chip: Wgmma, scaled: bool):
+        """scaled: whether the pool is int8."""
+        rows, heads, tokens, head_dim = projection.shape
+        groups, size, turned = config.warpgroups, config.block_k, projection.rotation is not None
+        of_head = -(-tokens // (groups * ROWS))
+        total = rows * heads * of_head
+        # bytes of shared memory of a program, without barriers: queries as they come and finished,
+        # weights, the matrix of the rotation, steps; two for each number
+        queries, steps = groups * ROWS * head_dim, 2 * config.buffers * size
+        weights = 0 if chip.registers else groups * ROWS * size
+        numbers = 2 * queries + weights + turned * TURNED**2 + steps * head_dim
+        memory = 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
+        # two warpgroups that compute take all registers of a multiprocessor
+        most = ALONE[turned] if groups == 1 else 1
+        at_once = mosaic.programs_at_once(memory, most)
+        memory += 2 * queries  # with a place for the result
+        fits = memory <= mosaic.MOST and mosaic.programs_at_once(memory, most) == at_once
+        return cls(of_head, heads, total, min(total, at_once) if fits else total)
+
+    @property
+    def several(self) -> bool:
+        """Whether programs serve more than one tile. A tile's result then has a place of its own in
+        shared memory, so that the next one's queries may come while it is copied out."""
+        return self.total > self.programs
+
+    def of_program(self, program) -> tuple:
+        """(first tile, number of tiles) of a program."""
+        if not self.several:
+            return program, 1
+        first, last = ((program + i) * self.total // self.programs for i in (0, 1))
+        return first, last - first
+
+    def place(self, number) -> tuple:
+        """(row, head, tile of the head) of a tile."""
+        head = jax.lax.div(number, self.tiles)
+        place = jax.lax.div(head, self.heads), jax.lax.rem(head, self.heads)
+        return *place, jax.lax.rem(number, self.tiles)
+
+
+def attend(
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    kv_scale,
+    *,
+    return_lse,
+    interpret,
+    config=None,
+    own=None,
+):
+    """See `api.attend`. A projection of queries alone, with the length 0, sees stored slots only;
+    every row then needs at least one.
+
+    config: tiles; None takes those of `config.choose`.
+    own: finished keys and values of the scale; None: they are finished first.
+    """
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
-    given = (projection, new_length, kv_pool, table, kv_scale)
-    own = _own_keys(projection, kv_pool, interpret)
-    return _attend(*given, own, return_lse=return_lse, interpret=interpret, config=config)
+    if projection.qkv.shape[2] == 1:  # queries alone: an array that nobody reads
+        own = kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
+    elif own is None:
+        own = finished(projection, (K, V), interpret)
+    config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
+    (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
+    chip = replace(products(), registers=False) if interpret else products()
+    stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
+    shares = Shares.of(projection, config, chip, stored.scaled)
+    lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
+    [(out, lse)] = mosaic.launch(
+        partial(_attend_tiles, config, chip, shares),
+        [mosaic.number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
+        [
+            (
+                jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
+                jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
+            )
+        ],
+        _scratch(projection, config, chip, shares, stored),
+        computing=groups if groups > 1 else 0,  # a single warpgroup fetches as well
+        grid={"program": shares.programs},
+        cost=estimates.attend(projection, kv_pool, table, lse=True),
+        interpret=interpret,
+        name="ragged_attention",
+    )
+    out = out.reshape(rows, tokens, heads, head_dim)
+    return (out, lse[:, :, :tokens]) if return_lse else out
 
 
 def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *, interpret):
@@ -98,52 +200,10 @@ def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *
         return in_turn(attend, cache_write.write)(*given, interpret=interpret)
     own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
     given = (projection, new_length, kv_pool, table, kv_scale)
-    return _attend(*given, own, return_lse=False, interpret=interpret), kv_pool, kv_scale
+    return attend(*given, return_lse=False, interpret=interpret, own=own), kv_pool, kv_scale
 
 
-def _attend(
-    projection, new_length, kv_pool, table, kv_scale, own, *, return_lse, interpret, config=None
-):
-    """`attend` with finished keys and values of the scale."""
-    config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
-    (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
-    chip = products().simulated() if interpret else products()
-    stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
-    shares = Shares.of(projection, config, chip, stored.scaled)
-    lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
-    computing = groups if groups > 1 else 0  # a single warpgroup fetches as well
-    [(out, lse)] = mosaic.launch(
-        partial(_attend_tiles, config, chip, shares),
-        [
-            mosaic.number(new_length),
-            Unfinished.of(projection, (Q,), lines),
-            own,
-            stored,
-        ],
-        [
-            (
-                jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
-                jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
-            )
-        ],
-        _scratch(projection, config, chip, shares, stored),
-        mesh=mosaic.programs(computing=computing, program=shares.programs),
-        cost=estimates.attend(projection, kv_pool, table, lse=True),
-        interpret=interpret,
-        name="ragged_attention",
-    )
-    out = out.reshape(rows, tokens, heads, head_dim)
-    return (out, lse[:, :, :tokens]) if return_lse else out
-
-
-def _own_keys(projection, kv_pool, interpret):
-    """Finished keys and values of the scale; for queries alone, an array that nobody reads."""
-    if projection.qkv.shape[2] == 1:
-        return kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
-    return finished(projection, (K, V), interpret)
-
-
-def _scratch(projection, config, chip: Products, shares: Shares, stored: StoredBlocks) -> list:
+def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBlocks) -> list:
     """Shared and tensor memory of a program, in the order of `_attend_tiles`."""
     (_, _, tokens, head_dim), dtype = projection.shape, projection.dtype
     groups, size, buffers = config.warpgroups, config.block_k, config.buffers
@@ -166,7 +226,7 @@ def _scratch(projection, config, chip: Products, shares: Shares, stored: StoredB
 
 
 def _attend_tiles(
-    config, chip: Products, shares: Shares, length, given, own, stored, out_refs, *scratch
+    config, chip: Wgmma, shares: Shares, length, given, own, stored, out_refs, *scratch
 ):
     (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     group = jax.lax.axis_index("warpgroup")
@@ -179,16 +239,41 @@ def _attend_tiles(
         return Keys.of(stored, own, numbers, row, head, given.heads)
 
     def compute(ring: Ring | None) -> None:
+        """Go through the program's tiles. ring: None: another warpgroup fetches."""
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
         tile = _Tile(work.tile, multiply, add, changed, group, config, parts, ring)
         # raw queries are not needed once they are finished: the result may take their place
-        result, line = (results or [raw])[0].at[group], statistics.at[group]
-        into = _Results(result, line, *out_refs)
-        first = (shares, begin, group * ROWS)
-        _Program(*first, given, keys_of, work, tile, into).run(count, turn)
+        memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
+
+        def place(i) -> tuple:
+            """(row, head, first query) of the program's i-th tile."""
+            row, head, number = shares.place(begin + i)
+            return row, head, number * (config.warpgroups * ROWS) + offset
+
+        def serve(i, carry):
+            row, head, first = place(i)
+            given.finish(Q, row, head, first, work)
+            if shares.several:
+                pl.when(i + 1 < count)(lambda: given.start(Q, *place(i + 1), work))
+            found, carry = tile.see(keys_of(i), carry)
+            _put(found, memory, out_refs, row, head, first)
+            return carry
+
+        @pl.when(group == 0)
+        def _():
+            if given.turn is not None:
+                plgpu.copy_gmem_to_smem(given.turn, *turn)
+
+        given.start(Q, *place(0), work)
+        following = ring.fill() if ring else ()
+        if given.turn is not None:
+            plgpu.barrier_wait(turn[1])
+        jax.lax.fori_loop(0, count, serve, (jnp.int32(0), following))
+        # What a program has stored is there when all have ended.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if config.warpgroups == 1:
         compute(Ring(keys_of, count, stored, parts, config.buffers))
@@ -206,84 +291,18 @@ def _attend_tiles(
         compute(None)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The work of a computing warpgroup.
-
-    begin: the program's first tile.
-    offset: the warpgroup's first query within a tile.
-    keys_of: function from i to the `Keys` of the program's i-th tile.
-    """
-
-    shares: Shares
-    begin: Scalar
-    offset: Scalar
-    given: Unfinished
-    keys_of: Callable
-    work: TileMemory
-    tile: "_Tile"
-    results: "_Results"
-
-    def _place(self, i) -> tuple:
-        """(row, head, first query) of the program's i-th tile."""
-        row, head, tile = self.shares.place(self.begin + i)
-        return row, head, tile * (self.tile.config.warpgroups * ROWS) + self.offset
-
-    def _start(self, i) -> None:
-        """Start copying a tile's queries."""
-        row, head, first = self._place(i)
-        self.given.start(Q, row, head, first, self.work)
-
-    def run(self, count, turn: Sequence) -> None:
-        """Go through `count` tiles. turn: `turn_scratch`."""
-        pl.when(self.tile.group == 0)(lambda: self.given.start_turn(turn))
-        self._start(0)
-        following = self.tile.ring.fill() if self.tile.ring else ()
-        self.given.wait_for_turn(turn)
-
-        def tile(i, carry):
-            row, head, first = self._place(i)
-            self.given.finish(Q, row, head, first, self.work)
-            if self.shares.several:
-                pl.when(i + 1 < count)(lambda: self._start(i + 1))
-            found, carry = self.tile.see(self.keys_of(i), carry)
-            self.results.put(row, head, first, *found)
-            return carry
-
-        jax.lax.fori_loop(0, count, tile, (jnp.int32(0), following))
-        self.results.wait()
-
-
-@dataclass(frozen=True)
-class _Results:
-    """The results of a warpgroup's 64 queries.
-
-    out, line: their places in shared memory.
-    out_ref, lse_ref: the arrays that they are copied to.
-    """
-
-    out: Ref
-    line: Ref
-    out_ref: Ref
-    lse_ref: Ref
-
-    def wait(self) -> None:
-        """Wait until nothing is copied from the places any more. What a program has stored is
-        there when all have ended."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def put(self, row, head, first, out, lse) -> None:
-        """Start copying a head's mean of the values [64, H] and log-sum-exp [64], of queries from
-        `first` on."""
-        self.wait()  # the copies of the tile before
-        plain = mosaic.lands_plain(self.out_ref.shape[1])
-        mosaic.store(self.out, out.astype(self.out.dtype), plain)
-        self.line[...] = lse
-        plgpu.commit_smem()
-        here, head_dim = pl.ds(first, ROWS), out.shape[1]
-        columns = pl.ds(head * head_dim, head_dim)
-        plgpu.copy_smem_to_gmem(self.out, self.out_ref.at[row, here, columns])
-        plgpu.copy_smem_to_gmem(self.line, self.lse_ref.at[row, head, here])
+def _put(found, memory, refs, row, head, first) -> None:
+    """Start copying a head's mean of the values [64, H] and log-sum-exp [64], of queries from
+    `first` on, through their places in shared memory to the arrays of results."""
+    (out, lse), (place, line), (out_ref, lse_ref) = found, memory, refs
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+    mosaic.store(place, out.astype(place.dtype), mosaic.lands_plain(out_ref.shape[1]))
+    line[...] = lse
+    plgpu.commit_smem()
+    here, head_dim = pl.ds(first, ROWS), out.shape[1]
+    columns = pl.ds(head * head_dim, head_dim)
+    plgpu.copy_smem_to_gmem(place, out_ref.at[row, here, columns])
+    plgpu.copy_smem_to_gmem(line, lse_ref.at[row, head, here])
 
 
 @dataclass(frozen=True)
@@ -315,7 +334,9 @@ class _Tile:
 
         def step(i, state):
             state, following = self._step(keys, before + i, i, state[0]), state[1]
-            return state, self.ring.refill(before + i, following) if self.ring else following
+            if self.ring:  # nobody reads the step's place any more
+                following = self.ring.start(before + i + self.config.buffers, following)
+            return state, following
 
         # every query sees at least the scale's first token: the maximum is finite after step 0
         state, following = jax.lax.fori_loop(0, keys.steps, step, (state, following))
@@ -354,41 +375,37 @@ class _Tile:
         self._convert(keys, i, v, place)
         # int8 numbers are finite, so only own values of an int8 pool's call may be NaN
         unclean = partly if v.raw is None else partly & (i < keys.own_steps)
-        pl.when(unclean)(lambda: self._clear(keys, i, v.places.at[place]))
+        pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
         out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
         v.release(place)
         return highest, total, out
 
     def _convert(self, keys: Keys, i, part: Part, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""
-        if part.raw is None:
-            return
 
-        @pl.when(i >= keys.own_steps)
-        def _():
-            # one warpgroup converts for all: they share the step
-            @pl.when(self.group == 0)
-            def _():
-                whole = mosaic.load(part.raw.at[place], LAYOUT)
-                part.places[place] = whole.astype(part.places.dtype)
-                plgpu.commit_smem()
+        def convert() -> None:
+            whole = mosaic.load(part.raw.at[place], LAYOUT)
+            part.places[place] = whole.astype(part.places.dtype)
 
-            self._wait_for_change()
+        if part.raw is not None:
+            pl.when(i >= keys.own_steps)(lambda: self._change(convert))
 
-    def _clear(self, keys: Keys, i, values) -> None:
-        """Write zeros in place of values that are not valid."""
+    def _change(self, change: Callable) -> None:
+        """Let one warpgroup change what all of them share, and wait for it."""
 
         @pl.when(self.group == 0)
         def _():
-            found = values[...]
-            inside = keys.valid(i, found.shape, 0)
-            values[...] = jnp.where(inside, found, jnp.zeros_like(found))
+            change()
             plgpu.commit_smem()
 
-        self._wait_for_change()
-
-    def _wait_for_change(self) -> None:
         # a single warpgroup sees its own stores after `commit_smem`
         if self.config.warpgroups > 1:
             plgpu.barrier_arrive(self.changed)
             plgpu.barrier_wait(self.changed)
+
+
+def _clear(keys: Keys, i, values) -> None:
+    """Write zeros in place of values that are not valid."""
+    found = values[...]
+    inside = keys.valid(i, found.shape, 0)
+    values[...] = jnp.where(inside, found, jnp.zeros_like(found))

@@ -174,25 +174,28 @@ class Keys:
         """The block of a stored step's piece."""
         return self._packed(self._entry(step, piece)[1])
 
-    def copy_own(self, part: Part, step, piece, place) -> None:
-        """Start copying a piece of own keys or values, as many as a block has, to its place."""
-        size, head_dim = self.stored.block_size, part.places.shape[-1]
-        here = pl.ds(step * self.stored.size + piece * size, size)
-        columns = pl.ds((part.half * self.heads + self.head) * head_dim, head_dim)
-        _copy(self.own.at[self.row, here, columns], part.places, part, place, piece, size)
+    def copy(self, part: Part, block, step, piece, place) -> None:
+        """Start copying a piece of keys or values to its place, and the scales of its block. block:
+        of stored ones; None: own ones, as many as a block has."""
+        stored, size, head_dim = self.stored, self.stored.block_size, part.places.shape[-1]
 
-    def copy_block(self, part: Part, block, piece, place) -> None:
-        """Start copying a block of stored keys or values to its place."""
-        size, head_dim = self.stored.block_size, part.places.shape[-1]
-        columns = pl.ds(part.half * head_dim, head_dim)
-        target = part.raw if self.stored.scaled else part.places
-        _copy(self.stored.pool.at[self.row, block, :, columns], target, part, place, piece, size)
+        def start(source, target) -> None:
+            rows = pl.ds(piece * size, size)
+            plgpu.copy_gmem_to_smem(source, target.at[place, rows], part.full.at[place])
 
-    def copy_scales(self, part: Part, block, piece, place) -> None:
-        """Start copying the scales of a block."""
-        size = self.stored.block_size
-        line = self.stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
-        _copy(line, part.scales, part, place, piece, size)
+        if block is None:
+            here = pl.ds(step * stored.size + piece * size, size)
+            columns = pl.ds((part.half * self.heads + self.head) * head_dim, head_dim)
+            start(self.own.at[self.row, here, columns], part.places)
+        else:
+            columns = pl.ds(part.half * head_dim, head_dim)
+            target = part.raw if stored.scaled else part.places
+            start(stored.pool.at[self.row, block, :, columns], target)
+        if stored.scales_by_block:
+            # a barrier counts as many copies for every step, so own keys copy some scales, too
+            line = pl.ds(part.half * size, size)
+            block = 0 if block is None else block
+            start(stored.scales.at[self.row, block, line], part.scales)
 
     def copy_scale_line(self, part: Part, step, place) -> None:
         """Start copying the scales of a step, which lie side by side."""
@@ -243,11 +246,6 @@ class Keys:
         return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
 
 
-def _copy(source, target, part: Part, place, piece, size: int) -> None:
-    rows = pl.ds(piece * size, size)
-    plgpu.copy_gmem_to_smem(source, target.at[place, rows], part.full.at[place])
-
-
 @dataclass(frozen=True)
 class Fetcher:
     """One warp of those that fetch. A step's pieces go to the warps in turn, keys and values alike;
@@ -291,34 +289,30 @@ class Fetcher:
 
         self._each_part(of_part)
 
-    def start_own(self, keys: Keys, step, number) -> None:
-        """Start copying the warp's share of a step of own keys, as soon as there is a place."""
-        # a barrier counts as many copies for every step, so own keys copy some scales, too
-        self._start(keys, step, number, [None] * len(self._pieces()))
-
-    def start_stored(self, keys: Keys, step, number) -> None:
-        """Start copying the warp's share of a stored step, as soon as there is a place."""
+    def start(self, keys: Keys, step, number, own: bool) -> None:
+        """Start copying the warp's share of a step, of own or of stored keys, as soon as there is a
+        place."""
+        pieces = self._pieces()
         # looked up before the wait, which takes longer
-        self._start(keys, step, number, [keys.block(step, piece) for piece in self._pieces()])
-
-    def _start(self, keys: Keys, step, number, blocks: list) -> None:
+        blocks = [None if own else keys.block(step, piece) for piece in pieces]
         place = jax.lax.rem(number, self.buffers)
         if self.parts[0].free is not None:
             pl.when(number >= self.buffers)(lambda: self.wait(number))
 
         def of_part(part: Part) -> None:
             for piece, block in zip(self._pieces(), blocks, strict=True):
-                if block is None:
-                    keys.copy_own(part, step, piece, place)
-                else:
-                    keys.copy_block(part, block, piece, place)
-                if self.stored.scales_by_block:
-                    keys.copy_scales(part, 0 if block is None else block, piece, place)
+                keys.copy(part, block, step, piece, place)
             if self.stored.scaled and not self.stored.scales_by_block:
                 first = jax.lax.rem(self.warp, self._together) == 0
                 pl.when(first)(lambda: keys.copy_scale_line(part, step, place))
 
         self._each_part(of_part)
+
+    def start_any(self, keys: Keys, step, number) -> None:
+        """`start` of a step of either kind."""
+        own = step < keys.own_steps
+        pl.when(own)(lambda: self.start(keys, step, number, own=True))
+        pl.when(jnp.logical_not(own))(lambda: self.start(keys, step, number, own=False))
 
 
 @dataclass(frozen=True)
@@ -337,17 +331,14 @@ class Ring:
     buffers: int
 
     def fill(self) -> tuple:
-        """Start copying the first steps. Returns what `refill` wants: the next step to copy, as
-        tile, step, steps of this tile."""
+        """Start copying the first steps. Returns the next step to copy: tile, step, steps of this
+        tile."""
         begin = jnp.int32(0), jnp.int32(0), self.keys_of(0).steps
-        return jax.lax.fori_loop(0, self.buffers, self._start, begin)
+        return jax.lax.fori_loop(0, self.buffers, self.start, begin)
 
-    def refill(self, number, following: tuple) -> tuple:
-        """Start copying the step `following` to the place of step `number` of the program, which
-        nobody reads any more. Returns the next step to copy."""
-        return self._start(number + self.buffers, following)
-
-    def _start(self, number, following: tuple) -> tuple:
+    def start(self, number, following: tuple) -> tuple:
+        """Start copying the step `following` to its place, as step `number` of the program. Returns
+        the next step to copy."""
         tile, step, steps = following
 
         @pl.when(tile < self.count)
@@ -357,9 +348,7 @@ class Ring:
             @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
             def _(warp):
                 fetcher = Fetcher(warp, self.stored, self.parts, self.buffers)
-                own = step < keys.own_steps
-                pl.when(own)(lambda: fetcher.start_own(keys, step, number))
-                pl.when(jnp.logical_not(own))(lambda: fetcher.start_stored(keys, step, number))
+                fetcher.start_any(keys, step, number)
 
         ends = step + 1 >= steps
         tile = tile + ends.astype(jnp.int32)
@@ -380,16 +369,13 @@ def fetch_all(keys_of, stored, count, parts: Sequence[Part], buffers: int) -> No
         def tile(i, before):
             keys = keys_of(i)
 
-            def steps_of(start, first, last) -> None:
-                def step(j, _):
-                    start(keys, j, before + j)
-                    return 0
-
-                jax.lax.fori_loop(first, last, step, 0)
+            def step(own: bool, j, _):
+                fetcher.start(keys, j, before + j, own)
+                return 0
 
             # own keys are under way before the table has been read
-            steps_of(fetcher.start_own, 0, keys.own_steps)
-            steps_of(fetcher.start_stored, keys.own_steps, keys.steps)
+            jax.lax.fori_loop(0, keys.own_steps, partial(step, True), 0)
+            jax.lax.fori_loop(keys.own_steps, keys.steps, partial(step, False), 0)
             return before + keys.steps
 
         def last(number, _):

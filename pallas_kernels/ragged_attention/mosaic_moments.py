@@ -7,7 +7,6 @@ float32. Queries meet every tile of keys, so they are finished beforehand, as ke
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -23,7 +22,7 @@ from pallas_kernels.mosaic_products import (
     PER_ROW,
     ROWS,
     Multiply,
-    Products,
+    Wgmma,
     across,
     down,
     products,
@@ -33,7 +32,6 @@ from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, Part, StoredBlocks
-from pallas_kernels.refs import Ref, Scalar
 
 LOG2_E = math.log2(math.e)
 
@@ -48,16 +46,14 @@ def attention_moments(
     rows, heads, queries, _ = projection.shape
     # 64 keys are the rows of a product. Each program sums its columns over all queries by itself,
     # so no two programs add to one number.
-    stored, weights = (
-        StoredBlocks.of(kv_pool, kv_scale, table, ROWS),
-        sums.weights.astype(jnp.float32),
-    )
+    stored = StoredBlocks.of(kv_pool, kv_scale, table, ROWS)
+    weights = sums.weights.astype(jnp.float32)
     # queries behind the last weight (padding) are not fetched
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(queries, ROWS)
     found = mosaic.launch(
-        partial(_sum_columns, heads, buffers, chip, old),
+        partial(_sum_columns, heads, chip, old),
         [
             jnp.stack([jnp.asarray(new_length, jnp.int32), last]),
             # keys and values, of which only keys are used: XLA computes attention's equal call once
@@ -69,22 +65,22 @@ def attention_moments(
         ],
         [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + sums.squares)],
         _scratch(projection, chip, stored, buffers, 1 + sums.squares),
-        mesh=mosaic.programs(computing=1, tile=count, head=heads, row=rows),
+        computing=1,
+        grid={"tile": count, "head": heads, "row": rows},
         cost=estimates.attention_moments(projection, kv_pool, table, squares=sums.squares),
         interpret=interpret,
         name="attention_moments",
     )
-    columns = [_columns(a, call.slots, queries) for a in found[0]]
+    columns = [  # of whole tiles: those of slots of the table, then those of own tokens
+        jnp.concatenate(
+            [a[:, :, : call.slots], a[:, :, old * ROWS : old * ROWS + queries]], axis=-1
+        )
+        for a in found[0]
+    ]
     return columns[0], columns[1] if sums.squares else None
 
 
-def _columns(sums, slots: int, queries: int):
-    """Cut whole tiles of both kinds of columns to the slots of the table and the own tokens."""
-    own = pl.cdiv(slots, ROWS) * ROWS
-    return jnp.concatenate([sums[:, :, :slots], sums[:, :, own : own + queries]], axis=-1)
-
-
-def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, powers: int) -> list:
+def _scratch(projection, chip: Wgmma, stored: StoredBlocks, buffers: int, powers: int) -> list:
     """Shared and tensor memory of a program, in the order of `_sum_columns`."""
     head_dim = projection.shape[-1]
     tile = partial(mosaic.tile, dtype=projection.dtype, swizzle=chip.swizzle)
@@ -103,7 +99,7 @@ def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, pow
     ]
 
 
-def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
+def _sum_columns(heads: int, chip: Wgmma, old: int, numbers, own, stored, *refs):
     """The kernel: one step of keys. Steps of own keys come after the `old` steps of the table."""
     # No number of registers is asked for: what the compiler takes leaves room for three programs on
     # a multiprocessor.
@@ -114,114 +110,94 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
     step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
     # a step behind the last key of its kind fetches nothing, and its sums are 0
     there = jnp.where(tile < old, step < keys.steps, step < keys.own_steps)
-    seen = Queries(*given, *queries, jnp.where(there, pl.cdiv(numbers[1], ROWS), 0), buffers)
+    count = jnp.where(there, pl.cdiv(numbers[1], ROWS), 0)
 
-    @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
+    @pl.when((jax.lax.axis_index("warpgroup") == 1) & (count > 0))
     def _():
         @plgpu.warp_map
         def _(warp):
-            fetcher = Fetcher(warp, stored, [part], 1)
-            own_step = step < keys.own_steps
-            pl.when(own_step)(lambda: fetcher.start_own(keys, step, 0))
-            pl.when(jnp.logical_not(own_step))(lambda: fetcher.start_stored(keys, step, 0))
+            Fetcher(warp, stored, [part], 1).start_any(keys, step, 0)
 
-        seen.fetch_all(row, head)
+        _fetch_queries(given, queries, count, row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
         # a program without queries fetches no keys, and must not wait for them
-        pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
+        pl.when(count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
         factor = None
         if stored.scaled:
             factor = keys.scales(part, step, 0, PER_ROW)
 
-            @pl.when((seen.count > 0) & (step >= keys.own_steps))
+            @pl.when((count > 0) & (step >= keys.own_steps))
             def _():
                 part.places[0] = mosaic.load(part.raw.at[0], LAYOUT).astype(part.places.dtype)
                 plgpu.commit_smem()
 
         inside = keys.valid(step, (ROWS, ROWS), 0)
         multiply = chip.multiply(product_sums, 0)
-        totals = seen.sums(multiply, k_tile.at[0], factor, inside, len(results))
-        _store(totals, sums, results, (row, head, tile))
+        totals = _sums(queries, count, multiply, k_tile.at[0], factor, inside, len(results))
+        for i, total in enumerate(totals):
+            sums[i] = total
+        plgpu.commit_smem()
+        for i, result in enumerate(results):
+            columns = pl.ds(tile * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _store(totals, sums, results, place) -> None:
-    """Store the sums of a program's columns, through shared memory. place: row, head, tile."""
-    for i, total in enumerate(totals):
-        sums[i] = total
-    plgpu.commit_smem()
-    row, head, tile = place
-    for i, result in enumerate(results):
-        columns = pl.ds(tile * ROWS, ROWS)
-        plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
-    plgpu.wait_smem_to_gmem(0)
+def _fetch_queries(given, queries, count, row, head) -> None:
+    """Fetch `count` steps of 64 queries of a head, as soon as there are places.
 
-
-@dataclass(frozen=True)
-class Queries:
-    """The queries of a head [Q, H], their weights [Q] and log-sum-exp [Q], fetched 64 at a time.
-
-    q_ref: queries of all heads, [R, Q, N H].
-    tile: room for queries in shared memory.
-    lines: room for their weights and log-sum-exp.
-    full, free: barriers that say which places are.
-    count: steps up to the last query that has a weight.
+    given: queries of all heads [R, Q, N H], their weights [Q] and log-sum-exp [R, N, Q].
+    queries: room for queries, and for weights and log-sum-exp, and barriers that say which places
+      are full and which are free.
     """
+    (q_ref, weight_ref, lse_ref), (tile, lines, full, free) = given, queries
+    buffers, _, head_dim = tile.shape
+    columns = pl.ds(head * head_dim, head_dim)
 
-    q_ref: Ref
-    weight_ref: Ref
-    lse_ref: Ref
-    tile: Ref
-    lines: Ref
-    full: Ref
-    free: Ref
-    count: Scalar
-    buffers: int
+    def step(i, _):
+        place, here = jax.lax.rem(i, buffers), pl.ds(i * ROWS, ROWS)
+        pl.when(i >= buffers)(lambda: plgpu.barrier_wait(free.at[place]))
+        for source, target in (
+            (q_ref.at[row, here, columns], tile.at[place]),
+            (weight_ref.at[here], lines.at[place, 0]),
+            (lse_ref.at[row, head, here], lines.at[place, 1]),
+        ):
+            plgpu.copy_gmem_to_smem(source, target, full.at[place])
+        return 0
 
-    def fetch_all(self, row, head) -> None:
-        head_dim = self.tile.shape[-1]
-        columns = pl.ds(head * head_dim, head_dim)
+    def last(i, _):
+        plgpu.barrier_wait(free.at[jax.lax.rem(i, buffers)])
+        return 0
 
-        def step(i, _):
-            place, here = jax.lax.rem(i, self.buffers), pl.ds(i * ROWS, ROWS)
-            pl.when(i >= self.buffers)(lambda: plgpu.barrier_wait(self.free.at[place]))
-            for source, target in (
-                (self.q_ref.at[row, here, columns], self.tile.at[place]),
-                (self.weight_ref.at[here], self.lines.at[place, 0]),
-                (self.lse_ref.at[row, head, here], self.lines.at[place, 1]),
-            ):
-                plgpu.copy_gmem_to_smem(source, target, self.full.at[place])
-            return 0
+    jax.lax.fori_loop(0, count, step, 0)
+    jax.lax.fori_loop(jnp.maximum(count - buffers, 0), count, last, 0)
 
-        def last(i, _):
-            plgpu.barrier_wait(self.free.at[jax.lax.rem(i, self.buffers)])
-            return 0
 
-        jax.lax.fori_loop(0, self.count, step, 0)
-        jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
+def _sums(queries, count, multiply: Multiply, keys, factor, inside, powers: int) -> tuple:
+    """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2. Sums
+    are zero where a key is not `inside`. factor: factors of the scores [64], or None."""
+    tile, lines, full, free = queries
+    buffers = tile.shape[0]
 
-    def sums(self, multiply: Multiply, keys, factor, inside, powers: int) -> tuple:
-        """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2.
-        Sums are zero where a key is not `inside`. factor: factors of the scores [64], or None."""
+    def line(place, which: int):
+        return mosaic.load(lines.at[place, which], PER_COLUMN)
 
-        def line(place, which: int):
-            return mosaic.load(self.lines.at[place, which], PER_COLUMN)
+    def step(i, carry):
+        place = jax.lax.rem(i, buffers)
+        plgpu.barrier_wait(full.at[place])
+        scores = multiply(keys, turned(tile.at[place]), (ROWS, ROWS))
+        if factor is not None:
+            scores *= across(factor, scores.shape)
+        weight, lse = (down(line(place, which), scores.shape) for which in (0, 1))
+        plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
+        plgpu.barrier_arrive(free.at[place])
+        p = jnp.exp2((scores - lse) * LOG2_E)
+        # queries without a weight (padding) and keys without a place may be NaN
+        p = jnp.where(inside & (weight != 0), p, 0.0)
+        terms = (p * weight, p * p * weight)[:powers]
+        return tuple(a + b.sum(axis=1) for a, b in zip(carry, terms, strict=True))
 
-        def step(i, carry):
-            place = jax.lax.rem(i, self.buffers)
-            plgpu.barrier_wait(self.full.at[place])
-            scores = multiply(keys, turned(self.tile.at[place]), (ROWS, ROWS))
-            if factor is not None:
-                scores *= across(factor, scores.shape)
-            weight, lse = (down(line(place, which), scores.shape) for which in (0, 1))
-            plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
-            plgpu.barrier_arrive(self.free.at[place])
-            p = jnp.exp2((scores - lse) * LOG2_E)
-            # queries without a weight (padding) and keys without a place may be NaN
-            p = jnp.where(inside & (weight != 0), p, 0.0)
-            terms = (p * weight, p * p * weight)[:powers]
-            return tuple(a + b.sum(axis=1) for a, b in zip(carry, terms, strict=True))
-
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
-        return jax.lax.fori_loop(0, self.count, step, (zeros,) * powers)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
+    return jax.lax.fori_loop(0, count, step, (zeros,) * powers)

@@ -6,22 +6,23 @@ before they meet arithmetic. Rows take turns where the scores of all rows would 
 processor's cache (`SCORES_BYTES`). Sums over queries run in chunks of `CHUNK`.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.cache_write import reference as cache_write
-from pallas_kernels.ragged_attention.in_turn import in_turn
 from pallas_kernels.tables import BlockTable
-from pallas_kernels.turns import in_turns
 
 # Scores of the rows that `attend` computes at once. Each is read and written several times: 16 rows
 # of VAR's last scale took 146 to 158 ms on two cores when they were computed together or in two
 # groups, 103 in pairs.
 SCORES_BYTES = 2 << 20
 CHUNK = 256  # queries whose attention weights are held at once by `attention_moments`
+Results = TypeVar("Results")  # a tree of arrays with a leading axis of rows
 
 
 def gather_slots(kv_pool, table: BlockTable, kv_scale):
@@ -83,7 +84,45 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     return (out, lse) if return_lse else out
 
 
+def in_turn(attend: Callable, write: Callable) -> Callable:
+    """`api.store_and_attend` where storing is a kernel of its own, or XLA's."""
+
+    def run(projection, new_length, kv_pool, table, writes, kv_scale, **options):
+        given = (projection, new_length, kv_pool, table, kv_scale)
+        out = attend(*given, return_lse=False, **options)
+        # Which of the two comes first does not matter, as they share no slot. This way round XLA
+        # updates the pool in place on all platforms.
+        return out, *write(kv_pool, projection, writes, kv_scale, after=out, **options)
+
+    return run
+
+
 store_and_attend = in_turn(attend, cache_write.write)
+
+
+def in_turns(
+    function: Callable[..., Results], operands: Sequence[Array], place: Results, at_once: int
+) -> Results:
+    """`function(*operands)` of `at_once` rows at a time, where all of them together would take too
+    much memory; the last turn may have fewer.
+
+    Results take the place of `place`, arrays of their shapes and types, which should be computed
+    from the operands. `lax.map` would begin with an empty result, which depends on nothing: XLA's
+    GPU compiler makes those of all layers in one kernel, ahead of the first of them.
+    """
+
+    def replaced(i, out, number=at_once):
+        some = (jax.lax.dynamic_slice_in_dim(a, i, number) for a in operands)
+        return jax.tree.map(
+            lambda new, a: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), i, 0),
+            function(*some),
+            out,
+        )
+
+    rows = len(operands[0])
+    whole, rest = divmod(rows, at_once)
+    out = jax.lax.fori_loop(0, whole, lambda i, out: replaced(i * at_once, out), place)
+    return replaced(rows - rest, out, rest) if rest else out
 
 
 def rows_at_once(heads: int, queries: int, keys: int) -> int:

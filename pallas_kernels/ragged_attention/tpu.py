@@ -37,10 +37,10 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import tpu as cache_write
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.in_turn import in_turn
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, StoredBlocks, dot, split
+from pallas_kernels.ragged_attention.reference import in_turn
+from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks, dot, split
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
-from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
+from pallas_kernels.tpu_operands import LANES, balanced, rounded
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
 
 __all__ = ["attend", "attention_moments"]
@@ -62,18 +62,33 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     whole = (rounded(tokens, own_keys), lambda *_: 0)
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
-    grouping = Grouping.of(call, keys)
-    stored = StoredBlocks.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
-    found = stored.call(
+    width = heads.count * head_dim
+    out = jax.ShapeDtypeStruct((rows, tokens, width), projection.dtype)
+    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
+    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
+    # head of [R, N, T] is neither
+    lse = jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32)
+    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
+    statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
+    found = tpu_blocks.call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
+        (new_length, kv_pool, table, kv_scale),
         given,
-        _results(projection, heads, block_q)[: 1 + return_lse],
-        scratch=_scratch(projection, heads, block_q),
+        [(out, tile), (lse, row)][: 1 + return_lse],
+        heads=heads,
+        blocks=min(MAX_GROUP, max(1, keys // call.block_size)),
+        scratch=[
+            pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),  # queries
+            statistics,  # running maximum
+            statistics,  # and sum
+            pltpu.VMEM((heads.width, block_q), jnp.float32),  # the output, transposed
+        ],
         steps=tiles,
         vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
         cost=estimates.attend(
             projection, kv_pool, table, lse=return_lse, tiles=tiles, scales_at_once=LANES
         ),
+        interpret=interpret,
         name="ragged_attention",
     )
     out = found[0].reshape(rows, tokens, heads.count, head_dim)[:, :, :count]
@@ -81,30 +96,6 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
 
 
 store_and_attend = in_turn(attend, cache_write.write)
-
-
-def _results(projection, heads: Heads, block_q: int) -> list[tuple]:
-    """Shapes of the output and the log-sum-exp, each with its part in a grid step."""
-    (rows, _, tokens, head_dim), dtype = projection.shape, projection.dtype
-    width = heads.count * head_dim
-    out = jax.ShapeDtypeStruct((rows, tokens, width), dtype)
-    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
-    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
-    # head of [R, N, T] is neither
-    lse = jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32)
-    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
-    return [(out, tile), (lse, row)]
-
-
-def _scratch(projection, heads: Heads, block_q: int) -> list:
-    """Scratch memory: queries, their running maximum and sum, the transposed output."""
-    statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
-    return [
-        pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),
-        statistics,
-        statistics,
-        pltpu.VMEM((heads.width, block_q), jnp.float32),
-    ]
 
 
 def _attend_tile(
@@ -118,7 +109,8 @@ def _attend_tile(
     # next grid step, which uses the same buffers and semaphores.
     @pl.when(first >= length)  # padding only: any finite result will do
     def _():
-        fill_with_zeros(results)
+        for ref in results:
+            ref[...] = jnp.zeros_like(ref)
 
     @pl.when(first < length)
     def _():
@@ -135,8 +127,18 @@ def _see_all_keys(
     own: OwnTokens, group, first, blocks: Blocks, scratch, own_keys: int, length
 ) -> None:
     """Show a tile of queries of a group of heads all of its keys, own keys first."""
-    heads, dtype = own.heads, own.dtype
-    _see_none(own, group, first, scratch)
+    heads, dtype, (queries, maximum, total, out) = own.heads, own.dtype, scratch
+    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
+    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
+    # operation on them joins lanes, and lanes beyond T are not written back.
+    q = own.queries(group, slice(None), place)
+    for which in range(heads.together):
+        queries[which] = heads.alone(q, which).astype(dtype)
+    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
+    # first own step holds token 0, which is always real.
+    maximum[...] = jnp.full_like(maximum, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    out[...] = jnp.zeros_like(out)
 
     def own_step(i, _):
         here, valid = tokens_of_step(i, own_keys, length)
@@ -158,22 +160,6 @@ def _see_all_keys(
             _accumulate(scratch, which, k.astype(dtype), v.astype(dtype), valid)
 
         blocks.for_each_group(head, stored_step)
-
-
-def _see_none(own: OwnTokens, group, first, scratch) -> None:
-    """Start a tile: its finished queries have seen no key yet."""
-    queries, maximum, total, out = scratch
-    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
-    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
-    # operation on them joins lanes, and lanes beyond T are not written back.
-    q = own.queries(group, slice(None), place)
-    for which in range(own.heads.together):
-        queries[which] = own.heads.alone(q, which).astype(own.dtype)
-    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
-    # first own step holds token 0, which is always real.
-    maximum[...] = jnp.full_like(maximum, -jnp.inf)
-    total[...] = jnp.zeros_like(total)
-    out[...] = jnp.zeros_like(out)
 
 
 def _accumulate(scratch, which: int, k, v, valid) -> None:

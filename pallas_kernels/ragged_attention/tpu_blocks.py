@@ -24,7 +24,7 @@ from pallas_kernels.ragged_attention import config as tiles_of
 from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
-from pallas_kernels.tpu_projection import Heads
+from pallas_kernels.tpu_projection import Heads, Operands
 
 HEAD_DIMS = (64, 128, 256)
 POOL_DTYPES = ("bfloat16", "float32", "int8")
@@ -37,11 +37,8 @@ MAX_GROUP = 16
 
 
 def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interpret: bool):
-    """(the call, its tiles); tiles are those of `config.choose` if none are given.
-
-    Raises:
-      NotImplementedError: the arrays do not compile or were never compiled.
-    """
+    """(the call, its tiles); tiles are those of `config.choose` if none are given. Raises
+    `NotImplementedError` where the arrays do not compile or were never compiled."""
     if not interpret:
         check_attention(
             "TPU",
@@ -56,124 +53,68 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
     return call, config or tiles_of.choose(call, "tpu")
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """How a table is read. entries: M. blocks: blocks of a group."""
+def call(
+    kernel,
+    stored: tuple,
+    given: Operands,
+    results: list[tuple],
+    *,
+    heads: Heads,
+    blocks: int,
+    scratch: list,
+    steps: int,
+    vmem_limit: int | None,
+    cost,
+    interpret,
+    name: str,
+) -> list[Array]:
+    """Run `kernel(blocks, length_ref, given, results, scratch)`. The kernel gets `Blocks`, the
+    references of `given` by name, and lists of the others.
 
-    entries: int
-    blocks: int
-    block_size: int
-
-    @classmethod
-    def of(cls, call: tiles_of.Call, keys: int) -> "Grouping":
-        """Groups of about `keys` slots."""
-        size = call.block_size
-        return cls(call.slots // size, min(MAX_GROUP, max(1, keys // size)), size)
-
-    @property
-    def groups(self) -> int:
-        """Groups of the whole table, at least one."""
-        return max(1, -(-self.entries // self.blocks))
-
-    @property
-    def slots(self) -> int:
-        """Slots of all groups. The last group may extend beyond the table."""
-        return self.groups * self.blocks * self.block_size
-
-
-@dataclass(frozen=True)
-class StoredBlocks:
-    """The pool and the table of a call as operands of a kernel.
-
-    numbers: the scale's length and the table's layer, int32 [1] each, known before the grid.
-    entries: rows of the table.
-    spec: the rows in a grid step.
-    pools: the pool and, for int8, its scales.
+    stored: the scale's length, the pool, its packed table, and for int8 its scales.
+    results: pairs of a shape with its type and a BlockSpec.
+    blocks: of a group.
+    steps: grid steps for the same heads of a row.
     """
+    new_length, kv_pool, table, kv_scale = stored
+    if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+        kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+        kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
+    pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
+    length = jnp.reshape(new_length, 1).astype(jnp.int32)
+    rows, table_spec = tpu_operands.table_rows(table, heads)
+    arrays, in_specs = zip(*given.values(), strict=True)
+    out_shape, out_specs = zip(*results, strict=True)
+    counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
+    entries = table.ids.shape[-1]
 
-    numbers: tuple[Array, Array]
-    entries: Array
-    spec: pl.BlockSpec
-    pools: list[Array]
-    heads: Heads
-    grouping: Grouping
-    interpret: bool
+    def body(length_ref, _, table, *refs):
+        own, whole, results, scratch, buffers, state = in_parts(refs, *counts)
+        blocks = Blocks(entries, pl.program_id(0), table, whole, buffers, *state)
+        kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
 
-    @classmethod
-    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "StoredBlocks":
-        """The operands of a call. table: packed."""
-        if not kv_pool.shape[1]:  # a kernel has no arrays without elements
-            kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
-            kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
-        pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-        length = jnp.reshape(new_length, 1).astype(jnp.int32)
-        entries = tpu_operands.table_rows(table, heads)
-        spec = tpu_operands.table_spec(table, entries, heads)
-        return cls(
-            numbers=(length, tpu_operands.layer_of(table)),
-            entries=entries,
-            spec=spec,
-            pools=pools,
-            heads=heads,
-            grouping=grouping,
-            interpret=interpret,
-        )
-
-    @property
-    def scratch(self) -> list:
-        """Scratch memory: buffers for groups of blocks (and scales), and the state of `Blocks`."""
-        shape = (BUFFERS, self.grouping.blocks)
-        buffers = [pltpu.VMEM((*shape, *block_shape(pool)), pool.dtype) for pool in self.pools]
-        return [
-            *buffers,
-            # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one
-            # group at a time.
-            pltpu.SemaphoreType.DMA((BUFFERS,)),
-            pltpu.SMEM((4,), jnp.int32),
-        ]
-
-    def call(
-        self, kernel, given, results, *, scratch, steps: int, vmem_limit: int | None, cost, name
-    ) -> list[Array]:
-        """Run `kernel(blocks, length_ref, given, results, scratch)`. The kernel gets the references
-        of `given` by name and lists of the others.
-
-        Args:
-          given: {name: (array, BlockSpec)}.
-          results: pairs of a shape with its type and a BlockSpec.
-          scratch: shapes of scratch memory.
-          steps: grid steps for the same heads of a row.
-          vmem_limit: bytes of vector memory.
-          cost: what the call computes and moves.
-        """
-        arrays, in_specs = zip(*given.values(), strict=True)
-        out_shape, out_specs = zip(*results, strict=True)
-        pools = len(self.pools)
-        counts = (len(given), pools, len(results), len(scratch), pools, 2)
-
-        def body(length_ref, _, table, *refs):
-            own, whole, results, scratch, buffers, state = in_parts(refs, *counts)
-            blocks = Blocks(self.grouping, pl.program_id(0), table, whole, buffers, *state)
-            kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
-
-        return pl.pallas_call(
-            body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(self.numbers),
-                grid=(len(self.pools[0]), self.heads.steps, steps),
-                in_specs=[self.spec, *in_specs, *[tpu_operands.IN_PLACE] * len(self.pools)],
-                out_specs=out_specs,
-                scratch_shapes=[*scratch, *self.scratch],
-            ),
-            out_shape=out_shape,
-            # No grid step needs what another one left, so the two cores of a v5p may share them.
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
-            ),
-            cost_estimate=cost,
-            interpret=self.interpret,
-            name=name,
-        )(*self.numbers, self.entries, *arrays, *self.pools)
+    buffers = [pltpu.VMEM((BUFFERS, blocks, *block_shape(pool)), pool.dtype) for pool in pools]
+    # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one group at
+    # a time.
+    state = [pltpu.SemaphoreType.DMA((BUFFERS,)), pltpu.SMEM((4,), jnp.int32)]
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(kv_pool), heads.steps, steps),
+            in_specs=[table_spec, *in_specs, *[tpu_operands.IN_PLACE] * len(pools)],
+            out_specs=out_specs,
+            scratch_shapes=[*scratch, *buffers, *state],
+        ),
+        out_shape=out_shape,
+        # No grid step needs what another one left, so the two cores of a v5p may share them.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(length, tpu_operands.layer_of(table), rows, *arrays, *pools)
 
 
 @dataclass(frozen=True)
@@ -181,6 +122,7 @@ class Blocks:
     """The stored slots of some heads of one row, inside a kernel. The kernel takes them in order:
     all groups of the first head, then those of the next.
 
+    entries: M, of the table.
     table: packed rows of the heads, in scalar memory.
     pools: whole, in HBM.
     buffers: for blocks (and scales), in vector memory.
@@ -189,7 +131,7 @@ class Blocks:
       number of groups taken, in scalar memory.
     """
 
-    grouping: Grouping
+    entries: int
     row: Scalar
     table: Ref
     pools: list[Ref]
@@ -197,9 +139,14 @@ class Blocks:
     semaphores: Ref
     cursor: Ref
 
+    @property
+    def size(self) -> int:
+        """Blocks of a group."""
+        return self.buffers[0].shape[1]
+
     def used(self, head):
         """The number of entries up to the last one that is not empty."""
-        return self.table[0, head, 0, 2 * self.grouping.entries]
+        return self.table[0, head, 0, 2 * self.entries]
 
     def start(self) -> None:
         """Start the first copies. Call it before anything that can be computed meanwhile."""
@@ -221,7 +168,7 @@ class Blocks:
             # Every group that is started is waited for above, so no copy is under way after the
             # last head.
             self._start_next()
-            pl.when(group * self.grouping.blocks < self.used(head))(lambda: do(group, buffer))
+            pl.when(group * self.size < self.used(head))(lambda: do(group, buffer))
             return 0
 
         jax.lax.fori_loop(0, self._groups(head), step, 0)
@@ -229,7 +176,7 @@ class Blocks:
     def _groups(self, head):
         """Groups of a head. An empty head counts one, so that no search for the next head is
         needed."""
-        return jnp.maximum(pl.cdiv(self.used(head), self.grouping.blocks), 1)
+        return jnp.maximum(pl.cdiv(self.used(head), self.size), 1)
 
     def _start_next(self) -> None:
         """Start copying the next group, if there is one. The group of an empty head has no
@@ -248,7 +195,7 @@ class Blocks:
         self._for_copies(head, group, buffer, lambda copy: copy.start())
 
     def _for_copies(self, head, group, buffer, do) -> None:
-        size = self.grouping.blocks
+        size = self.size
 
         def step(i, _):
             # Empty entries before the last one in use are copied, so their ids have to be valid.
@@ -264,9 +211,9 @@ class Blocks:
     def load(self, head, group, buffer):
         """(K and V float32 [keys, 2 H], valid bool [keys, 1]) of a group that has arrived. Rows
         that are not valid are zero."""
-        size, count = self.grouping.block_size, self.grouping.blocks
+        _, count, size, _ = self.buffers[0].shape
         slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        rows, valid, entries = [], [], self.grouping.entries
+        rows, valid, entries = [], [], self.entries
         for i in range(count):
             # what lies behind the table is not in use
             entry = jnp.minimum(group * count + i, entries - 1)

@@ -11,7 +11,6 @@ b) for whole blocks, whose values are copied but not used, and 4 R N (P + T) for
 with squares.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -23,9 +22,9 @@ from jaxtyping import Array
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, StoredBlocks, dot
+from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, dot
 from pallas_kernels.refs import Ref
-from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
+from pallas_kernels.tpu_operands import LANES, balanced, rounded
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
 
 
@@ -40,28 +39,38 @@ def attention_moments(
     heads = Heads.of(projection, table)
     # Groups and steps of own keys are multiples of 128: a key is a lane of the result, and rows of
     # results are stored at places that are multiples of their size.
-    grouping = Grouping.of(call, rounded(config.copy_keys, LANES))
+    size = call.block_size
+    blocks = min(MAX_GROUP, max(1, rounded(config.copy_keys, LANES) // size))
+    # of all groups, at least one; the last one may extend beyond the table
+    slots = max(blocks * size, rounded(call.slots, blocks * size))
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(tokens, config.block_q, LANES)
     all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
-    given = _lines(heads, sums.weights, sums.lse, all_queries)
+    # one number per query, padded: `_sums` takes the weight 0 for "no query"
+    tail = all_queries - tokens
+    weights = jnp.pad(sums.weights.astype(jnp.float32), (0, tail))[None]
+    lse = jnp.pad(heads.padded(sums.lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
+    given = {
+        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
+        "lse": (lse, _row(len(lse), heads, all_queries)[1]),
+    }
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     given |= operands(projection, heads, parts)
-    rotated, own_of = (
-        projection.rotation is not None,
-        partial(OwnTokens.of, heads, projection.scale),
-    )
-    stored = StoredBlocks.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
-    found = stored.call(
-        partial(_sum_columns, own_of=own_of, own_keys=own_keys, block_q=block_q),
+    rotated = projection.rotation is not None
+    found = tpu_blocks.call(
+        partial(_sum_columns, partial(OwnTokens.of, heads, projection.scale), own_keys, block_q),
+        (new_length, kv_pool, table, kv_scale),
         given,
-        _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + sums.squares)),
+        [_row(len(kv_pool), heads, width) for width in [slots, all_own] * (1 + sums.squares)],
+        heads=heads,
+        blocks=blocks,
         scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
         steps=1,
         vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
         cost=estimates.attention_moments(
             projection, kv_pool, table, squares=sums.squares, halves=2, scales_at_once=LANES
         ),
+        interpret=interpret,
         name="attention_moments",
     )
     count = projection.shape[1]
@@ -72,44 +81,33 @@ def attention_moments(
     return columns[0], columns[1] if sums.squares else None
 
 
-def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
-    """The operands with one number per query, padded: weights and log-sum-exp."""
-    tail = all_queries - lse.shape[2]
-    # `_Queries` takes the weight 0 for "no query"; q is undefined behind its end
-    weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
-    lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
-    return {
-        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
-        "lse": (lse, _row_spec(heads, all_queries)),
-    }
+def _row(rows: int, heads: Heads, width: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+    """An array [R, N, 1, width], and the part of it in a grid step: rows of its heads."""
+    shape = jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32)
+    return shape, pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
 
 
-def _sums(rows: int, heads: Heads, widths: list[int]) -> list[tuple]:
-    """Shapes of the results, which hold whole groups and whole steps, with their parts in a grid
-    step."""
-    shapes = (jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32) for width in widths)
-    return [(shape, _row_spec(heads, shape.shape[-1])) for shape in shapes]
-
-
-def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
-    """The part of an array [R, N, 1, width] in a grid step: rows of its heads."""
-    return pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
-
-
-def _sum_columns(
-    blocks: Blocks, length_ref, given, results, scratch, *, own_of, own_keys: int, block_q: int
-):
+def _sum_columns(own_of, own_keys: int, block_q: int, blocks, length_ref, given, results, scratch):
     """The results are sums over stored slots and over own tokens, both once more for the squares.
     own_of: makes `OwnTokens` from references."""
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
     own, length = own_of(given), length_ref[0]
-    heads, seen = own.heads, _Queries(queries, weights, lse, block_q, powers=len(results) // 2)
+    heads = own.heads
+    sums_of = partial(_sums, queries, weights, lse, block_q, len(results) // 2)
     blocks.start()  # stored blocks are on their way while the own keys are at work
     # Columns without a key have to be 0, and no loop visits what lies behind the keys in use.
-    fill_with_zeros(results)
+    for ref in results:
+        ref[...] = jnp.zeros_like(ref)
 
     def group(i):
-        _finish_queries(own, i, queries, block_q)
+        def finish(step, _):
+            here = pl.ds(pl.multiple_of(step * block_q, block_q), block_q)
+            q = own.queries(i, here)
+            for which in range(heads.together):
+                queries[which, here] = heads.alone(q, which).astype(queries.dtype)
+            return 0
+
+        jax.lax.fori_loop(0, queries.shape[1] // block_q, finish, 0)
 
         def own_step(step, _):
             here, valid = tokens_of_step(step, own_keys, length)
@@ -118,7 +116,7 @@ def _sum_columns(
                 # lanes of the other head meet zeros of the queries, and NaN times 0 is NaN
                 mine = jnp.where(valid, heads.first(k, which), 0.0)
                 head = i * heads.together + which
-                _put(results[1::2], head, step, seen.sums(which, head, mine, valid))
+                _put(results[1::2], head, step, sums_of(which, head, mine, valid))
             return 0
 
         jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
@@ -127,7 +125,7 @@ def _sum_columns(
 
             def stored_step(step, buffer, head=head, which=which):
                 kv, valid = blocks.load(head, step, buffer)
-                sums = seen.sums(which, head, kv[:, : heads.width], valid)
+                sums = sums_of(which, head, kv[:, : heads.width], valid)
                 _put(results[::2], head, step, sums)
 
             blocks.for_each_group(head, stored_step)
@@ -135,54 +133,33 @@ def _sum_columns(
     heads.for_each_group(group)
 
 
-def _finish_queries(own: OwnTokens, group, queries, block_q: int) -> None:
-    """Put the finished queries of a group of heads into `queries`."""
+def _sums(
+    queries: Ref, weights, lse, block_q: int, powers: int, which: int, head, k, valid
+) -> list[Array]:
+    """Rows [1, keys]: weights of k [keys, W] summed over the queries, and their squares if `powers`
+    is 2.
 
-    def step(i, _):
-        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
-        q = own.queries(group, here)
-        for which in range(own.heads.together):
-            queries[which, here] = own.heads.alone(q, which).astype(queries.dtype)
-        return 0
-
-    jax.lax.fori_loop(0, queries.shape[1] // block_q, step, 0)
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """Finished queries of a group of heads, with the numbers of every query.
-
-    queries: [heads, Q, W]. weights: [1, Q]. lse: [1, heads, 1, Q]. block_q: queries of a step.
-    powers: 1 for sums of weights, 2 for sums of their squares as well.
+    queries: finished queries of a group of heads, [heads, Q, W]. weights: [1, Q]. lse: [1, heads,
+      1, Q]. block_q: queries of a step.
     """
+    k = k.astype(queries.dtype)
 
-    queries: Ref
-    weights: Ref
-    lse: Ref
-    block_q: int
-    powers: int
+    def step(i, sums):
+        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
+        weight = weights[:, here]
+        p = jnp.exp(dot(k, queries[which, here], (1, 1)) - lse[0, head, :, here])
+        p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
+        terms = [p * weight, p * p * weight][:powers]
+        lanes = range(0, block_q, LANES)
+        return tuple(
+            s + sum(t[:, i : i + LANES] for i in lanes) for s, t in zip(sums, terms, strict=True)
+        )
 
-    def sums(self, which: int, head, k, valid) -> list[Array]:
-        """Rows [1, keys]: weights of k [keys, W] summed over the queries, one row per power."""
-        k = k.astype(self.queries.dtype)
-
-        def step(i, sums):
-            here = pl.ds(pl.multiple_of(i * self.block_q, self.block_q), self.block_q)
-            weight = self.weights[:, here]
-            p = jnp.exp(dot(k, self.queries[which, here], (1, 1)) - self.lse[0, head, :, here])
-            p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
-            terms = [p * weight, p * p * weight][: self.powers]
-            lanes = range(0, self.block_q, LANES)
-            return tuple(
-                s + sum(t[:, i : i + LANES] for i in lanes)
-                for s, t in zip(sums, terms, strict=True)
-            )
-
-        zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * self.powers
-        sums = jax.lax.fori_loop(0, self.queries.shape[1] // self.block_q, step, zeros)
-        # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows,
-        # not across lanes, and is the row that the result holds.
-        return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
+    zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * powers
+    sums = jax.lax.fori_loop(0, queries.shape[1] // block_q, step, zeros)
+    # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows,
+    # not across lanes, and is the row that the result holds.
+    return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
 
 
 def _put(results, head, step, rows) -> None:

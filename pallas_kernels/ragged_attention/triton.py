@@ -56,7 +56,7 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
-from pallas_kernels.ragged_attention.in_turn import in_turn
+from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.ragged_attention.triton_pool import LOG2_E, StoredSlots, dot
 from pallas_kernels.triton_operands import (
     Tokens,

@@ -69,30 +69,29 @@ class StoredSlots:
         )
 
     @property
-    def keys(self) -> int:
-        """Keys that a head can have."""
-        return self.tables.length * self.block_size
-
-    @property
     def head_dim(self) -> int:
         return self.kv_pool.shape[-1] // 2
+
+    @property
+    def entries(self) -> int:
+        """M."""
+        return self.tables.arrays[IDS].shape[-1]
 
     # --- inside a kernel ---
 
     def used(self) -> Int[Array, ""]:
         """Keys up to the last entry that the head uses."""
-        tables = self.tables
 
         def holds(m, inside):
-            return tables.load(STOP, m, inside) > tables.load(START, m, inside)
+            return self.tables.load(STOP, m, inside) > self.tables.load(START, m, inside)
 
-        return last_true(holds, tables.length) * self.block_size
+        return last_true(holds, self.entries) * self.block_size
 
     def slots(self, key: Int[Array, " K"]):
         """(slot numbers, whether the head owns them, the places of their keys' scales)."""
         entry, offset = key // self.block_size, key % self.block_size
         # A step may reach beyond the table, where start = stop = 0 is loaded: no slot is owned.
-        inside = entry < self.tables.length
+        inside = entry < self.entries
         ids, start, stop = (self.tables.load(i, entry, inside) for i in (IDS, START, STOP))
         owned = (offset >= start) & (offset < stop)
         # a block has twice as many scales as slots: those of its keys, then those of its values
@@ -149,23 +148,14 @@ def dot(a: Array, b: Array, transposed: bool = False) -> Array:
 
 
 def attention_call(kernel, given, results, *, grid, config, cost, interpret, name) -> list[Array]:
-    """Run `kernel(given, results)`, which gets references in place of arrays.
-
-    Args:
-      given: pairs of an operand and its BlockSpec.
-      results: pairs of a shape with its type and a BlockSpec.
-      grid: programs per head, heads, rows.
-      config: tiles.
-      cost: what the call computes and moves.
-    """
+    """Run `kernel(given, results)`, which gets references in place of arrays, in a grid of programs
+    per head, heads, rows. given: pairs of an operand and its BlockSpec. results: pairs of a shape
+    with its type and a BlockSpec. config: tiles."""
     operands, in_specs = zip(*given, strict=True)
     out_shape, out_specs = zip(*results, strict=True)
 
-    def body(given, *results):
-        kernel(given, results)
-
     return pl.pallas_call(
-        body,
+        lambda given, *results: kernel(given, results),
         # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
         # It is also the only one that CUDA lets exceed 65,535.
         grid=grid,

@@ -35,13 +35,15 @@ CHOICES = {
 def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     """The heuristic's tiles, then all other tiles that make sense for the call."""
     choices, kind = CHOICES[implementation], config.KINDS[implementation]
-    grid = itertools.product(*choices.values())
-    every = [kind(**dict(zip(choices, sizes, strict=True))) for sizes in grid]
     # larger tiles than the queries fill would only add padding
-    sizes = sorted({tile.queries for tile in every})
-    most = max(sizes[0], config.power_of_two(call.queries))
+    size, each = ("warpgroups", 64) if implementation == "mosaic" else ("block_q", 1)
+    most = max(each * choices[size][0], config.power_of_two(call.queries))
+    grid = (
+        dict(zip(choices, sizes, strict=True)) for sizes in itertools.product(*choices.values())
+    )
+    every = [kind(**sizes) for sizes in grid if each * sizes[size] <= most]
     first = config.heuristic(call, implementation)
-    return [first, *(t for t in every if t.queries <= most and t != first)]
+    return [first, *(tile for tile in every if tile != first)]
 
 
 def call_of(operation: str, spec: ArgSpec) -> config.Call:

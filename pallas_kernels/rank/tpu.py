@@ -99,19 +99,14 @@ def _count(own, others, here):
         some = pl.ds(pl.multiple_of(number * AHEAD, AHEAD), AHEAD)
         some = {name: other[some, here] for name, other in others.items()}
         for i in range(AHEAD):
-            line = {name: values[i : i + 1] for name, values in some.items()}
-            total = total + jnp.where(_below(line, own), 1, 0)
+            other = {name: values[i : i + 1] for name, values in some.items()}
+            below = other["tie"] < own["tie"]
+            if "score" in own:
+                below = (other["score"] < own["score"]) | ((other["score"] == own["score"]) & below)
+            if "part" in own:
+                below &= other["part"] == own["part"]
+            total = total + jnp.where(below, 1, 0)
         return total
 
     steps = others["tie"].shape[0] // AHEAD
     return jax.lax.fori_loop(0, steps, add, jnp.zeros(own["tie"].shape, jnp.int32))
-
-
-def _below(other, own):
-    """Whether the slots of a line come before own slots."""
-    below = other["tie"] < own["tie"]
-    if "score" in own:
-        below = (other["score"] < own["score"]) | ((other["score"] == own["score"]) & below)
-    if "part" in own:
-        below &= other["part"] == own["part"]
-    return below

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.sample import reference, row
-from pallas_kernels.sample.operands import estimate, numbers, scalars
+from pallas_kernels.sample import row
 from pallas_kernels.sample.row import Parts
 
 MOST = 4096  # numbers: 32 per thread from each of two arrays
@@ -24,30 +24,27 @@ THREADS = 128
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret):
     """See `api.sample`."""
-    images, tokens, vocabulary = noise.shape
-    parts = Parts.of(vocabulary, MOST)
-    if parts.size < THREADS:
+    if noise.shape[-1] < THREADS:
         raise NotImplementedError(
-            f"Mosaic chooses from {THREADS} tokens on, not from {vocabulary}: use "
+            f"Mosaic chooses from {THREADS} tokens on, not from {noise.shape[-1]}: use "
             f"implementation='reference' (--attention=reference)"
         )
     mosaic.check_simulator(interpret)
-    if not parts.held and not reference.is_filtered(vocabulary, top_k, top_p):
-        # nothing is read many times, and XLA reads logits once, with the noise as it is made
-        how = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
-        return reference.sample(logits, noise, **how)
-    if not parts.held:  # parts are read many times: guidance would double each read
-        logits, tau, strength = reference.guided(logits, tau, strength), None, None
-    # not `plgpu.kernel`, which takes no estimate
-    return pl.kernel(
-        partial(_kernel, parts, top_k, top_p),
-        out_type=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
-        mesh=plgpu.Mesh(grid=(tokens, images), grid_names=("token", "image")),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
-        cost_estimate=estimate(logits, noise, top_k, top_p),
-        interpret=mosaic.simulator(interpret),
-        name="sample",
-    )(numbers(tau, strength), logits.reshape(-1, *noise.shape), noise)
+
+    def run(parts, given, logits, noise):
+        images, tokens, _ = noise.shape
+        # not `plgpu.kernel`, which takes no estimate
+        return pl.kernel(
+            partial(_kernel, parts, top_k, top_p),
+            out_type=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+            mesh=plgpu.Mesh(grid=(tokens, images), grid_names=("token", "image")),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
+            cost_estimate=estimates.sample(logits, noise, top_k, top_p),
+            interpret=mosaic.simulator(interpret),
+            name="sample",
+        )(given, logits, noise)
+
+    return row.sample(run, MOST, logits, noise, tau, strength, top_k, top_p)
 
 
 def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
@@ -65,5 +62,5 @@ def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found)
     def load_noise(start):
         return mosaic.load(noise.at[image, token, pl.ds(start, parts.size)], layout, plain=True)
 
-    guided = row.guided(parts, load, logits.shape[0], number, *scalars(given))
+    guided = row.guided(parts, load, logits.shape[0], number, given)
     found[image, token] = row.choose(guided, load_noise, number, top_k, top_p)

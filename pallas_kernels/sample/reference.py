@@ -60,11 +60,6 @@ def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Fl
     return logits
 
 
-def is_filtered(vocabulary: int, top_k: int, top_p: float) -> bool:
-    """Whether `filter_logits` may reject any of so many logits."""
-    return 0 < top_k < vocabulary or 0 < top_p < 1
-
-
 def first_largest(x: Float[Array, "... V"]) -> Int[Array, "... 1"]:
     """The place of the largest number, the first of equal ones, as `argmax` finds it. Comparisons
     define it on every chip. If numbers are NaN the result is still a place in the row."""

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from pallas_kernels.refs import Scalar
+from pallas_kernels.sample import reference
 from pallas_kernels.sample.reference import combined, largest, ordered, tempered
 
 
@@ -79,18 +80,35 @@ class Row:
         """The sum of the numbers that `function` makes of every part."""
         return self.reduced(lambda x: function(x).sum(), jnp.add)
 
-    def max(self) -> Array:
-        return self.reduced(jnp.max, jnp.maximum)
+
+def sample(
+    kernel: Callable, most: int, logits, noise, tau, strength, top_k: int, top_p: float
+) -> Int[Array, "B T"]:
+    """`api.sample` by kernel(parts, (tau, strength), logits [R / B, B, T, V], noise), a program of
+    which holds `most` numbers; tau and strength are float32 [1] or None."""
+    vocabulary = noise.shape[-1]
+    parts = Parts.of(vocabulary, most)
+    if not parts.held:
+        if not (0 < top_k < vocabulary or 0 < top_p < 1):
+            # nothing is read many times, and XLA reads logits once, with the noise as it is made
+            how = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
+            return reference.sample(logits, noise, **how)
+        # parts are read many times: guidance would double each read
+        logits, tau, strength = reference.guided(logits, tau, strength), None, None
+    given = jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))
+    return kernel(parts, given, logits.reshape(-1, *noise.shape), noise)
 
 
-def guided(parts: Parts, load: Callable, rows: int, number: Callable, tau, strength) -> Row:
+def guided(parts: Parts, load: Callable, rows: int, number: Callable, given) -> Row:
     """Logits with temperature and guidance.
 
     Args:
       load: function from (row, start of a part) to its numbers.
       rows: 2 with guidance, else 1.
+      given: references to tau and strength, or None.
       number: function from the start of a part to the places of its numbers in the row.
     """
+    tau, strength = jax.tree.map(lambda ref: ref[0], given)
 
     def part(i):
         start = parts.start(i)
@@ -117,7 +135,7 @@ def choose(
         logits = logits.map(lambda x: jnp.where(ordered(x) < kth, -jnp.inf, x))
     if 0 < top_p < 1:
         # the softmax of the reference: the maximum is subtracted before the exponential
-        top = logits.max()
+        top = logits.reduced(jnp.max, jnp.maximum)
         whole = logits.sum(lambda x: jnp.exp(x - top))
         likely = logits.map(lambda x: (ordered(x), jnp.exp(x - top) / whole))
         most = 1 - top_p

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sample.operands import estimate, numbers, scalars
+from pallas_kernels import estimates
 from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
 from pallas_kernels.tpu_operands import LANES, rounded
 
@@ -37,7 +37,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
     if tokens == 1:  # else each group of 8 rows in a register would hold one
         images, tokens = 1, images
         noise = noise.reshape(images, tokens, vocabulary)
-    given = numbers(tau, strength)
+    given = jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
     block = _block(images, tokens, vocabulary)
     rows = (*block, vocabulary)
@@ -54,7 +54,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         out_specs=pl.BlockSpec((*block, 1), lambda b, t: (b, t, 0)),
         out_shape=jax.ShapeDtypeStruct((images, tokens, 1), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=estimate(pairs, noise, top_k, top_p),
+        cost_estimate=estimates.sample(pairs, noise, top_k, top_p),
         interpret=interpret,
         name="sample",
     )(given, pairs, noise)
@@ -70,7 +70,7 @@ def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
 
 
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):
-    tau, strength = scalars(given)
+    tau, strength = jax.tree.map(lambda ref: ref[0], given)
     # conditional rows, and unconditional ones where there is guidance
     rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
     filtered = filter_logits(combined(rows, strength), top_k, top_p)

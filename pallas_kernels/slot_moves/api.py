@@ -21,24 +21,24 @@ def has_kernel(implementation: str | None = None) -> bool:
     return implementations.first_choice(implementation, MODULES) != "reference"
 
 
-def move(
-    slots: Slots,
-    target: Int[Array, "R M P"],
+def move_all(
+    layers: Sequence[Slots],
+    target: Int[Array, "LR M P"],
     *,
     below: int | None = None,
     implementation: str | None = None,
-) -> Slots:
+) -> tuple[Slots, ...]:
     """Copy the last P slots of every head into the slots given, bit by bit.
 
-    The pool is updated in place when its buffer is not needed any more (donated, or carried by a
-    scan).
+    Layers of equal shapes share a call, because a GPU would start kernels for each of them. A pool
+    is updated in place when its buffer is not needed any more (donated, or carried by a scan).
 
     Args:
-      slots: keys and values of any kind, NaN included. The scales of an int8 pool move along;
+      layers: keys and values of any kind, NaN included. The scales of an int8 pool move along;
         positions and masses are left to the caller.
       target: int32, where the P slots go, all at the same time: at least 0, and no number twice in
         a head. A slot whose target is C or more goes nowhere. Slots that nothing goes to stay as
-        they are, the last ones too.
+        they are, the last ones too. Rows of the first layer come first, then those of the second.
       below: static; no target lies from here on in the array. So a kernel need not write these
         slots. None: targets may lie anywhere.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
@@ -47,16 +47,4 @@ def move(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(implementation, MODULES, "move", slots, target, below)
-
-
-def move_all(
-    layers: Sequence[Slots],
-    target: Int[Array, "LR M P"],
-    *,
-    below: int | None = None,
-    implementation: str | None = None,
-) -> tuple[Slots, ...]:
-    """`move` for several layers with equal shapes at once, because a GPU would start kernels for
-    each of them. target: of the rows of the first layer, then of those of the second, and so on."""
     return implementations.run(implementation, MODULES, "move_all", layers, target, below)

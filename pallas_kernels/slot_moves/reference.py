@@ -8,24 +8,14 @@ import jax.numpy as jnp
 HOW = {"mode": "drop", "unique_indices": True}  # slots of scatters that are out of the array
 
 
-def move(slots, target, below=None):
-    """See `api.move`; nothing but the targets is written here, so `below` does not matter."""
-    return _moved(slots, target, _copied(_last(slots, target)))
-
-
 def move_all(layers, target, below=None):
-    """See `api.move_all`. What moves is copied at once, because a GPU would start a kernel for each
-    layer."""
-    targets = jnp.split(target, len(layers))
-    if len(layers) == 1:
-        return (move(layers[0], target),)
-    found = _copied(jnp.concatenate([_last(slots, target) for slots in layers]))
-    given = zip(layers, targets, jnp.split(found, len(layers)), strict=True)
-    return tuple(_moved(*of_layer) for of_layer in given)
-
-
-def _last(slots, target):
-    return slots.pool[:, :, slots.pool.shape[2] - target.shape[-1] :]
+    """See `api.move_all`; nothing but the targets is written here, so `below` does not matter.
+    What moves is copied at once, because a GPU would start a kernel for each layer."""
+    buffer = layers[0].pool.shape[2] - target.shape[-1]
+    targets = jnp.split(target, len(layers)) if len(layers) > 1 else [target]
+    new = [slots.pool[:, :, buffer:] for slots in layers]
+    new = jnp.split(_copied(jnp.concatenate(new)), len(new)) if len(new) > 1 else [_copied(new[0])]
+    return tuple(_moved(*of_layer) for of_layer in zip(layers, targets, new, strict=True))
 
 
 def _moved(slots, target, new):

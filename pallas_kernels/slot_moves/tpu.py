@@ -1,4 +1,4 @@
-"""Moves of slots on TPU (Mosaic). See `api.move`.
+"""Moves of slots on TPU (Mosaic). See `api.move_all`.
 
 XLA's scatter moves one slot after the other. The kernel goes through the pool once, in place: a
 grid step serves all heads of some rows, or some heads of one row.
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
-from pallas_kernels.token_attention import tpu_token
+from pallas_kernels.token_attention import tpu_call
 from pallas_kernels.token_attention.tpu_row import iota
 from pallas_kernels.tpu_operands import pools, rounded
 
@@ -40,30 +40,40 @@ SOMETHING = 2.0**23  # in a float32 of this size the lowest bit counts 1
 FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and of ones
 
 
-def move_all(layers, target, below=None, *, interpret):
-    """See `api.move_all`: one layer after the other."""
+def move_all(layers, target, below=None, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.move_all`: one layer after the other. most_bytes: of the pool in a grid step."""
     given = zip(layers, jnp.split(target, len(layers)), strict=True)
-    return tuple(move(*of_layer, below, interpret=interpret) for of_layer in given)
+    return tuple(_move(*of_layer, below, interpret, most_bytes) for of_layer in given)
 
 
-def move(slots, target, below=None, *, interpret, most_bytes: int = MOST_BYTES):
-    """See `api.move`. most_bytes: of the pool in a grid step."""
+def _move(slots, target, below: int | None, interpret, most_bytes: int):
+    """The slots of a layer after the moves."""
     pool = slots.pool
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
     together, some = tpu_slots.steps(pool, "moves of slots take", most)
     rows, heads, count, width = pool.shape
-    begin, places = _places(pool, target)
-    # places of all heads: a line per head begins anywhere, a block of lines does not
+    # the first slot of the tile in which the buffer begins
+    tile, last = tpu_slots.tile(pool.dtype), target.shape[-1]
+    begin = (count - last) // tile * tile
+    lines = rounded(count - begin, LINES)
+    before = count - last - begin  # slots of the tile that are no part of the buffer
+    edges = ((0, 0), (0, 0), (before, lines - before - last))
+    # targets of this slot and of all behind it (-1: nowhere), once for each of `FACTORS`; those of
+    # all heads: a line per head begins anywhere, a block of lines does not
+    places = jnp.pad(target, edges, constant_values=-1)
+    places = jnp.concatenate([places] * len(FACTORS), axis=-1)
     written = _written(pool, below, interpret)
 
     def spec(slots: int) -> pl.BlockSpec:
         return pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))
 
-    lines = pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0))
     moved = pl.pallas_call(
         partial(_move_rows, begin),
         grid=(rows // together, heads // some),
-        in_specs=[lines, spec(count)],
+        in_specs=[
+            pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0)),
+            spec(count),
+        ],
         out_specs=spec(written),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={1: 0},
@@ -85,19 +95,7 @@ def _written(pool, below: int | None, interpret) -> int:
     # the interpreter pads operands and results to whole blocks, then takes one for the other
     if below is None or interpret is True:
         return count
-    return min(count, rounded(below, tpu_token.tile_of(pool, count, interpret)))
-
-
-def _places(pool, target):
-    """The first slot of the tile in which the buffer begins, and the targets of this slot and of
-    all slots behind it [R, M, 3 lines], once for each of `FACTORS`; -1: nowhere."""
-    slots, last = pool.shape[2], target.shape[-1]
-    begin = (slots - last) // tpu_slots.tile(pool.dtype) * tpu_slots.tile(pool.dtype)
-    lines = rounded(slots - begin, LINES)
-    before = slots - last - begin  # slots of the tile that are no part of the buffer
-    edges = ((0, 0), (0, 0), (before, lines - before - last))
-    places = jnp.pad(target, edges, constant_values=-1)
-    return begin, jnp.concatenate([places] * len(FACTORS), axis=-1)
+    return min(count, rounded(below, tpu_call.tile_of(pool, count, interpret)))
 
 
 def _moved_scales(scale, target):

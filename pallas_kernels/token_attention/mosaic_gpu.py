@@ -1,7 +1,7 @@
 """Token attention on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.attend`.
 
 Tiling. A program of one warpgroup goes through the slots of several heads, one head after another,
-in steps of `Steps.slots`: what a step needs is copied asynchronously into one of `Steps.buffers`
+in steps of `slots_of_step`: what a step needs is copied asynchronously into one of some
 places in shared memory, as many steps ahead as there are places, across the ends of heads. A
 multiprocessor has room for several programs, which compute while others wait.
 
@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.token_attention import reference, storing
+from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
@@ -48,10 +48,9 @@ from pallas_kernels.token_attention.mosaic_slots import (
     Number,
     Places,
     Ring,
-    Steps,
     line,
+    slots_of_step,
 )
-from pallas_kernels.token_attention.operands import Probe
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
@@ -61,9 +60,10 @@ MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
-def attend(query, slots, *, interpret, steps: Steps | None = None):
-    """See `api.attend`. steps: None takes those of `Steps.of`."""
-    return _attend(query, slots, None, interpret, steps)[:2]
+def attend(query, slots, *, interpret, step: int | None = None, programs: int | None = None):
+    """See `api.attend`. step: slots of a step; None takes `slots_of_step`. programs: how many
+    divide all heads; None: as many as run at the same time."""
+    return _attend(query, slots, None, interpret, step, programs)[:2]
 
 
 def scores_on_the_way(slots) -> bool:
@@ -72,30 +72,35 @@ def scores_on_the_way(slots) -> bool:
     return stored and slots.used is None  # every slot is scored, so every slot has to be read
 
 
-def store_and_attend(query, slots, token, *, interpret, steps: Steps | None = None):
-    """See `api.store_and_attend`. XLA stores what takes scales, and rows that no copy may take."""
+def store_and_attend(
+    query, slots, token, *, interpret, step: int | None = None, programs: int | None = None
+):
+    """See `api.store_and_attend` and `attend`. XLA stores what takes scales, and rows that no copy
+    may take."""
     elsewhere = query.probe is not None and not scores_on_the_way(slots)
     if elsewhere or slots.scale is not None or query.q.shape[-1] not in STORED:
-        return _in_two_steps(query, slots, token, interpret=interpret, steps=steps)
-    out, mass, pool, scores = _attend(query, slots, token, interpret, steps)
+        options = {"interpret": interpret, "step": step, "programs": programs}
+        return _in_two_steps(query, slots, token, **options)
+    out, mass, pool, scores = _attend(query, slots, token, interpret, step, programs)
     return out, replace(slots, pool=pool, mass=mass, scores=scores)
 
 
-_in_two_steps = storing.in_two_steps(attend, reference.scores)
+_in_two_steps = reference.in_two_steps(attend, reference.scores)
 
 
-def _attend(query, slots, token, interpret, steps: Steps | None):
+def _attend(query, slots, token, interpret, step: int | None, programs: int | None):
     """The output, the sums, the pool with the token, and the scores."""
     check(query.q, slots.pool, interpret)
     rows, heads, size = query.q.shape
-    steps, mass, probe = steps or Steps.of(slots.pool), slots.mass, query.probe
-    given = FlatOperands.of(steps, query, slots, token)
-    programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
+    mass, probe = slots.mass, query.probe
+    given = FlatOperands.of(step or slots_of_step(slots.pool), query, slots, token)
+    memory = _memory(given)
+    programs = min(rows * heads, programs or mosaic.programs_at_once(_shared_bytes(memory)))
     # both are changed in place
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))
     scores = None if probe is None else jax.new_ref(slots.scores.reshape(-1))
     out = pl.kernel(
-        partial(_kernel, steps, programs),
+        lambda *refs: pl.run_scoped(partial(_attend_heads, programs, *refs), *memory),
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
@@ -103,17 +108,9 @@ def _attend(query, slots, token, interpret, steps: Steps | None):
             lowering_semantics=mosaic.LANES,
             reduction_scratch_bytes=mosaic.MEETING,
         ),
-        cost_estimate=estimates.attend_token(
-            query.q,
-            slots.pool,
-            slots.position,
-            slots.scale,
-            mass,
-            stored=int(token is not None),
-            probed=0 if probe is None else probe.every,
-        ),
+        cost_estimate=estimates.attend_token(query, slots, int(token is not None)),
         name="token_attention",
-        interpret=mosaic.simulator(interpret) if interpret else False,
+        interpret=mosaic.simulator(interpret),
     )(given, sums, scores)
     out = out[..., given.width - size :]
     mass = None if mass is None else jax.freeze(sums).reshape(mass.shape)
@@ -140,66 +137,56 @@ def check(q, pool, interpret) -> None:
     mosaic.check_simulator(interpret)
 
 
-def shared_memory(given: FlatOperands, steps: Steps) -> int:
-    """Bytes of shared memory that a program takes, without barriers."""
-    pool = given.slots.pool
-    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.slots.scale is not None)
-    every = 4 * given.steps(numbers) * numbers
-    scores = every if given.query.mass_weight is not None else 0
-    arrays = (
-        buffers * numbers * pool.shape[-1] * pool.dtype.itemsize,
-        buffers * given.width * given.query.q.dtype.itemsize,
-        *[4 * buffers * given.line(numbers)] * lines,
-        *[buffers * given.size * pool.dtype.itemsize] * (0 if given.token is None else 2),
-        max(scores, 4 * CLASSES * given.width),
-        every if given.query.probe is not None else 0,
-        mosaic.MEETING,
-    )
-    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in arrays)  # where an array may begin
-
-
-def programs_at_once(given: FlatOperands, steps: Steps) -> int:
-    """How many programs the chip runs at the same time."""
-    return mosaic.programs_at_once(shared_memory(given, steps))
-
-
-def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, scores, out):
+def _memory(given: FlatOperands) -> tuple:
+    """Memory of a program: places of its steps, a place for scores and then for joining classes,
+    and one for the scores of a probe if there is one."""
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
-    waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
-    pl.run_scoped(
-        partial(_attend_heads, steps, programs, given, sums, scores, out),
-        Places.scratch(given, steps),
-        # one after the other in the same place: scores have become sums when classes are joined
-        [joined] if sums is None else plgpu.RefUnion(joined, waiting),
-        [] if scores is None else [waiting],
-    )
+    size = given.step
+    waiting = plgpu.SMEM((pl.cdiv(given.count, size) * size,), jnp.float32)
+    # one after the other in the same place: scores have become sums when classes are joined
+    late = [joined] if given.query.mass_weight is None else plgpu.RefUnion(joined, waiting)
+    return Places.scratch(given), late, [] if given.query.probe is None else [waiting]
 
 
-def _attend_heads(
-    steps, programs: int, given: FlatOperands, sums, scores, out, places, late, asked
-):
+def _shared_bytes(memory: tuple) -> int:
+    """Bytes of shared memory that a program takes, without barriers."""
+    places, late, asked = memory
+    sizes = [
+        math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+        for array in jax.tree.leaves((places._replace(full=None), asked))
+    ]
+    late = late if isinstance(late, list) else late.refs
+    sizes += [max(4 * math.prod(array.shape) for array in late), mosaic.MEETING]
+    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in sizes)  # where an array may begin
+
+
+def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places, late, asked):
     """What a program does. Each has equally many heads, some of them one more."""
     program = jax.lax.axis_index("program")
-    total, each = given.slots.pool.shape[0] * given.heads, given.used_steps(steps.slots)
+    total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
-    ring, (joined, *waiting) = Ring(given, steps, places, first, last - first, each), late
+    ring, (joined, *waiting) = Ring(given, places, first, last - first, each), late
     ring.fill()
     weight = None if sums is None else given.query.mass_weight[0]
-    probe = None if scores is None else _Probed(given.query.probe, given.wanted[0] != 0, *asked)
+    wanted = None if scores is None else given.wanted[0] != 0
 
     def head(i, limits):
         number = first + i
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
-        place = given.place(number)
-        this = _Head(ring, place, *limits, waiting, probe, Layouts.of(given.slots.pool.dtype))
-        classes = this.see(i * each)
-        top, rescale, whole = this.statistics(classes)
+        place = number // given.heads, jax.lax.rem(number, given.heads)
+        layouts = Layouts.of(given.slots.pool.dtype)
+        this = _Head(ring, place, *limits, waiting, wanted, asked, layouts)
+        maximum, total, values = this.see(i * each)
+        # every head sees a slot: the largest of 16 maxima is a score, others may be LOWEST
+        top = maximum.max(0)
+        rescale = jnp.exp2(maximum - top)
+        whole = (total * rescale).sum(0)
         if sums is not None:
             this.add(sums, number * given.count, top, weight / whole)
-        if probe is not None:
-            probe.then(partial(this.put_scores, scores, number * given.count))
-        this.put(classes[2], rescale / whole, joined, out.at[place])
+        if scores is not None:
+            pl.when(wanted)(partial(this.put_scores, scores, number * given.count))
+        this.put(values, rescale / whole, joined, out.at[place])
         return following
 
     jax.lax.fori_loop(0, last - first, head, given.limits(first))
@@ -210,29 +197,14 @@ _load = partial(mosaic.load, plain=True)
 
 
 @dataclass(frozen=True)
-class _Probed:
-    """A probe inside of the kernel.
-
-    wanted: whether this call is asked. waiting: shared memory, in which scores of a head wait until
-    they are written in whole sectors.
-    """
-
-    probe: Probe
-    wanted: Bool[Array, ""]
-    waiting: jax.Ref
-
-    def then(self, act: Callable[[], None]) -> None:
-        pl.when(self.wanted)(act)
-
-
-@dataclass(frozen=True)
 class _Head:
     """What a program does for one head.
 
     place: its row and number.
     newest, reach, bias: see `FlatOperands.limits`.
     waiting: shared memory in which scores wait for the statistics of all slots; empty without sums.
-    probe: a second query, or None.
+    wanted: whether the scores of a probe are; None: there is no probe.
+    asked: shared memory in which these wait until they are written in whole sectors.
     """
 
     ring: Ring
@@ -241,7 +213,8 @@ class _Head:
     reach: Int[Array, ""]
     bias: Float[Array, ""]
     waiting: Sequence[jax.Ref]
-    probe: _Probed | None
+    wanted: Bool[Array, ""] | None
+    asked: Sequence[jax.Ref]
     layouts: Layouts
 
     def see(self, before) -> tuple:
@@ -261,8 +234,9 @@ class _Head:
 
     def _step(self, before, i, carry):
         maximum, total, out = carry
-        ring, given, size = self.ring, self.ring.given, self.ring.steps.slots
-        place = ring.wait(before + i)
+        ring, given, size = self.ring, self.ring.given, self.ring.given.step
+        place = jax.lax.rem(before + i, given.buffers)
+        plgpu.barrier_wait(ring.places.full.at[place])
         if given.token is not None:
             ring.store(place, self.place, i * size)
         tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
@@ -272,8 +246,8 @@ class _Head:
         for waiting in self.waiting:
             for rows, found in zip(tiles, scores, strict=True):
                 waiting[pl.ds(i * size + rows.start, CLASSES)] = found
-        if self.probe is not None:
-            self.probe.then(partial(self._score_probe, place, tiles, i * size))
+        if self.wanted is not None:
+            pl.when(self.wanted)(partial(self._score_probe, place, tiles, i * size))
         # all scores of a step first: sums are rescaled once per step, not once per slot
         highest = maximum
         for found in scores:
@@ -289,7 +263,9 @@ class _Head:
             weights = self.layouts.across(weights, given.width)
             # 0 times NaN is NaN
             out += jnp.where(weights > 0, weights * self._half(place, rows, 1), 0.0)
-        ring.release(before + i)
+        done = before + i
+        plgpu.commit_smem()  # every warp has read what lies in the place, which is taken again
+        ring.start(done + given.buffers)
         return highest, total, out
 
     def _half(self, place, rows, half: int):
@@ -329,34 +305,11 @@ class _Head:
 
     def _score_probe(self, place, tiles, start) -> None:
         """Score the second query, for the slots of the step from slot `start` on."""
-        probe = self.probe.probe
+        probe = self.ring.given.query.probe
         query = _load(probe.total.at[self.place], self.layouts.column) / probe.count
         for rows in tiles:
             found = (self._half(place, rows, 0) * self.layouts.down(query)).sum(1)
-            self.probe.waiting[pl.ds(start + rows.start, CLASSES)] = found
-
-    def put_scores(self, scores, first) -> None:
-        """Write the second query's scores of all slots to `scores`, from place `first` on."""
-        slots = self.ring.given.count
-        size = max(n for n in SUMMED if n <= slots)
-
-        def tile(i, _):
-            # the last one ends with the head, and writes a part of the one before again
-            start = jnp.minimum(i * size, slots - size)
-            found = _load(self.probe.waiting.at[pl.ds(start, size)], line(size))
-            scores[pl.ds(first + start, size)] = found
-            return 0
-
-        jax.lax.fori_loop(0, pl.cdiv(slots, size), tile, 0)
-
-    def statistics(self, classes) -> tuple:
-        """The largest score of all classes, the factor of every class relative to it, and the sum
-        of all weights."""
-        maximum, total, _ = classes
-        # every head sees a slot: the largest of 16 maxima is a score, others may be LOWEST
-        top = maximum.max(0)
-        rescale = jnp.exp2(maximum - top)
-        return top, rescale, (total * rescale).sum(0)
+            self.asked[0][pl.ds(start + rows.start, CLASSES)] = found
 
     def put(self, sums, factor, joined, out) -> None:
         """Store the mean of the values, sums of all classes [16, W] times their factors."""
@@ -364,22 +317,35 @@ class _Head:
         mosaic.store(joined, sums * self.layouts.across(factor, sums.shape[1]))
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
+    def put_scores(self, scores, first) -> None:
+        """Write the second query's scores of all slots to `scores`, from place `first` on."""
+        self._by_lines(self.asked[0], scores, first, lambda i, start, found, here: found)
+
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
-        (waiting,), slots = self.waiting, self.ring.given.count
-        seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
-        size = max(n for n in SUMMED if n <= slots)
-        layout = line(size)
+        seen = self.ring.each * self.ring.given.step  # nothing waits behind them
 
-        def tile(i, _):
-            # the last one ends with the head, and leaves alone what the one before has done
-            start = jnp.minimum(i * size, slots - size)
-            found = _load(waiting.at[pl.ds(start, size)], layout)
-            here = sums.at[pl.ds(first + start, size)]
+        def added(i, start, found, here):
+            (size,), layout = found.shape, line(len(found))
             slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + start
             here_first = (slot >= i * size) & (slot < seen)
             new = jnp.where(here_first, jnp.exp2(found - top) * factor, 0.0)
-            here[...] = _load(here, layout) + new
+            return _load(here, layout) + new
+
+        self._by_lines(self.waiting[0], sums, first, added)
+
+    def _by_lines(self, waiting, target, first, changed: Callable) -> None:
+        """Write what waits for all slots to `target`, from place `first` on, in whole sectors.
+        changed: from the line's number, its first slot, what waits, and where it goes."""
+        slots = self.ring.given.count
+        size = max(n for n in SUMMED if n <= slots)
+
+        def tile(i, _):
+            # the last one ends with the head, and meets a part of the one before again
+            start = jnp.minimum(i * size, slots - size)
+            found = _load(waiting.at[pl.ds(start, size)], line(size))
+            here = target.at[pl.ds(first + start, size)]
+            here[...] = changed(i, start, found, here)
             return 0
 
         jax.lax.fori_loop(0, pl.cdiv(slots, size), tile, 0)

@@ -8,8 +8,7 @@ memory.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +36,11 @@ STEP_BYTES = 2**14  # of the pool, about: three steps fit, and several programs
 Number = int | Int[Array, ""]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """How a head's slots are cut.
-
-    slots: of a step, a multiple of 32.
-    buffers: places in shared memory.
-    programs: how many divide all heads; None: as many as run at the same time.
-    """
-
-    slots: int
-    buffers: int = 3  # 2 of large steps, so that two programs fit
-    programs: int | None = None
-
-    @classmethod
-    def of(cls, pool) -> "Steps":
-        slot = pool.shape[-1] * pool.dtype.itemsize
-        # no step is larger than a head, because no copy may be
-        slots = max(LINE, min(STEP_BYTES // slot, LONGEST, pool.shape[2]) // LINE * LINE)
-        return cls(slots, buffers=3 if slots * slot <= STEP_BYTES else 2)
+def slots_of_step(pool) -> int:
+    """Slots that a program takes at once, a multiple of `LINE`."""
+    slot = pool.shape[-1] * pool.dtype.itemsize
+    # no step is larger than a head, because no copy may be
+    return max(LINE, min(STEP_BYTES // slot, LONGEST, pool.shape[2]) // LINE * LINE)
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +57,7 @@ class FlatOperands:
     wanted: int32, whether the scores of `Query.probe` are; None: there is no probe.
     shared: whether all rows have the same positions, and whether all heads have.
     size: of a head.
+    step: slots of a step.
     """
 
     query: Query
@@ -80,10 +66,11 @@ class FlatOperands:
     wanted: Int[Array, " 1"] | None
     shared: tuple[bool, bool] = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
+    step: int = field(metadata=dict(static=True))
 
     @classmethod
     def of(
-        cls, steps: Steps, query: Query, slots: HeadSlots, token: NewToken | None = None
+        cls, step: int, query: Query, slots: HeadSlots, token: NewToken | None
     ) -> "FlatOperands":
         by_row, by_head, _ = slots.position.shape
         if token is not None:
@@ -91,7 +78,7 @@ class FlatOperands:
             token = NewToken(k, v, token.slot.reshape(1))
         wanted = None if query.probe is None else mosaic.number(query.probe.wanted)
         query, slots = kernel_operands(query, slots, "Mosaic token attention")
-        shortest = _line(steps.slots, slots.pool.shape[2])
+        shortest = _line(step, slots.pool.shape[2])
 
         def flat(path, array):
             match path[-1].name:
@@ -110,7 +97,7 @@ class FlatOperands:
         # of the queries as they came: `flat` fills windows with zeros
         size = query.q.shape[-1]
         query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
-        return cls(query, slots, token, wanted, (by_row == 1, by_head == 1), size)
+        return cls(query, slots, token, wanted, (by_row == 1, by_head == 1), size, step)
 
     @property
     def width(self) -> int:
@@ -126,18 +113,17 @@ class FlatOperands:
         """Slots of a head."""
         return self.slots.pool.shape[2]
 
-    def steps(self, size: int) -> int:
-        """Steps of `size` slots that a head has."""
-        return pl.cdiv(self.count, size)
+    @property
+    def buffers(self) -> int:
+        """Places in shared memory: fewer of large steps, so that two programs fit."""
+        pool = self.slots.pool
+        return 3 if self.step * pool.shape[-1] * pool.dtype.itemsize <= STEP_BYTES else 2
 
-    def used_steps(self, size: int) -> Number:
-        """Steps of `size` slots that have slots in use."""
-        used = self.slots.used
-        return self.steps(size) if used is None else (used[0] + size - 1) // size
-
-    def line(self, size: int) -> int:
-        """How many numbers are copied for `size` slots."""
-        return _line(size, self.count)
+    @property
+    def steps(self) -> Number:
+        """Steps of a head that have slots in use."""
+        used, size = self.slots.used, self.step
+        return pl.cdiv(self.count, size) if used is None else (used[0] + size - 1) // size
 
     def shift(self, begin):
         """How many of the numbers copied from place `begin` on lie in front of it."""
@@ -153,14 +139,10 @@ class FlatOperands:
         """Where the scales of a head's keys (half 0) or values begin."""
         return ((2 * row + half) * self.heads + head) * self.count
 
-    def place(self, number) -> tuple:
-        """Row and head of one of the R M heads."""
-        return number // self.heads, jax.lax.rem(number, self.heads)
-
     def limits(self, number) -> tuple:
         """Newest position that a head sees, how many it sees, bias of its first slot; 0 for what
         does not limit or change anything."""
-        row, head = self.place(number)
+        row, head = number // self.heads, jax.lax.rem(number, self.heads)
         newest, reach, bias = self.query.newest, self.slots.reach, self.query.first_bias
         newest = jnp.int32(0) if newest is None else newest[0]
         reach = jnp.int32(0) if reach is None else reach[row, head]
@@ -181,11 +163,11 @@ def _line(size: int, count: int) -> int:
 
 
 class Places(NamedTuple):
-    """Shared memory of a program, with a place for each of `Steps.buffers` steps.
+    """Shared memory of a program, with a place for each of `FlatOperands.buffers` steps.
 
     pool: [buffers, slots, 2 H].
     q: [buffers, W].
-    position: [buffers, `FlatOperands.line`].
+    position: [buffers, `_line`].
     scale: for an int8 pool, two references like `position`, for keys and for values; else none.
     token: two references [buffers, H], for the key and the value that are stored; else none.
     full: a barrier for each place.
@@ -199,10 +181,10 @@ class Places(NamedTuple):
     full: jax.Ref
 
     @classmethod
-    def scratch(cls, given: FlatOperands, steps: Steps) -> "Places":
+    def scratch(cls, given: FlatOperands) -> "Places":
         """What Pallas makes them from."""
-        size, buffers = steps.slots, steps.buffers
-        line = buffers, given.line(size)
+        size, buffers = given.step, given.buffers
+        line = buffers, _line(size, given.count)
         pool, q = given.slots.pool, given.query.q
         scale = [] if given.slots.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
         stored = [] if given.token is None else 2 * [plgpu.SMEM((buffers, given.size), pool.dtype)]
@@ -227,7 +209,6 @@ class Ring:
     """
 
     given: FlatOperands
-    steps: Steps
     places: Places
     first: Number
     heads: Number
@@ -235,15 +216,9 @@ class Ring:
 
     def fill(self) -> None:
         """Start copying the first steps."""
-        # static: a program may have fewer steps than places, which `_start` sees
-        for number in range(self.steps.buffers):
-            self._start(jnp.int32(number))
-
-    def wait(self, number) -> Int[Array, ""]:
-        """Wait until step `number` is there; returns its place."""
-        place = jax.lax.rem(number, self.steps.buffers)
-        plgpu.barrier_wait(self.places.full.at[place])
-        return place
+        # static: a program may have fewer steps than places, which `start` sees
+        for number in range(self.given.buffers):
+            self.start(jnp.int32(number))
 
     def store(self, place, head: tuple, start) -> None:
         """Store the token of a head, if its slot is among those of the step from slot `start` on:
@@ -252,7 +227,7 @@ class Ring:
         slot = given.token.slot[0]
         here, layout = slot - start, line(size)
 
-        @pl.when((here >= 0) & (here < self.steps.slots))
+        @pl.when((here >= 0) & (here < self.given.step))
         def _():
             row = self.places.pool.at[place, here]
             for half, new in enumerate(self.places.token):
@@ -262,61 +237,52 @@ class Ring:
             plgpu.copy_smem_to_gmem(row, given.slots.pool.at[*head, slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the place is taken again
 
-    def release(self, number) -> None:
-        """Let the next step that takes the place of step `number` be copied there."""
-        plgpu.commit_smem()  # every warp has read what lies there
-        self._start(number + self.steps.buffers)
+    def start(self, number) -> None:
+        """Start copying step `number`, if the program has it."""
 
-    def _start(self, number) -> None:
-        pl.when(number < self.heads * self.each)(partial(self._copy, number))
-
-    def _copy(self, number) -> None:
-        given, size, places = self.given, self.steps.slots, self.places
-        query, slots = given.query, given.slots
-        # the query is copied for every step, since the next step may be another head's
-        i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
-        row, head = given.place(i)
-        lines = [(slots.position, places.position, given.positions(row, head))]
-        for half, scale in enumerate(places.scale):
-            lines.append((slots.scale, scale, given.scales(row, head, half)))
-        # what lies beyond the end of a head, or of an array, is not read
-        copies = [
-            (slots.pool.at[row, head, pl.ds(start, size)], places.pool),
-            (query.q.at[pl.ds(i * given.width, given.width)], places.q),
-        ]
-        if given.token is not None:  # for every step, as the query
-            own = pl.ds(i * given.size, given.size)
-            both = zip((given.token.k, given.token.v), places.token, strict=True)
-            copies += [(source.at[own], target) for source, target in both]
-        for source, target, begin in lines:
-            # the numbers of a head begin anywhere, a copy only at a multiple of 16 bytes
-            here = pl.ds(begin - given.shift(begin) + start, given.line(size))
-            copies.append((source.at[here], target))
-        place = jax.lax.rem(number, self.steps.buffers)
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[place], places.full.at[place])
+        @pl.when(number < self.heads * self.each)
+        def _():
+            given, size, places = self.given, self.given.step, self.places
+            query, slots = given.query, given.slots
+            # the query is copied for every step, since the next step may be another head's
+            i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
+            row, head = i // given.heads, jax.lax.rem(i, given.heads)
+            lines = [(slots.position, places.position, given.positions(row, head))]
+            for half, scale in enumerate(places.scale):
+                lines.append((slots.scale, scale, given.scales(row, head, half)))
+            # what lies beyond the end of a head, or of an array, is not read
+            copies = [
+                (slots.pool.at[row, head, pl.ds(start, size)], places.pool),
+                (query.q.at[pl.ds(i * given.width, given.width)], places.q),
+            ]
+            if given.token is not None:  # for every step, as the query
+                own = pl.ds(i * given.size, given.size)
+                both = zip((given.token.k, given.token.v), places.token, strict=True)
+                copies += [(source.at[own], target) for source, target in both]
+            for source, target, begin in lines:
+                # the numbers of a head begin anywhere, a copy only at a multiple of 16 bytes
+                here = pl.ds(begin - given.shift(begin) + start, _line(size, given.count))
+                copies.append((source.at[here], target))
+            place = jax.lax.rem(number, given.buffers)
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target.at[place], places.full.at[place])
 
 
-class Layout(Protocol):
-    """Which thread holds which numbers of an array: a layout of Mosaic GPU."""
-
-    def reduce(self, axes: int) -> "Layout":
-        """The layout of sums over an axis."""
-        ...
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """How a warpgroup holds 16 slots, one of each class.
+class Layouts(NamedTuple):
+    """How a warpgroup holds 16 slots, one of each class: layouts of Mosaic GPU, which say what
+    thread has what number.
 
     tile: [16, columns]. 8 threads share a slot; neighbouring threads hold neighbouring columns, at
       most 16 bytes each.
     joined: the same numbers with the columns divided over the warps, so that sums over slots need
       no other warp.
+    slot, column: one number per slot, or per column, of a tile.
     """
 
-    tile: Layout
-    joined: Layout
+    tile: object
+    joined: object
+    slot: object
+    column: object
 
     @classmethod
     def of(cls, dtype) -> "Layouts":
@@ -325,20 +291,9 @@ class Layouts:
         wide, layout, part = LANES * vector, plgpu.Layout.TILED, WINDOW // 4
         tile = plgpu.Tiling(((CLASSES, wide), (rows, wide), (vector,)))
         joined = plgpu.Tiling(((CLASSES, WINDOW), (CLASSES, part), (8, part), (4,)))
-        return cls(
-            layout(tile, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1),
-            layout(joined, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1),
-        )
-
-    @property
-    def slot(self) -> Layout:
-        """The layout of one number per slot."""
-        return self.tile.reduce(1)
-
-    @property
-    def column(self) -> Layout:
-        """The layout of one number per column."""
-        return self.tile.reduce(0)
+        tile = layout(tile, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        joined = layout(joined, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
+        return cls(tile, joined, tile.reduce(1), tile.reduce(0))
 
     def across(self, slots, width: int):
         """Repeat a number per slot for every column."""
@@ -351,7 +306,7 @@ class Layouts:
         return plgpu.layout_cast(wide, self.tile)
 
 
-def line(size: int) -> Layout:
+def line(size: int) -> object:
     """The layout of a line of 32, 64 or 128 numbers of 4 bytes in global memory. A warp holds a
     run of them, 32 bytes at least: memory moves whole sectors of 32 bytes, and a warp that writes a
     part of one writes as much. Threads without a number of their own repeat another's."""

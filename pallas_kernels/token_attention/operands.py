@@ -74,10 +74,6 @@ class Probe:
     count: int = field(default=1, metadata=dict(static=True))
     every: int = field(default=1, metadata=dict(static=True))
 
-    @property
-    def mean(self) -> Float[Array, "R M H"]:
-        return self.total / self.count
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -10,10 +10,19 @@ Arrays of queries are [R, M, ...], or [R, M, G, ...] where G > 1 query heads sha
 and values: the products below have an ellipsis in this place, and `_per_query` puts an axis there.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.token_attention import operands, storing
+from pallas_kernels.cache_write.reference import encode
+from pallas_kernels.token_attention import operands
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query
+
+Slots = TypeVar("Slots", bound=HeadSlots)
 
 BLOCK = 64  # slots that a CPU reads at a time, at most
 TOGETHER = 2  # rows that share a turn, if their number is even; turns follow each other
@@ -25,11 +34,18 @@ def attend(query, slots):
     reach = None if slots.reach is None else slots.reach[..., None]
     seen = operands.visible(slots.position, query.newest, reach, query.protected)
     seen = jnp.broadcast_to(seen, slots.pool.shape[:3])
-    arrays = (_in_groups(query.q, slots), slots.pool, seen, query.first_bias, slots.scale)
+    q, group = query.q, slots.group_size(query.q)
+    if group > 1:
+        q = q.reshape(q.shape[0], -1, group, q.shape[-1])
+    arrays = q, slots.pool, seen, query.first_bias, slots.scale
     # sums take the weights of all slots, which the running softmax does not have
     if slots.used is None or slots.mass is not None or slots.pool.shape[2] <= BLOCK:
-        out, weights = _all_slots(*arrays)
-        return out.reshape(query.q.shape), _added(slots.mass, query.mass_weight, weights)
+        (out, weights), mass = _all_slots(*arrays), slots.mass
+        out = out.reshape(query.q.shape)
+        if mass is not None:
+            # a group's queries read the same slots, so they count in the same sums
+            mass = mass + query.mass_weight * (weights if group == 1 else weights.sum(2))
+        return out, mass
 
     def all_slots(_, *arrays):
         return _all_slots(*arrays)[0]
@@ -47,7 +63,60 @@ def scores(q, slots, first: int):
     return found if slots.scale is None else found * slots.scale[:, 0, :, None, first:]
 
 
-store_and_attend = storing.in_two_steps(attend, scores)
+# --- storing ---
+
+
+def store(
+    slots: Slots,
+    k: Float[Array, "R M T H"],
+    v: Float[Array, "R M T H"],
+    slot: Int[Array, ""] | int,
+) -> Slots:
+    """The slots with T tokens from slot `slot` on, the same one in all rows and heads. Positions
+    are left to the caller."""
+    values, scale = encode(k, v, slots.pool.dtype)
+    # in place if nobody needs the old pool: XLA writes these slots only
+    pool = jax.lax.dynamic_update_slice(slots.pool, values, (0, 0, slot, 0))
+    if slots.scale is None:
+        return replace(slots, pool=pool)
+    return replace(slots, pool=pool, scale=store_scales(scale, slot, slots.scale))
+
+
+def store_scales(
+    scale: Float[Array, "R M T 2"],
+    slot: Int[Array, ""] | int,
+    stored: Float[Array, "R 2 M C"],
+) -> Float[Array, "R 2 M C"]:
+    """`stored` with the scales of T keys and their values (see `cache_write.reference.quantize`)
+    from slot `slot` on."""
+    scale = jnp.moveaxis(scale, -1, 1)  # scales of keys lie apart from those of values
+    return jax.lax.dynamic_update_slice(stored, scale, (0, 0, 0, slot))
+
+
+def in_two_steps(attend: Callable, scores: Callable | None = None) -> Callable:
+    """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends. scores:
+    as `api.scores`, for a probe, which takes a pass of its own here; None: no probe comes."""
+
+    def probed(probe: Probe, slots: HeadSlots):
+        """The scores of a probe; those that are there where it is not asked."""
+
+        def asked(held: HeadSlots):
+            return scores((probe.total / probe.count)[:, :, None], held, 0)[:, :, 0]
+
+        return jax.lax.cond(probe.wanted, asked, lambda held: held.scores, slots)
+
+    def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
+        # first, so that the token sees itself
+        slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
+        if query.probe is not None:
+            slots = replace(slots, scores=probed(query.probe, slots))
+        out, mass = attend(replace(query, probe=None), slots, **options)
+        return out, replace(slots, mass=mass)
+
+    return store_and_attend
+
+
+store_and_attend = in_two_steps(attend, scores)
 
 
 def scores_on_the_way(slots) -> bool:
@@ -55,22 +124,9 @@ def scores_on_the_way(slots) -> bool:
     return False
 
 
-def _in_groups(q, slots):
-    """Queries [R, M, H], or [R, M, G, H] where heads share keys and values."""
-    group = slots.group_size(q)
-    return q if group == 1 else q.reshape(q.shape[0], -1, group, q.shape[-1])
-
-
 def _per_query(array, q):
     """Numbers of slots [R, M, C], with an axis for the queries of a group if `q` has one."""
     return array if q.ndim == 3 else array[:, :, None]
-
-
-def _added(mass, factor, weights):
-    if mass is None:
-        return None
-    # a group's queries read the same slots, so they count in the same sums
-    return mass + factor * (weights if weights.ndim == 3 else weights.sum(2))
 
 
 # --- all slots at once ---
@@ -78,8 +134,15 @@ def _added(mass, factor, weights):
 
 def _all_slots(q, pool, visible, first_bias, scale):
     """The output and the attention weights of every query."""
+
+    def of_keys(q, pool):
+        return _products(q, pool[..., : q.shape[-1]])
+
+    def of_the_whole(q, pool):  # no half of the pool is copied
+        return _products(jnp.concatenate([q, jnp.zeros_like(q)], axis=-1), pool)
+
     # chosen when the program is lowered, so one trace serves all platforms
-    scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
+    scores = jax.lax.platform_dependent(q, pool, cpu=of_the_whole, default=of_keys)
     seen = _per_query(visible, q)
     if scale is not None:
         scores = scores * _per_query(scale[:, 0], q)
@@ -94,17 +157,10 @@ def _all_slots(q, pool, visible, first_bias, scale):
     return out.astype(q.dtype), weights
 
 
-def _products(q, pool):
+def _products(q, keys):
     """Scores [R, M, C], float32."""
-    keys = _computable(pool[..., : q.shape[-1]], q.dtype)
+    keys = _computable(keys, q.dtype)
     return jnp.einsum("rn...h,rnch->rn...c", q, keys, preferred_element_type=jnp.float32)
-
-
-def _products_of_the_whole(q, pool):
-    """The same from whole slots: no half of the pool is copied."""
-    padded = jnp.concatenate([q, jnp.zeros_like(q)], axis=-1)
-    pool = _computable(pool, q.dtype)
-    return jnp.einsum("rn...h,rnch->rn...c", padded, pool, preferred_element_type=jnp.float32)
 
 
 def _sums(weights, pool, visible):
@@ -153,7 +209,10 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
             cut = {name: _cut(a, row, together, start, size) for name, a in arrays.items()}
             slot = start + jnp.arange(size)
             cut["visible"] &= slot >= number * size  # others were in the block before
-            return _with_block(found, q, **cut, bias=_bias_of(bias, slot, q.ndim))
+            first = 0.0
+            if bias is not None:
+                first = jnp.where(slot == 0, bias.reshape(-1, *[1] * (q.ndim - 1)), 0.0)
+            return _with_block(found, q, **cut, bias=first)
 
         heads = q.shape[:-1]
         found = jnp.full(heads, LOWEST), jnp.zeros(heads), jnp.zeros(q.shape)
@@ -172,13 +231,6 @@ def _cut(array, row, rows, slot, slots):
     return jax.lax.dynamic_slice_in_dim(array, slot, slots, axis=2)
 
 
-def _bias_of(first, slot, ndim: int):
-    """The bias of every slot, for scores of `ndim` axes."""
-    if first is None:
-        return 0.0
-    return jnp.where(slot == 0, first.reshape(-1, *[1] * (ndim - 1)), 0.0)
-
-
 def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):
     """Largest score so far, and sums of weights and of weighted values relative to it, with a block
     more (the running softmax of FlashAttention, Dao et al. 2022, arXiv 2205.14135)."""
@@ -186,8 +238,7 @@ def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):
     # masked before the products: a block is small, and NaN would stay in the running sums
     pool = jnp.where(visible[..., None], pool, 0)
     seen = _per_query(visible, q)
-    numbers = _computable(pool, q.dtype)
-    scores = jnp.einsum("rn...h,rnch->rn...c", q, numbers, preferred_element_type=jnp.float32)
+    scores = _products(q, pool)
     if scale_k is not None:
         scores = scores * _per_query(scale_k, q)
     scores = jnp.where(seen, scores + bias, -jnp.inf)

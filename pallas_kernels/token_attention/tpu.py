@@ -15,7 +15,7 @@ half is kept.
 
 Slots that are not visible have weight 0, which gives 0 unless they hold NaN or infinity. A row
 whose result is not finite is computed again from finite numbers. The token that is served may be
-stored on the way (`tpu_token`), and a `Probe` be scored where one is asked for. Where none is, grid
+stored on the way (`tpu_call`), and a `Probe` be scored where one is asked for. Where none is, grid
 steps share a block of the scores, so that next to nothing is written.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
@@ -34,11 +34,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import (
-    storing,
+    reference,
     tpu_call,
     tpu_row,
     tpu_scores,
-    tpu_token,
     tpu_used,
 )
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
@@ -71,7 +70,7 @@ def store_and_attend(
         (k, k_scale), (v, v_scale) = quantize(token.k), quantize(token.v)
         # one number per head: XLA writes it in place, and the kernel reads the slot's new scales
         scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
-        slots = replace(slots, scale=storing.store_scales(scale, token.slot, slots.scale))
+        slots = replace(slots, scale=reference.store_scales(scale, token.slot, slots.scale))
         token = NewToken(k, v, token.slot)
     return _run(query, slots, token, most_bytes, piece, interpret)
 
@@ -84,33 +83,33 @@ def scores_on_the_way(slots) -> bool:
 def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     """The output, and the slots with the new masses, the scores of a probe and the token, unless
     there is none."""
-    count = slots.pool.shape[2]
-    tiles = tpu_slots.steps(slots.pool, "token attention takes", most_bytes)
+    rows, heads, count, _ = slots.pool.shape
+    together, some = tpu_slots.steps(slots.pool, "token attention takes", most_bytes)
     numbers, given = _operands(query, slots, token, interpret)
-    piece = piece or tpu_used.slots_of_piece(slots.pool, tiles[1])
+    piece = piece or tpu_used.slots_of_piece(slots.pool, some)
     # a kernel with sums, or whose positions hide slots, goes through all slots of a head at once
     cut = slots.used is not None and slots.mass is None and query.newest is None and piece < count
     cut = cut and query.probe is None
-    tile = tpu_token.tile_of(slots.pool, piece if cut else count, interpret)
+    tile = tpu_call.tile_of(slots.pool, piece if cut else count, interpret)
     # the compiler schedules by this estimate: it knows nothing of what a kernel does
-    cost = estimates.attend_token(
-        query.q,
-        slots.pool,
-        slots.position,
-        slots.scale,
-        slots.mass,
-        stored=0 if token is None else tile,
-        probed=0 if query.probe is None else query.probe.every,
-    )
-    # only the shapes and types of these arrays count
+    cost = estimates.attend_token(query, slots, 0 if token is None else tile)
     stored = None if token is None else slots.pool
     results = Results(query.q, slots.mass, stored, given.slots.scores)
     options = {"tile": tile, "cost": cost, "interpret": interpret}
     if cut:
         numbers = numbers._replace(used=jnp.asarray(slots.used, jnp.int32).reshape(1))
-        found = tpu_used.attend(numbers, given, results, heads=tiles[1], piece=piece, **options)
+        found = tpu_used.attend(numbers, given, results, heads=some, piece=piece, **options)
     else:
-        found = _attend(numbers, given, results, tiles=tiles, **options)
+        found = tpu_call.launch(
+            partial(_attend_rows, some, slots.group_size(query.q)),
+            numbers,
+            given,
+            results,
+            grid=(rows // together, heads // some),
+            step=(together, some),
+            spec=partial(_spec, rows=together, heads=some),
+            **options,
+        )
     pool = slots.pool if token is None else found.pool
     scores = slots.scores if query.probe is None else found.scores
     return found.out, replace(slots, pool=pool, mass=found.mass, scores=scores)
@@ -127,57 +126,20 @@ def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     return Prefetched(slot, wanted=wanted), Operands(query, held, token._replace(slot=None))
 
 
-def _attend(
-    numbers: Prefetched,
-    given: Operands,
-    results: Results,
-    *,
-    tiles: tuple[int, int],
-    tile: int,
-    cost,
-    interpret,
-) -> Results:
-    """All slots of a head at once.
-
-    Args:
-      results: arrays like those that are computed.
-      tiles: rows and heads of a grid step.
-      tile: slots that are written for the token.
-    """
-    (together, some), (rows, heads) = tiles, given.slots.pool.shape[:2]
-    group = given.slots.group_size(given.query.q)
-    spec = partial(_spec, rows=together, heads=some)
-    result_spec = partial(_result_spec, rows=together, heads=some, tile=tile)
-    # a list of one, because Pallas takes a tuple of results apart
-    (found,) = pl.pallas_call(
-        partial(_attend_rows, some, group),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows // together, heads // some),
-            in_specs=[tpu_call.specs(given, spec)],
-            out_specs=[tpu_call.specs(results, result_spec)],
-            scratch_shapes=[] if given.token is None else [tpu_token.scratch(given.slots.pool)],
-        ),
-        out_shape=[tpu_call.shapes(results)],
-        input_output_aliases=tpu_call.aliases(numbers, given, results),
-        # rows may go to different cores; heads of a row write into the same block of results
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=cost,
-        interpret=interpret,
-        name="token_attention",
-    )(numbers, given)
-    return found
-
-
-def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
+def _spec(name: str, array, result: bool = False, *, rows: int, heads: int) -> pl.BlockSpec:
     """The part of an operand or result in grid step (r, n): single numbers lie in scalar memory; a
     pool gives its rows and heads, everything else the rows with all heads, or all there is."""
     if name in IN_SCALAR_MEMORY:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    if name == "scores":  # replaced, so what is there is not fetched
+    if name == "scores" and not result:  # replaced, so what is there is not fetched
         return pl.BlockSpec(memory_space=pl.ANY)
-    if name == "total":
-        return _where_wanted(array, rows)
+    if name in ("total", "scores"):
+        # where nobody wants a probe all grid steps have the first place: it is fetched once, and
+        # what is there, anything at all, written once by each core
+        return pl.BlockSpec(
+            (rows, *array.shape[1:]),
+            lambda r, n, numbers: (jnp.where(numbers.wanted[0] != 0, r, 0), 0, 0),
+        )
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
     # axes of lines and lanes are whole: blocks of them would have to be multiples of (8, 128)
@@ -187,31 +149,8 @@ def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
     )
 
 
-def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.BlockSpec:
-    if name == "pool":
-        return tpu_token.tile_spec(array, rows, heads, tile)
-    if name == "scores":
-        return _where_wanted(array, rows)
-    return _spec(name, array, rows=rows, heads=heads)
-
-
-def _where_wanted(array, rows: int) -> pl.BlockSpec:
-    """Rows of a probe, and of its scores. Where nobody wants these, all grid steps have the first
-    place: it is fetched once, and what is there, anything at all, written once by each core."""
-
-    def place(r, n, numbers):
-        return jnp.where(numbers.wanted[0] != 0, r, 0), 0, 0
-
-    return pl.BlockSpec((rows, *array.shape[1:]), place)
-
-
 def _attend_rows(
-    some: int,
-    group: int,
-    numbers: Prefetched,
-    given: Operands,
-    results: Results,
-    rows_ref=None,
+    some: int, group: int, numbers: Prefetched, given: Operands, results: Results, rows_ref=None
 ):
     pool = given.slots.pool
     # the interpreter knows program numbers here, but not inside of the loop
@@ -220,8 +159,8 @@ def _attend_rows(
     def row(i, _):
         if given.token is not None:
             # into the slots that are here, before anything is computed from them
-            tpu_token.put_beside(i, given.token, rows_ref)
-            tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
+            tpu_call.put_beside(i, given.token, rows_ref)
+            tpu_call.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
         if results.scores is not None:
             probe = partial(_probe_row, i, first, some, given, results)
             pl.when(numbers.wanted[0] != 0)(probe)
@@ -268,7 +207,11 @@ def _attend_row(i, row, first, some: int, group: int, given: Operands, results: 
     if results.mass is not None:
         # a group's queries read the same slots, so they count in the same sums
         sums = slots.mass[i] + query.mass_weight[0] * lines.gathered(weights)
-        put(results.mass, lines if group == 1 else tpu_row.Lines.of(heads, 1), sums)
+        put(
+            results.mass,
+            lines if group == 1 else tpu_row.Lines.of(heads, 1),
+            sums,
+        )
 
 
 def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:

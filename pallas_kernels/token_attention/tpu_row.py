@@ -64,20 +64,17 @@ class Lines(NamedTuple):
 
 def padded(q, width: int):
     """Queries [N, W] from [N, H]: with zeros where values lie if slots are not taken apart."""
-    if _apart(q.shape[1]):
+    size = q.shape[1]
+    if columns(size, width) == size:
         return q
-    return jnp.concatenate([q, jnp.zeros((len(q), width - q.shape[1]), q.dtype)], axis=1)
+    return jnp.concatenate([q, jnp.zeros((len(q), width - size), q.dtype)], axis=1)
 
 
 def columns(size: int, width: int) -> int:
     """How many of the pool's `width` columns a sum of values has, the last ones; `size`: of a
     head."""
-    return size if _apart(size) else width
-
-
-def _apart(size: int) -> bool:
-    """Whether keys and values are taken apart: only where a half is a whole number of lanes."""
-    return size % LANES == 0
+    # keys and values are taken apart only where a half is a whole number of lanes
+    return size if size % LANES == 0 else width
 
 
 def scores(queries, mine, pool):
@@ -86,23 +83,18 @@ def scores(queries, mine, pool):
     mine: for each head that is here, a mask [N, 1] of its row.
     pool: [heads, C, 2 H], the slots of these heads.
     """
-    # products of all queries with one head's slots, of which the head's own line is kept
+    dtype = _product_dtype(pool, queries.dtype)
     found = jnp.zeros((len(queries), pool.shape[1]), jnp.float32)
     for j, own in enumerate(mine):
-        found = jnp.where(own, _scores(queries, pool.at[j]), found)
+        # products of all queries with one head's slots, of which the head's own line is kept
+        keys = pool.at[j][:, : queries.shape[1]].astype(dtype)
+        found = jnp.where(own, dot(queries.astype(dtype), keys, (1, 1)), found)
     return found
 
 
 def _product_dtype(pool, dtype):
     # whole numbers up to 127 are exact in any type of queries
     return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
-
-
-def _scores(queries, pool):
-    """Products of all queries [N, W] with the slots of one head [C, 2 H]."""
-    dtype = _product_dtype(pool, queries.dtype)
-    keys = pool[:, : queries.shape[1]].astype(dtype)
-    return dot(queries.astype(dtype), keys, (1, 1))
 
 
 def mean(weights, mine, pool, dtype, width: int):

@@ -94,22 +94,24 @@ def of_head(queries, keys, scale, *, exact: bool):
     scale: factors [1, C] of an int8 pool's keys, or None.
     exact: whether the queries have more digits than bfloat16 numbers.
     """
-    found = _products(queries, keys, exact)
+
+    def product(a, b, precision=jax.lax.Precision.DEFAULT):
+        # the precision is always named: see `tpu_blocks.dot`
+        dims = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
+
+    if keys.dtype == jnp.float32:
+        found = product(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
+    else:
+        keys = keys.astype(jnp.bfloat16)  # exact for int8
+        # three times as many lines of the left factor, which is small; keys are loaded once
+        parts = _parts(queries.astype(jnp.float32)) if exact else [queries]
+        found = product(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
+        if exact:  # the largest parts first, as they come: their order is part of the result
+            count = len(queries)
+            found = found[:count] + found[count : 2 * count] + found[2 * count :]
     # after the product: whole numbers are exact in it
     return found if scale is None else found * scale
-
-
-def _products(queries, keys, exact: bool):
-    if keys.dtype == jnp.float32:
-        return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
-    keys = keys.astype(jnp.bfloat16)  # exact for int8
-    if not exact:
-        return _dot(queries.astype(jnp.bfloat16), keys)
-    # three times as many lines of the left factor, which is small; keys are loaded once
-    count, parts = len(queries), _parts(queries.astype(jnp.float32))
-    found = _dot(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
-    # the largest parts first, as they come: their order is part of the result
-    return found[:count] + found[count : 2 * count] + found[2 * count :]
 
 
 def _parts(numbers) -> list:
@@ -121,9 +123,3 @@ def _parts(numbers) -> list:
         found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
         numbers = numbers - found[-1]
     return [*found, numbers]
-
-
-def _dot(a, b, precision=jax.lax.Precision.DEFAULT):
-    """The precision is always named: see `tpu_blocks.dot`."""
-    dims = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
+from pallas_kernels.token_attention import tpu_call, tpu_row
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import LANES
 
@@ -39,55 +39,34 @@ class Running(NamedTuple):
 
 
 def attend(
-    numbers: Prefetched,
-    given: Operands,
-    results: Results,
-    *,
-    heads: int,
-    piece: int,
-    tile: int,
-    cost,
-    interpret,
+    numbers: Prefetched, given: Operands, results: Results, *, heads: int, piece: int, **options
 ) -> Results:
-    """Piece after piece of the slots in use.
-
-    Args:
-      results: arrays like those that are computed.
-      heads: of a grid step.
-      piece: slots of a grid step.
-      tile: slots that are written for the token.
-    """
+    """Piece after piece of the slots in use, `heads` and `piece` slots of them in a grid step.
+    options: of `tpu_call.launch`."""
     pool, size = given.slots.pool, given.query.q.shape[-1]
     rows, every, slots, width = pool.shape
     group, queries = given.slots.group_size(given.query.q), given.query.q.shape[1]
     line, sums = (queries, 1), (queries, tpu_row.columns(size, width))
+    # kept from grid step to grid step, unlike blocks of operands and results
     running = Running(*(pltpu.VMEM(shape, jnp.float32) for shape in (line, line, sums)))
-    # a list of one, because Pallas takes a tuple of results apart
-    (found,) = pl.pallas_call(
+    return tpu_call.launch(
         partial(_attend_piece, heads, group, slots),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows, every // heads, pl.cdiv(slots, piece)),
-            in_specs=[tpu_call.specs(given, partial(_spec, heads=heads, piece=piece))],
-            out_specs=[tpu_call.specs(results, partial(_result_spec, heads=heads, tile=tile))],
-            # kept from grid step to grid step, unlike blocks of operands and results
-            scratch_shapes=[running] + [tpu_token.scratch(pool)] * (given.token is not None),
-        ),
-        out_shape=[tpu_call.shapes(results)],
-        input_output_aliases=tpu_call.aliases(numbers, given, results),
-        compiler_params=pltpu.CompilerParams(
-            # pieces of a row follow each other: they share the running softmax
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
-        ),
-        cost_estimate=cost,
-        interpret=interpret,
-        name="token_attention",
-    )(numbers, given)
-    return found
+        numbers,
+        given,
+        results,
+        # pieces of a row follow each other: they share the running softmax
+        grid=(rows, every // heads, pl.cdiv(slots, piece)),
+        step=(1, heads),
+        spec=partial(_spec, heads=heads, piece=piece),
+        scratch=[running],
+        **options,
+    )
 
 
-def _spec(name: str, array, *, heads: int, piece: int) -> pl.BlockSpec:
-    """The part of an operand in a grid step."""
+def _spec(name: str, array, result: bool = False, *, heads: int, piece: int) -> pl.BlockSpec:
+    """The part of an operand or result in a grid step."""
+    if result:
+        return pl.BlockSpec((1, *array.shape[1:]), lambda r, *_: (r, 0, 0))
     if name == "first_bias":  # read number by number
         return pl.BlockSpec(memory_space=pltpu.SMEM)
 
@@ -104,12 +83,6 @@ def _spec(name: str, array, *, heads: int, piece: int) -> pl.BlockSpec:
         "scale": (1, *array.shape[1:3], piece),
     }
     return pl.BlockSpec(shapes.get(name, (1, *array.shape[1:])), index)
-
-
-def _result_spec(name: str, array, *, heads: int, tile: int) -> pl.BlockSpec:
-    if name == "pool":
-        return tpu_token.tile_spec(array, 1, heads, tile)
-    return pl.BlockSpec((1, *array.shape[1:]), lambda r, *_: (r, 0, 0))
 
 
 def _attend_piece(
@@ -133,8 +106,8 @@ def _attend_piece(
         # the piece with the token's slot is in use, so it is fetched
         @pl.when(part == slot // piece)
         def _():
-            tpu_token.put_beside(0, given.token, rows_ref)
-            tpu_token.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
+            tpu_call.put_beside(0, given.token, rows_ref)
+            tpu_call.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
 
     # behind the last piece in use nothing new was fetched: the same piece is there once more
     @pl.when(part * piece < numbers.used[0])

@@ -52,18 +52,19 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
     """See `api.project`."""
     rows, columns = len(stream.x), weights.shape[1]
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
-    _check(weights.dtype, widths, interpret)
-    _check_heads(angles)
+    _check(weights.dtype, widths, interpret, angles)
     # within a tile every number has the one that it is turned with
     tiles = Tiles.of(weights, rows, columns, max(PIECE, angles.halves * angles.head_dim))
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
     turning = _Turning.of(angles, rows, tiles, weights.dtype, total)
+    # memory for the matrix of a rotation, and a barrier that says that it is there
+    turn = mosaic.tile((tiles.columns, tiles.columns), weights.dtype, SWIZZLE), plgpu.Barrier()
     sums = None if total is None else jax.new_ref(mosaic.padded(total.total, 0, ROWS))
     out = _launch(
         partial(_project, tiles, stream.eps),
         (stream.scaled, weights, stream.squares, turning, sums),
         [jax.ShapeDtypeStruct(shape, weights.dtype) for shape in shapes],
-        [_squares(stream, tiles), tiles.memory(weights.dtype, 2), tiles.turn(weights.dtype)],
+        [_squares(stream, tiles), tiles.memory(weights.dtype, 2), turn],
         tiles,
         estimates.token_product(stream.scaled, weights, shapes, summed=sums is not None),
         interpret,
@@ -121,32 +122,32 @@ def check_layer(dtype, hidden: int, angles: Angles, interpret) -> None:
     """Raise `NotImplementedError` for layers that the kernels cannot take, whatever their rows. The
     stream is as wide as the queries."""
     widths = {"width": angles.queries, "keys": angles.keys, "gates": hidden}
-    _check(dtype, widths, interpret)
-    _check_heads(angles)
+    _check(dtype, widths, interpret, angles)
 
 
-def _check_heads(angles: Angles) -> None:
-    if angles.halves and angles.head_dim not in HALVES:
-        sizes = " or ".join(map(str, HALVES))
-        raise _refusal(f"heads of {sizes} that are turned by halves, not of {angles.head_dim}")
-
-
-def _check(dtype, widths: dict[str, int], interpret) -> None:
+def _check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise _refusal(f"{' and '.join(DTYPES)}, not {jnp.dtype(dtype).name}")
-    if any(n % PIECE for n in widths.values()) or widths["width"] > MOST_WIDE:
-        raise _refusal(f"multiples of {PIECE} columns, a width of up to {MOST_WIDE}, not {widths}")
-    if target.capability() not in CAPABILITIES:
-        raise _refusal(f"GPUs of compute capability 9.0, not {target.capability()}")
+    kind, sizes = jnp.dtype(dtype).name, " or ".join(map(str, HALVES))
+    whole = not any(n % PIECE for n in widths.values()) and widths["width"] <= MOST_WIDE
+    turned = angles is None or not angles.halves or angles.head_dim in HALVES
+    for right, takes in (
+        (kind in DTYPES, f"{' and '.join(DTYPES)}, not {kind}"),
+        (whole, f"multiples of {PIECE} columns, a width of up to {MOST_WIDE}, not {widths}"),
+        (
+            target.capability() in CAPABILITIES,
+            f"GPUs of compute capability 9.0, not {target.capability()}",
+        ),
+        (
+            turned,
+            f"heads of {sizes} that are turned by halves, not of {angles and angles.head_dim}",
+        ),
+    ):
+        if not right:
+            raise NotImplementedError(
+                f"Mosaic products of one token take {takes}: use implementation='reference' "
+                f"(--attention=reference)"
+            )
     mosaic.check_simulator(interpret)
-
-
-def _refusal(takes: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"Mosaic products of one token take {takes}: use implementation='reference' "
-        f"(--attention=reference)"
-    )
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,6 @@ class Tiles:
     def memory(self, dtype, count: int) -> Sequence:
         """Shared memory for tiles of the result."""
         return [mosaic.tile((self.rows, self.columns), dtype, SWIZZLE) for _ in range(count)]
-
-    def turn(self, dtype) -> Sequence:
-        """Shared memory for the matrix of a rotation, and a barrier that says that it is there."""
-        return mosaic.tile((self.columns, self.columns), dtype, SWIZZLE), plgpu.Barrier()
 
     @property
     def place(self) -> tuple:
@@ -241,7 +238,7 @@ def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, nam
             reduction_scratch_bytes=mosaic.MEETING,
         ),
         cost_estimate=cost,
-        interpret=mosaic.simulator(interpret) if interpret else False,
+        interpret=mosaic.simulator(interpret),
         name=name,
     )(*operands)
 
@@ -273,17 +270,12 @@ def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
         factor = _factor(eps, memory)
         gates, values = (a * across(factor, a.shape) for a in (gates, values))
         gated = gates / (1 + jnp.exp(-gates)) * values
-        _put(gated, result[0], out.at[rows, pl.ds(column, tiles.columns)])
+        result[0][...] = gated.astype(result[0].dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(result[0], out.at[rows, pl.ds(column, tiles.columns)])
+        plgpu.wait_smem_to_gmem(0)
 
     tiles.multiply(x, weights, then)
-
-
-def _put(numbers, memory, place) -> None:
-    """Write a tile to global memory, through shared memory."""
-    memory[...] = numbers.astype(memory.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(memory, place)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _add(tiles: Tiles, branch, weights, x, norm, new, scaled, squares, stream, result, sums):
@@ -381,18 +373,14 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
         def _():
             put(result, q, column)
             if sums is not None:
-                _add_up(turning.adding, result, sums.at[rows, pl.ds(column, tiles.columns)])
+                # each number by the thread that has it
+                place, (keep, weight) = sums.at[rows, pl.ds(column, tiles.columns)], turning.adding
+                before = mosaic.load(place, LAYOUT, plain=True)
+                before = jnp.where(keep[0] > 0, before, 0.0)
+                new = mosaic.load(result, LAYOUT).astype(jnp.float32)
+                mosaic.store(place, before + weight[0] * new)
 
     def put(memory, out, first):
         plgpu.copy_smem_to_gmem(memory, out.at[rows, pl.ds(first, tiles.columns)])
 
     tiles.multiply(x, weights, then)
-
-
-def _add_up(adding, queries, sums) -> None:
-    """Add a tile of finished queries to the running sums, each number by the thread that has it."""
-    before = mosaic.load(sums, LAYOUT, plain=True)
-    keep, weight = adding
-    before = jnp.where(keep[0] > 0, before, 0.0)
-    new = mosaic.load(queries, LAYOUT).astype(jnp.float32)
-    mosaic.store(sums, before + weight[0] * new)

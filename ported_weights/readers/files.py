@@ -118,6 +118,7 @@ class TorchFile:
     def __init__(self, path: Path):
         self.path = path
         self._archive = Archive(path)
+        self._elements = self._archive.values
         self._used: Counter[str] = Counter()  # {member: elements of the tensors in it}
         self._root = self._find_root()
         order = f"{self._root}byteorder"
@@ -150,7 +151,7 @@ class TorchFile:
                 f"{self.path}: storage {storage.member} has {size} bytes, of which tensors use"
                 f" {used}: save clones of the tensors instead"
             )
-        return self._archive.values(storage.member, storage.dtype, first, end)
+        return self._elements(storage.member, storage.dtype, first, end)
 
     def _find_root(self) -> str:
         """Return the folder inside the archive that holds everything, with its slash."""

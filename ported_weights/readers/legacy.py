@@ -25,9 +25,8 @@ class LegacyTorchFile(TorchFile):
     """A `TorchFile` of the old format, which begins with `MAGIC`."""
 
     def __init__(self, path: Path):
-        self.path, self._used = path, Counter()
+        self.path, self._used, self._start = path, Counter(), {}
         self._mentioned: dict[str, Storage] = {}
-        self._archive = Storages(path)
         with ordinary.opened(path) as file:
             data = file.read(MAX_PICKLE)
         version, at = self._next(data, len(MAGIC))
@@ -37,14 +36,31 @@ class LegacyTorchFile(TorchFile):
         if system.get("little_endian") is not True:
             raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
         self.content, at = self._next(data, at)
-        keys, at = self._next(data, at)
-        self._archive.find(keys, at, self._mentioned)
+        self._find(*self._next(data, at))
 
     def _next(self, data: bytes, at: int):
         """Return the object of the pickle at this byte, and the byte where the next one begins."""
         program = self._program()
         found = program.run(data[at:])
         return found, at + program.length
+
+    def _find(self, keys: object, at: int) -> None:
+        """Note where every storage begins. keys: of the storages, in the order of the file. at: the
+        byte where the first one begins."""
+        texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        if not texts or sorted(keys) != sorted(self._mentioned):
+            raise damaged(self.path, "its list of storages is not that of its tensors")
+        with ordinary.opened(self.path) as file:
+            end = file.seek(0, 2)
+            for key in keys:
+                file.seek(at)
+                storage, head = self._mentioned[key], file.read(COUNT.size)
+                if len(head) < COUNT.size or COUNT.unpack(head)[0] != storage.count:
+                    raise damaged(self.path, f"storage {key:.80} has not {storage.count} elements")
+                self._start[key] = at + COUNT.size
+                at = self._start[key] + storage.num_bytes
+        if at != end:
+            raise damaged(self.path, f"its storages end at byte {at}, the file at {end}")
 
     def _storage(self, identity: object) -> Storage:
         """Read the persistent id, which may end with the storage that this one is a view of."""
@@ -59,44 +75,11 @@ class LegacyTorchFile(TorchFile):
             raise UserError(f"{self.path}: storage {key:.80} has two types or sizes")
         return found
 
-
-class Storages:
-    """The storages of a file of the old format. It stands in for `archive.Archive`."""
-
-    def __init__(self, path: Path):
-        self.path, self._start = path, {}
-
-    def find(self, keys: object, at: int, mentioned: dict[str, Storage]) -> None:
-        """Note where every storage begins.
-
-        Args:
-          keys: names of the storages in the order of the file, as its last pickle lists them.
-          at: the byte where the first one begins.
-          mentioned: the storages of the tensors, by key.
-
-        Raises:
-          UserError: these are other storages than the pickle mentioned, or they have other lengths.
-        """
-        texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-        if not texts or sorted(keys) != sorted(mentioned):
-            raise damaged(self.path, "its list of storages is not that of its tensors")
+    def _elements(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
+        size = dtype.itemsize
         with ordinary.opened(self.path) as file:
-            end = file.seek(0, 2)
-            for key in keys:
-                file.seek(at)
-                storage, head = mentioned[key], file.read(COUNT.size)
-                if len(head) < COUNT.size or COUNT.unpack(head)[0] != storage.count:
-                    raise damaged(self.path, f"storage {key:.80} has not {storage.count} elements")
-                self._start[key] = at + COUNT.size
-                at = self._start[key] + storage.num_bytes
-        if at != end:
-            raise damaged(self.path, f"its storages end at byte {at}, the file at {end}")
-
-    def values(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
-        """Read elements `first` to `end` - 1 of a storage."""
-        with ordinary.opened(self.path) as file:
-            file.seek(self._start[key] + first * dtype.itemsize)
-            data = file.read((end - first) * dtype.itemsize)
-        if len(data) != (end - first) * dtype.itemsize:
+            file.seek(self._start[key] + first * size)
+            data = file.read((end - first) * size)
+        if len(data) != (end - first) * size:
             raise damaged(self.path, "it ends too early")
         return np.frombuffer(data, dtype)

@@ -26,10 +26,6 @@ _PUSH = frozenset(
     " STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_SKIPPED = frozenset(("PROTO", "FRAME"))  # version and size of what follows
-_STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
-_RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _INSTANCES = {"INST": 0, "OBJ": 0, "NEWOBJ": 2, "NEWOBJ_EX": 3}  # what a note's takes off the stack
 _WAY_OUT = (
     "nothing of it was run; if you wrote this file, save its weights alone with PyTorch,"
@@ -115,23 +111,62 @@ class PickleProgram:
         raise UserError(f"{self.what}: the pickle inside is damaged (it does not end)")
 
     def _step(self, name: str, argument: object) -> None:
-        if name in _PUSH:
-            self.stack.append(_CONSTANTS.get(name, argument))
-        elif name in _EMPTY:
-            self.stack.append(_EMPTY[name]())
-        elif name in _TUPLES:
-            self._make_tuple(_TUPLES[name])
-        elif name in _STORE:
-            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
-        elif name in _RECALL:
-            self.stack.append(self.memo[argument])
-        elif name in _INSTANCES:
-            self._make_note(name, argument)
-        elif name not in _SKIPPED:
-            method = getattr(self, f"_do_{name.lower()}", None)
-            if method is None:
+        stack = self.stack
+        match name:
+            case "PROTO" | "FRAME":  # version and size of what follows
+                pass
+            case _ if name in _PUSH:
+                stack.append(_CONSTANTS.get(name, argument))
+            case _ if name in _EMPTY:
+                stack.append(_EMPTY[name]())
+            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self.memo[len(self.memo) if name == "MEMOIZE" else argument] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "MARK":
+                stack.append(_MARK)
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                items = stack[-int(name[-1]) :]
+                if len(items) < int(name[-1]) or _MARK in items:
+                    raise ValueError("a tuple lacks items")
+                stack[-len(items) :] = [tuple(items)]
+            case "TUPLE" | "LIST":
+                items = self._pop_mark()
+                stack.append(tuple(items) if name == "TUPLE" else items)
+            case "FROZENSET":
+                self._pop_mark()
+                stack.append(Note())
+            case "DICT":
+                items = self._pop_mark()
+                stack.append(Dictionary())
+                self._set(items)
+            case "APPEND" | "APPENDS" | "ADDITEMS":  # the last: to a set
+                self._extend([stack.pop()] if name == "APPEND" else self._pop_mark())
+            case "SETITEM" | "SETITEMS":
+                self._set(
+                    [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else self._pop_mark()
+                )
+            case "GLOBAL":
+                stack.append(self._symbol(*argument.split(" ", 1)))
+            case "STACK_GLOBAL":
+                attribute, module = stack.pop(), stack.pop()
+                if not (isinstance(module, str) and isinstance(attribute, str)):
+                    raise TypeError("a name is not a text")
+                stack.append(self._symbol(module, attribute))
+            case "BINPERSID":
+                stack.append(self.storage(stack.pop()))
+            case "REDUCE":
+                self._call()
+            case "INST" | "OBJ" | "NEWOBJ" | "NEWOBJ_EX":
+                self._make_note(name, argument)
+            case "BUILD":
+                # torch keeps notes on a state dict, training scripts keep arguments: neither means
+                # anything here
+                stack.pop()
+                if not isinstance(stack[-1], Dictionary):
+                    raise self._refused("it sets attributes of something")
+            case _:
                 raise self._refused(f"pickle operation {name} is not for weights")
-            method(argument)
 
     def _refused(self, reason: str) -> UserError:
         return UserError(f"{self.what}: refused, {reason}; {_WAY_OUT}")
@@ -149,8 +184,6 @@ class PickleProgram:
             " a weights file holds tensors, numbers and texts only"
         )
 
-    # --- names and calls --------------------------------------------------------------------------
-
     def _symbol(self, module: str, attribute: str) -> Symbol:
         symbol = Symbol(f"{module}.{attribute}")
         name = symbol.name
@@ -161,16 +194,7 @@ class PickleProgram:
             )
         return symbol
 
-    def _do_global(self, argument: str) -> None:
-        self.stack.append(self._symbol(*argument.split(" ", 1)))
-
-    def _do_stack_global(self, _) -> None:
-        attribute, module = self.stack.pop(), self.stack.pop()
-        if not (isinstance(module, str) and isinstance(attribute, str)):
-            raise TypeError("a name is not a text")
-        self.stack.append(self._symbol(module, attribute))
-
-    def _do_reduce(self, _) -> None:
+    def _call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         known = self.functions.get(function.name) if isinstance(function, Symbol) else None
         if known is None and not is_note(function):
@@ -179,56 +203,12 @@ class PickleProgram:
             raise TypeError(f"arguments of {function.name} are not a tuple")
         self.stack.append(known(*arguments) if known else Note())
 
-    def _do_build(self, _) -> None:
-        """Drop the state of an object: torch keeps notes on a state dict, training scripts keep
-        arguments, and neither means anything here."""
-        self.stack.pop()
-        if not isinstance(self.stack[-1], Dictionary):
-            raise self._refused("it sets attributes of something")
-
-    def _do_binpersid(self, _) -> None:
-        self.stack.append(self.storage(self.stack.pop()))
-
-    # --- containers -------------------------------------------------------------------------------
-
-    def _do_mark(self, _) -> None:
-        self.stack.append(_MARK)
-
     def _pop_mark(self) -> list:
         """Take everything above the last mark off the stack, and the mark."""
         items: list = []
         while (item := self.stack.pop()) is not _MARK:  # without a mark: IndexError, "damaged"
             items.append(item)
         return items[::-1]
-
-    def _do_tuple(self, _) -> None:
-        self.stack.append(tuple(self._pop_mark()))
-
-    def _do_list(self, _) -> None:
-        self.stack.append(self._pop_mark())
-
-    def _do_frozenset(self, _) -> None:
-        self._pop_mark()
-        self.stack.append(Note())
-
-    def _do_dict(self, _) -> None:
-        items = self._pop_mark()
-        self.stack.append(Dictionary())
-        self._set(items)
-
-    def _make_tuple(self, number: int) -> None:
-        items = self.stack[-number:]
-        if len(items) < number or _MARK in items:
-            raise ValueError("a tuple lacks items")
-        self.stack[-number:] = [tuple(items)]
-
-    def _do_append(self, _) -> None:
-        self._extend([self.stack.pop()])
-
-    def _do_appends(self, _) -> None:
-        self._extend(self._pop_mark())
-
-    _do_additems = _do_appends  # of a set
 
     def _extend(self, items: list) -> None:
         """Append items to a list. Those of a note, such as a set, are dropped."""
@@ -237,13 +217,6 @@ class PickleProgram:
         if type(self.stack[-1]) is not list:
             raise TypeError("items are appended to something that is not a list")
         self.stack[-1].extend(items)
-
-    def _do_setitem(self, _) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _do_setitems(self, _) -> None:
-        self._set(self._pop_mark())
 
     def _set(self, items: list) -> None:
         """Set keys and values, given in turn. Keys are plain: hashing them runs no other code.

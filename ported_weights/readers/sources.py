@@ -3,11 +3,9 @@
 The first bytes of a file tell its kind, not its name.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import os
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ WELL_KNOWN = frozenset(
     "state_dict model module trainer vae_local var_wo_ddp vae var"
     " ema model_ema ema_state_dict model_state_dict net weights".split()
 )
-_NUMBERS = re.compile(r"-[0-9]{5}-of-[0-9]{5}")  # in the name of a shard
 MAX_NESTING = 3
 # Entries that the search for state dicts looks at. A dictionary may lie in many others.
 MAX_ENTRIES = 2**18
@@ -102,29 +99,27 @@ def open_source(
       UserError: the file is missing, damaged or unsafe, holds no weights, or holds several state
         dicts that fit.
     """
-    path, taken = Path(path), ""
+    path = Path(path)
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir() or path.name.endswith(".index.json"):
-        _without_key(path, key)
-        return _strip(_open_folder(path))
-    if path.suffix == ".distcp":
-        _refuse_distributed(path.parent)
-    content = _open_file(path)
-    if isinstance(content, TorchFile):
-        taken, content = _choose(path, content.content, signature, key)
+        source = _open_folder(path)
     else:
-        _without_key(path, key)
-    return _strip(Source(path, content, (path,), taken))
-
-
-def _without_key(path: Path, key: str | None) -> None:
-    """Refuse a key for a file without a choice: the user meant another file."""
+        if path.suffix == ".distcp":
+            _refuse_distributed(path.parent)
+        content, taken = _open_file(path), ""
+        if isinstance(content, TorchFile):
+            taken, content = _choose(path, content.content, signature, key)
+            key = None
+        source = Source(path, content, (path,), taken)
     if key is not None:
         raise UserError(
             f"{path} has no state dict {key!r}: its tensors have no keys above their names; leave"
             " out --source_key (or --tokenizer_source_key), or give the torch file that has it"
         )
+    found, said = without_wrappers(source.path, source.tensors)
+    taken = f"{source.taken or 'its tensors'} ({said})" if said else source.taken
+    return dataclasses.replace(source, tensors=found, taken=taken)
 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
@@ -163,13 +158,6 @@ def _explain(head: bytes) -> str:
     return f"its content is not that of a weights file; {_ADVICE}"
 
 
-def _strip(source: Source) -> Source:
-    """Remove wrappers from names, and by-products of training."""
-    found, said = without_wrappers(source.path, source.tensors)
-    taken = f"{source.taken or 'its tensors'} ({said})" if said else source.taken
-    return dataclasses.replace(source, tensors=found, taken=taken)
-
-
 # --- state dicts inside a torch file --------------------------------------------------------------
 
 
@@ -180,16 +168,20 @@ def _choose(
     found = dict(_state_dicts(path, content))
     if not found:
         raise UserError(f"{path} holds no tensors; expected a state dict as torch.save writes it")
+
+    def listed(some_of_it: Mapping[str, Mapping]) -> str:
+        return some(f"{k or '(top level)'} ({len(t)} tensors)" for k, t in some_of_it.items())
+
     if key is not None:
         if key not in found:
-            raise UserError(f"{path} has no state dict {key!r}; it has {_listed(found)}")
+            raise UserError(f"{path} has no state dict {key!r}; it has {listed(found)}")
         return key, found[key]
     fitting = {k: t for k, t in found.items() if looks_like(map(unwrapped, t), signature)}
     known = {k: t for k, t in found.items() if all(p in WELL_KNOWN for p in k.split("/") if p)}
     choice = fitting or known or found
     if len(choice) > 1:
         raise UserError(
-            f"{path} holds several state dicts: {_listed(choice)}; name one with --source_key"
+            f"{path} holds several state dicts: {listed(choice)}; name one with --source_key"
             " (or --tokenizer_source_key)"
         )
     return next(iter(choice.items()))
@@ -220,10 +212,6 @@ def _state_dicts(path: Path, content: object) -> Iterator[tuple[str, Mapping]]:
         level = inner
 
 
-def _listed(found: Mapping[str, Mapping]) -> str:
-    return some(f"{k or '(top level)'} ({len(t)} tensors)" for k, t in found.items())
-
-
 # --- shards ---------------------------------------------------------------------------------------
 
 
@@ -240,21 +228,16 @@ def _open_folder(path: Path) -> Source:
     names = sorted(set(mapping.values()))
     if missing := [n for n in names if not (path.parent / n).is_file()]:
         raise UserError(f"{path} refers to shards that are not there: {some(missing)}")
-    if unnamed := [f for f in _numbered_like(path.parent, names) if f not in names]:
-        raise UserError(
-            f"{path} names {some(names)}, but {some(unnamed)} lies beside them: the index is not"
-            " that of these shards, download it again"
-        )
-    shards = {name: _shard(path.parent / name) for name in names}
-    _check_index(path, mapping, shards)
+    shards = {name: _open_file(path.parent / name) for name in names}
+    shards = {n: tensors(s.content) if isinstance(s, TorchFile) else s for n, s in shards.items()}
+    wrong = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
+    held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
+    wrong += [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
+    if wrong:
+        listed = some(wrong, between="\n  ")
+        raise UserError(f"{path} does not fit its shards:\n  {listed}")
     found = {n: shards[file][n] for n, file in mapping.items()}
     return Source(path.parent, found, (path, *(path.parent / n for n in names)))
-
-
-def _numbered_like(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the files of a folder that are called as one of these shards but for their numbers."""
-    found = {_NUMBERS.sub("*", name) for name in names if _NUMBERS.search(name)}
-    return sorted(f.name for f in folder.iterdir() if _NUMBERS.sub("*", f.name) in found)
 
 
 def _open_single(path: Path, indices: list[Path]) -> Source:
@@ -272,8 +255,7 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
 
 def _refuse_distributed(path: Path, deep: bool = False) -> None:
     """Refuse a folder of torch.distributed.checkpoint. deep: also one with such folders in it."""
-    shards = [*path.glob("*.distcp"), *(path.glob("*/*.distcp") if deep else ())]
-    if shards:
+    if shards := [*path.glob("*.distcp"), *(path.glob("*/*.distcp") if deep else ())]:
         folders = some(sorted({str(shard.parent) for shard in shards}))
         raise UserError(
             f"{path} holds shards of torch.distributed.checkpoint (.distcp), in {folders};"
@@ -298,21 +280,6 @@ def _read_index(path: Path) -> dict[str, str]:
     return mapping
 
 
-def _shard(path: Path) -> Mapping[str, Tensor]:
-    content = _open_file(path)
-    return tensors(content.content) if isinstance(content, TorchFile) else content
-
-
-def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Mapping]) -> None:
-    """Check that the index and the shards name the same tensors."""
-    absent = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
-    held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
-    extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
-    if absent or extra:
-        listed = some(absent + extra, between="\n  ")
-        raise UserError(f"{path} does not fit its shards:\n  {listed}")
-
-
 # --- folders of T5 --------------------------------------------------------------------------------
 
 
@@ -327,14 +294,6 @@ def open_t5_folder(path: str | os.PathLike, signature: Sequence[str]) -> tuple[T
       MissingExtra: `sentencepiece` is not installed.
     """
     folder = Path(path)
-    config = _config(folder)
-    Tokenizer(folder / SPIECE_FILE, config.vocab_size)
-    found = open_source(_weights(folder), signature)
-    files = (folder / T5_CONFIG, folder / SPIECE_FILE, *found.files)
-    return config, dataclasses.replace(found, files=files)
-
-
-def _config(folder: Path) -> T5Config:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is no folder: give that of a published T5 encoder, with {T5_CONFIG},"
@@ -347,19 +306,10 @@ def _config(folder: Path) -> T5Config:
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold names and values, as published with flan-t5")
     with about(file):
-        return T5Config.from_published(content)
-
-
-def _weights(folder: Path) -> Path:
-    """Return the weights to read: the first container that has all of its shards."""
-    found = [folder / name for name in T5_WEIGHTS if (folder / name).is_file()]
-    return next(filter(_is_whole, found), found[0] if found else folder)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether all shards of an index are there; true for a file that is no index."""
-    if not path.name.endswith(".index.json"):
-        return True
-    with contextlib.suppress(UserError):  # the reader of the index says what is wrong with it
-        return all((path.parent / name).is_file() for name in _read_index(path).values())
-    return True
+        config = T5Config.from_published(content)
+    Tokenizer(folder / SPIECE_FILE, config.vocab_size)
+    # the best container; without any the folder, of which is said what it holds
+    held = (folder / name for name in T5_WEIGHTS)
+    found = open_source(next(filter(Path.is_file, held), folder), signature)
+    files = (file, folder / SPIECE_FILE, *found.files)
+    return config, dataclasses.replace(found, files=files)

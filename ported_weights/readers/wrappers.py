@@ -46,11 +46,6 @@ def without_wrappers(path: Path, tensors: Mapping) -> tuple[dict, str]:
         )
     renamed = {old[0]: new for new, old in names.items() if old[0] != new}
     found = {new: tensors[old[0]] for new, old in names.items()}
-    return found, "; ".join(_said(renamed, passed))
-
-
-def _said(renamed: Mapping[str, str], passed: list[str]) -> list[str]:
-    """Say which wrappers were taken off, and what was passed over."""
     said = []
     if renamed:
         pairs = [(Counter(a.split(".")), Counter(b.split("."))) for a, b in renamed.items()]
@@ -58,4 +53,4 @@ def _said(renamed: Mapping[str, str], passed: list[str]) -> list[str]:
         said.append(f"prefixes of wrappers taken off: {', '.join(sorted(off))}")
     if passed:
         said.append(f"by-products of training passed over: {some(passed, 3)}")
-    return said
+    return found, "; ".join(said)

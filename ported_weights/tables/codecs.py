@@ -78,20 +78,14 @@ def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule |
         own, norm = rf"{attention}\.(qkv|proj_out)", rf"{attention}\.norm"
         rules += layer(own, path_of(own), "kernel", "conv1x1_to_linear")
         rules += layer(norm, path_of(norm), "scale", None)
-    return rules + _phi_rules(config)
-
-
-def _phi_rules(config: VQVAEConfig) -> list[Rule]:
-    """Return rules for phi convolutions: a shared list, one for each scale, or a single one."""
     if not config.num_phi:
-        return []
+        return rules
+    # phi convolutions: a shared list, one for each scale, or a single one
     published = {0: r"(\d+)", 1: "qresi"}.get(config.share_quant_resi, r"qresi_ls\.(\d+)")
     stack, single = (None, ("add_axis",)) if config.share_quant_resi == 1 else (1, ())
     source = rf"quantize\.quant_resi\.{published}"
-    return [
-        Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack),
-        Rule(rf"{source}\.bias", "quantizer/phi_bias", single, stack),
-    ]
+    rules.append(Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack))
+    return [*rules, Rule(rf"{source}\.bias", "quantizer/phi_bias", single, stack)]
 
 
 def under_schedule(
@@ -122,15 +116,6 @@ def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ign
     `.norm` (`encoder.down.0.block.1.conv1.conv`). Some releases have names without it. So every
     pattern is there with and without the wrapper, and a tensor under both names is an error.
     """
-    rules = []
-    for pattern, weight, transform in layers_of(_BOTH):
-        for name in (rf"{pattern}\.{_WRAPPERS[weight]}", pattern):
-            rules += layer(name, path_of(pattern), weight, transform)
-    return [*rules, *_ignored(config)]
-
-
-def _ignored(config: BSQConfig) -> list[Ignore]:
-    """Ignore the quantiser's buffer, which has two names; its length must be the number of bits."""
 
     def check(mask: np.ndarray) -> str | None:
         if mask.shape == (config.codebook_dim,):
@@ -140,10 +125,14 @@ def _ignored(config: BSQConfig) -> list[Ignore]:
             f" configuration (codebook_dim {config.codebook_dim})"
         )
 
-    return [
+    rules = [
         Ignore(r"quantizer\.lfq\.mask", "the value of each bit in an index, not needed", check),
         Ignore(r"quantize\.lfq\.mask", "the same buffer registered a second time", check),
     ]
+    for pattern, weight, transform in layers_of(_BOTH):
+        for name in (rf"{pattern}\.{_WRAPPERS[weight]}", pattern):
+            rules += layer(name, path_of(pattern), weight, transform)
+    return rules
 
 
 def published_tokenizer(transformer: Mapping) -> tuple[dict, str]:

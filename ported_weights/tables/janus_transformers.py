@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ported_weights.readers.sources import Tensor
+from ported_weights.readers.sources import Source, Tensor
 from ported_weights.tables.janus import TRANSFORMERS
 from varjax.errors import about, show
 from varjax.models.janus.config import OWN, PAD, JanusConfig
@@ -38,7 +38,7 @@ VQ_NAMES = {  # in the section of the image tokenizer: the tokenizer's own
 def original(
     given: Mapping,
     file: Path,
-    weights: Callable[[], Mapping[str, Tensor]],
+    weights: Callable[[], Source],
     say: Callable[[str], None],
 ) -> Mapping:
     """Return what the configuration `file` holds in the original's names. A file that is not of
@@ -49,7 +49,7 @@ def original(
     """
     if given.get("model_type") != KIND:
         return given
-    tensors, inside = weights(), JanusConfig.inside
+    tensors, inside = weights().tensors, JanusConfig.inside
     with about(file):
         text, vq = inside(given, "text_config"), inside(given, "vq_config")
         for name, wanted in KINDS.items():

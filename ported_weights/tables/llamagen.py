@@ -35,43 +35,33 @@ def transformer_rules(
     config: LlamaGenConfig, names: Collection[str] = ()
 ) -> list[Rule | Ignore | Refuse]:
     """Return the rule table of a transformer."""
+    if config.condition == "labels":
+        condition = [
+            Rule(r"cls_embedding\.embedding_table\.weight", "class_embedding"),
+            Refuse(_TEXT, "the configuration says model_type c2i, the weights t2i"),
+        ]
+    else:
+        condition = [
+            Rule(r"cls_embedding\.uncond_embedding", "unconditional_text"),
+            product(r"cls_embedding\.cap_proj\.fc1", "text_proj1"),
+            product(r"cls_embedding\.cap_proj\.fc2", "text_proj2"),
+            Refuse(_LABELS, "the configuration says model_type t2i, the weights c2i"),
+        ]
+    layers = [product(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()]
+    for number, name in enumerate(("w1", "w3")):  # side by side in one product here
+        source = rf"{_N}feed_forward\.{name}"
+        layers.append(product(source, "blocks/gate_up", 1, (number, (1, 1))))
     return [
-        *_condition(config),
+        *condition,
         Rule(r"tok_embeddings\.weight", "token_embedding"),
-        *_layers(),
+        *layers,
+        Rule(rf"{_N}attention_norm\.weight", "blocks/attention_norm", stack=1),
+        Rule(rf"{_N}ffn_norm\.weight", "blocks/feed_forward_norm", stack=1),
         Rule(r"norm\.weight", "norm"),
         product("output", "head"),
         Ignore(r"freqs_cis", "cosines and sines of positions, which follow from the configuration"),
         Ignore(_N + r"attention\.kv_cache\..*", "the cache of a run"),
         Ignore(r"causal_mask", "the mask of a run"),
-    ]
-
-
-def _layers() -> list[Rule]:
-    """Return the rules for what every layer has."""
-    rules = [product(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()]
-    for number, name in enumerate(("w1", "w3")):  # side by side in one product here
-        source = rf"{_N}feed_forward\.{name}"
-        rules.append(product(source, "blocks/gate_up", 1, (number, (1, 1))))
-    return [
-        *rules,
-        Rule(rf"{_N}attention_norm\.weight", "blocks/attention_norm", stack=1),
-        Rule(rf"{_N}ffn_norm\.weight", "blocks/feed_forward_norm", stack=1),
-    ]
-
-
-def _condition(config: LlamaGenConfig) -> list[Rule | Refuse]:
-    """Return the rules for class embeddings or for the projection of texts."""
-    if config.condition == "labels":
-        return [
-            Rule(r"cls_embedding\.embedding_table\.weight", "class_embedding"),
-            Refuse(_TEXT, "the configuration says model_type c2i, the weights t2i"),
-        ]
-    return [
-        Rule(r"cls_embedding\.uncond_embedding", "unconditional_text"),
-        product(r"cls_embedding\.cap_proj\.fc1", "text_proj1"),
-        product(r"cls_embedding\.cap_proj\.fc2", "text_proj2"),
-        Refuse(_LABELS, "the configuration says model_type t2i, the weights c2i"),
     ]
 
 
@@ -81,13 +71,18 @@ def _condition(config: LlamaGenConfig) -> list[Rule | Refuse]:
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
     """Return the rule table of a tokenizer for a file with these `names`. Without `has_encoder`,
     what only the encoder needs is ignored."""
+
+    def check_used(used: np.ndarray) -> str | None:
+        shown = f"has shape {list(used.shape)} instead of [{_USED}]: these are other weights"
+        return None if used.shape == (_USED,) else shown
+
     middle = re.compile(r"(encoder|decoder)\.mid\.attn_1\.")
     renamed = {} if any(map(middle.match, names)) else _RENAMED
     linear = "kernel", "conv1x1_to_linear"
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
         *layer("post_quant_conv", "post_quant_conv", *linear),
-        Ignore(r"quantize\.codebook_used", "statistics of the training run", _check_used),
+        Ignore(r"quantize\.codebook_used", "statistics of the training run", check_used),
         *_coder("decoder", "up", len(config.ch_mult), renamed),
     ]
     if config.has_encoder:
@@ -109,9 +104,3 @@ def _coder(net: str, kind: str, count: int, renamed: Mapping[str, str]) -> list[
         return pattern
 
     return vq_rules(net, [rf"{kind}\.{i}" for i in range(count)], published)
-
-
-def _check_used(used: np.ndarray) -> str | None:
-    if used.shape == (_USED,):
-        return None
-    return f"has shape {list(used.shape)} instead of [{_USED}]: these are other weights"

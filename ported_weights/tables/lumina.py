@@ -62,15 +62,12 @@ def with_units(given: Mapping) -> Mapping:
     ones, or where its context is shorter the largest square that fits."""
     model = given.get("model", given)
     prompt = given.get("prompt_tokens", LuminaConfig.prompt_tokens)
-    side = llama.side_that_fits(model, prompt, _image_tokens, LuminaConfig.units[0])
+    side = llama.side_that_fits(
+        model, prompt, lambda n: PATCH * n * (PATCH * n + 1), LuminaConfig.units[0]
+    )  # new lines included
     own = model if isinstance(model, Mapping) else {}
     fits = "units" in given or "units" in own or side is None
     return given if fits else {**given, "units": [side, side]}
-
-
-def _image_tokens(units: int) -> int:
-    """Tokens of a square image, new lines included."""
-    return PATCH * units * (PATCH * units + 1)
 
 
 def with_image_ids(config: LuminaConfig, file: str | None, folders: Sequence[Path]) -> LuminaConfig:

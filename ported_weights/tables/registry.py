@@ -146,20 +146,18 @@ class CustomDefaults:
     transformer's weights.
 
     Attributes:
-      example: a transformer's configuration, for messages.
-      tokenizer_files: names of the published tokenizers, for messages.
       tokenizer: function of the transformer's arguments that returns the arguments of the published
         tokenizer, and what that is in words.
       sampling: function of the transformer's configuration that returns recommended sampling.
+      tokenizer_files: names of the published tokenizers, for messages.
       adapt: function (codec's configuration, transformer's, say) that returns the codec's
         configuration under the transformer's; `UserError` if that is impossible.
-      prepare: function of the transformer's arguments that returns them with what is left out and
-        must not have the released value.
       is_whole: whether a configuration file describes the whole model, as a published config.json
         does, which is then read where none is given; otherwise it may hold several configurations,
         one of which is chosen.
-      translate: function (what a configuration file holds, its path, a function that opens the
-        weights, say) that returns it in the original's names; for files in another form.
+      translate: function (what a configuration file of a whole model holds, its path, a function
+        that opens the weights, say) that returns it in the original's names, with what is left out
+        and must not have the released value.
       codec_prefixes: what may be before the names of the image tokenizer, if the transformer's
         files hold it.
       prompt_tokenizers: names under which tokenizers of prompts lie beside weights, best first.
@@ -167,12 +165,10 @@ class CustomDefaults:
         that returns the configuration with what only other files say. None: nothing is elsewhere.
     """
 
-    example: str
-    tokenizer_files: str
     tokenizer: Callable[[Mapping], tuple[dict, str]]
     sampling: Callable[[object], Mapping]
+    tokenizer_files: str = ""
     adapt: Callable = lambda codec, transformer, say: codec
-    prepare: Callable[[Mapping], Mapping] = lambda given: given
     is_whole: bool = False
     translate: Callable = lambda given, file, weights, say: given
     codec_prefixes: Sequence[str] = ()
@@ -183,10 +179,6 @@ class CustomDefaults:
 # By the name of the `Family`.
 CUSTOM_DEFAULTS = {
     "var": CustomDefaults(
-        example=(
-            '{"num_classes": 1000, "depth": 16, "embed_dim": 1024, "num_heads": 16,'
-            ' "attn_l2_norm": true, "patch_nums": [1, 2, 3]}'
-        ),
         tokenizer_files="vae_ch160v4096z32.pth",
         tokenizer=lambda given: ({}, "4096 codes, 32 channels"),
         # guidance as published, no filters
@@ -194,10 +186,6 @@ CUSTOM_DEFAULTS = {
         adapt=codecs.under_schedule,
     ),
     "infinity": CustomDefaults(
-        example=(
-            '{"depth": 32, "embed_dim": 2048, "num_heads": 16, "block_chunks": 8,'
-            ' "text_channels": 2048, "text_maxlen": 512}'
-        ),
         tokenizer_files="infinity_vae_d32reg.pth or infinity_vae_d56_f8_14_patchify.pth",
         tokenizer=codecs.published_tokenizer,
         sampling=lambda config: (
@@ -205,32 +193,24 @@ CUSTOM_DEFAULTS = {
         ),
     ),
     "llamagen": CustomDefaults(
-        example=(
-            '{"model_type": "c2i", "num_classes": 1000, "n_layer": 36, "dim": 1280, "n_head": 20,'
-            ' "block_size": 576}'
-        ),
         tokenizer_files="vq_ds16_c2i.pt or vq_ds16_t2i.pt",
         tokenizer=lambda given: ({}, "16384 codes of 8 channels, 16 pixels per token"),
         sampling=registry.llamagen_sampling,
     ),
     "janus": CustomDefaults(
-        example="the config.json that is published with the weights",
-        tokenizer_files="the files of the transformer hold it",
         tokenizer=janus.codec_arguments,
         sampling=lambda config: registry.JANUS_SAMPLING,
-        prepare=janus.with_grid,
         is_whole=True,
-        translate=janus_transformers.original,
+        translate=lambda *given: janus.with_grid(janus_transformers.original(*given)),
         codec_prefixes=janus.CODECS,
         prompt_tokenizers=("tokenizer.json",),
     ),
     "lumina": CustomDefaults(
-        example="the config.json that is published with the weights",
         tokenizer_files="vqgan.ckpt of Meta's Chameleon, in its folder tokenizer",
         tokenizer=lumina.codec_arguments,
         sampling=registry.lumina_sampling,
-        prepare=lumina.with_units,
         is_whole=True,
+        translate=lambda given, *more: lumina.with_units(given),
         prompt_tokenizers=lumina.TOKENIZERS,
         complete=lumina.with_image_ids,
     ),

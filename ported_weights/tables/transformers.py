@@ -7,11 +7,12 @@ keep the published order: two gates, two scales, two shifts. So do the head's tw
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, product, zero_key_bias
+from varjax.errors import some
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.models.var.transformer import VARConfig
 from varjax.schedule import Schedule
@@ -53,48 +54,30 @@ def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule 
 
 def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ignore | Refuse]:
     """Return the rule table of VAR."""
+    multiplier, offset, own = _N + r"attn\.scale_mul_1H11", _N + r"ada_gss", _N + r"ada_lin\.1"
+    if config.attn_l2_norm:  # of queries, with a learned multiplier per head, (1, N, 1, 1)
+        scale = Rule(multiplier, "blocks/log_scale", "flatten", stack=1)
+    else:
+        scale = Refuse(multiplier, "the configuration says attn_l2_norm false, the weights true")
+    if config.shared_aln:  # one projection for all layers, and an offset (1, 1, 6, D) in each
+        modulation = [
+            *linear(r"shared_ada_lin\.1", "shared_modulation"),
+            Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
+            Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
+        ]
+    else:
+        reason = "the configuration says shared_aln false, the weights true"
+        modulation = linear(own, "blocks/modulation", stack=1)
+        modulation += [Refuse(rf"{offset}|shared_ada_lin\..*", reason)]
     return [
         Rule(r"class_emb\.weight", "class_embedding"),
         Rule(r"pos_1LC", "position_embedding", "drop_axis"),
         *_around_layers(),
         *_layers(_N, "attn", 1, "VAR"),
-        *_attention_scale(config),
-        *_modulation(config),
+        scale,
+        *modulation,
         Ignore("attn_bias_for_masking", "the block-causal mask, which follows from the schedule"),
         Ignore("lvl_1L", "the scale of every token", lambda a: _disagrees(a, config.schedule)),
-    ]
-
-
-def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
-    """Return the rule for the learned multiplier per head, (1, N, 1, 1).
-
-    Only models that normalise their queries have it.
-    """
-    name = _N + r"attn\.scale_mul_1H11"
-    if config.attn_l2_norm:
-        return [Rule(name, "blocks/log_scale", "flatten", stack=1)]
-    return [Refuse(name, "the configuration says attn_l2_norm false, the weights true")]
-
-
-def _modulation(config: VARConfig) -> list[Rule | Refuse]:
-    """Return the rules for AdaLN.
-
-    There is one projection for all layers and an offset (1, 1, 6, D) in each layer, or a projection
-    in each layer.
-    """
-    offset, own = _N + r"ada_gss", _N + r"ada_lin\.1"
-    if config.shared_aln:
-        return [
-            *linear(r"shared_ada_lin\.1", "shared_modulation"),
-            Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
-            Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
-        ]
-    return [
-        *linear(own, "blocks/modulation", stack=1),
-        Refuse(
-            rf"{offset}|shared_ada_lin\..*",
-            "the configuration says shared_aln false, the weights true",
-        ),
     ]
 
 
@@ -103,14 +86,11 @@ def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
     if np.array_equal(levels.reshape(-1), schedule.scale_of_token):
         return None
     _, counts = np.unique(levels, return_counts=True)
+    there, wanted = (some(map(str, numbers)) for numbers in (counts, schedule.tokens))
     return (
-        f"belongs to another schedule: tokens per scale {_listed(counts)} in the weights,"
-        f" {_listed(schedule.tokens)} by the configuration (patch_nums)"
+        f"belongs to another schedule: tokens per scale {there} in the weights, {wanted} by the"
+        " configuration (patch_nums)"
     )
-
-
-def _listed(counts: Sequence[int] | np.ndarray) -> str:
-    return ", ".join(str(c) for c in counts[:20]) + (", ..." if len(counts) > 20 else "")
 
 
 def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:

@@ -204,7 +204,4 @@ def test_measured_calibration():
     np.testing.assert_allclose(found.beta.sum(-1), 1, atol=1e-5)
     assert found.num_samples == 4 and (found.rank_dispersion == 0).all()  # greedy: the same images
     assert np.isfinite(scas(found.beta, 1)[..., 1:-1]).all()
-    assert found.patterns.shape[1:] == (32, len(found.pattern_edges) - 1)
-    np.testing.assert_allclose(found.patterns.sum(-1), 1, atol=5e-3)  # four digits each
-    assert len({tuple(h) for h in found.pattern_heads.tolist()}) == len(found.pattern_heads)
     assert (found.selectivity[:, 0] == 0).all() and (found.selectivity[:, 1:] > 0).all()

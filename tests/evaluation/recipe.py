@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from ported_weights.convert import convert_network
+from ported_weights.convert import convert_part
 from tests.models_under_test import MODELS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eval"
@@ -95,5 +95,5 @@ def convert(model: str, folder: Path) -> Path:
     if net != model:
         options["heads_source"] = str(FIXTURES / f"{net}_heads.pth")
     save_file(inception() if net == model else lpips_backbone(net), source)
-    convert_network(model, str(source), str(out), say=quiet, **options)
+    convert_part(model, str(source), str(out), say=quiet, **options)
     return out

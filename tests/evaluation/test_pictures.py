@@ -113,7 +113,7 @@ ARRAYS = {
     "one": ({"arr_0": np.zeros((4, 4, 3), np.uint8)}, r"\[4, 4, 3\]"),
     "other": ({"images": np.zeros(3)}, "no array `arr_0`: it holds images"),
     "columns": ({"arr_0": np.asfortranarray(some_pictures(2))}, "columns first"),
-    "number": ({"arr_0": np.uint8(3)}, "another size"),
+    "number": ({"arr_0": np.uint8(3)}, "has no rows"),
 }
 
 
@@ -152,8 +152,7 @@ def test_pairs_are_found_by_name_or_number(tmp_path):
     np.savez(tmp_path / "d.npz", arr_0=images[[2, 0, 3, 1]], numbers=np.array([2, 0, 3, 1]))
     shuffled = PictureArray(tmp_path / "d.npz")
     for other in (padded, shuffled):
-        ours, theirs = paired(by_number, other)
-        for i, j in zip(ours, theirs, strict=True):
+        for i, j in enumerate(paired(by_number, other)):
             np.testing.assert_array_equal(by_number.read(i, i + 1), other.read(j, j + 1))
     with pytest.raises(UserError, match="paired by number or name.*p0, p1, p2, p3"):
         paired(by_number, named)

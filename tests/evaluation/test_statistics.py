@@ -10,9 +10,9 @@ from varjax.errors import UserError
 from varjax.evaluation import statistics
 from varjax.evaluation.statistics import (
     Gaussian,
-    InceptionScore,
     Moments,
     frechet,
+    inception_scores,
     precision_recall,
     squared_radii,
 )
@@ -79,10 +79,8 @@ def logits_of(case: str) -> np.ndarray:
 
 
 def scores(logits: np.ndarray, splits: np.ndarray) -> np.ndarray:
-    score = InceptionScore(splits)
-    for start in range(0, len(logits), 23):
-        score.add(logits[start : start + 23])
-    return score.scores()
+    blocks = (logits[start : start + 23] for start in range(0, len(logits), 23))
+    return inception_scores(blocks, splits)
 
 
 @pytest.mark.parametrize("case", SCORES)

@@ -3,7 +3,7 @@
 import html.parser
 import re
 
-SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
+SECTIONS = "table fidelity pictures bytes density discrepancy pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}
 
 

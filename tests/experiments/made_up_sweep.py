@@ -89,10 +89,6 @@ def write_calibration(path: pathlib.Path) -> None:
         key_discrepancy=rng.uniform(size=(layers, scales)),
         query_variance=rng.uniform(size=(layers, heads)),
         selectivity=rng.uniform(size=(layers, scales)),
-        pattern_heads=np.array([[0, 1], [3, 2]], np.int32),
-        patterns=rng.uniform(size=(2, 4, 15)),
-        pattern_scale=3,
-        pattern_edges=np.arange(0, 32, 2, dtype=np.int32)[:16],
         rank_dispersion=rng.uniform(size=4),
     )
     measured.save(made, path)

@@ -56,26 +56,6 @@ def test_a_damaged_cell_is_run_again(kept, keep):
     assert runner.results(cell) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"row": {"plan": "another"}},
-        {"row": {"policy": "streaming"}},
-        {"row": {"policy_args": {}}},
-        {"row": {"budget": 0.25}},
-        {"row": []},
-    ],
-    ids=[*range(5)],
-)
-def test_so_is_one_with_other_content(kept, change):
-    runner, cell, row, arrays = kept
-    change = dict(change)
-    other = change.pop("row", {})
-    arrays = {name: array for name, array in (arrays | change).items() if array is not None}
-    runner.keep(cell, row | other if isinstance(other, dict) else other, arrays)
-    assert runner.results(cell) is None
-
-
 def test_so_is_one_of_another_name(kept):
     runner, cell, *_ = kept
     path = runner.path(cell)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.batch_files import Series
-from experiments.evaluate import features
+from experiments.evaluate import sets as evaluated
 from experiments.output import BatchStore
 from tests.experiments.together import loaded, start, stored
 from varjax.evaluation.statistics import Moments
@@ -154,7 +154,7 @@ def ended_after(monkeypatch, owner, name):
 
 def test_sigterm_ends_an_evaluation_after_a_part(call, sets, tmp_path, monkeypatch):
     """Schedulers send it before they take a machine away."""
-    monkeypatch.setattr(features, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(evaluated, "LEAST_CHUNK", 4)
     flags = (sets[0], sets[2], *EVALUATE, "--batch_size=2")
     before = signal.getsignal(signal.SIGTERM)
     ended_after(monkeypatch, BatchStore, "add")
@@ -179,6 +179,7 @@ def test_sums_do_not_depend_on_files(sizes, monkeypatch):
         series={"samples": Series(5000, 1, {"pool": (rows.dtype, (1,))})},
         batches=lambda name: ((None, {"pool": file}) for file in files),
     )
-    assert features.gaussian(store, "samples", "pool").mean == pytest.approx(rows.mean())
+    job = SimpleNamespace(sides={"samples": SimpleNamespace(statistics=None)})
+    assert evaluated.gaussian(job, store, "samples", "pool").mean == pytest.approx(rows.mean())
     assert list(map(len, found)) == [2048, 2048, 904]
     np.testing.assert_array_equal(np.concatenate(found), rows)

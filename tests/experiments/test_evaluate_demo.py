@@ -26,7 +26,7 @@ def test_features_of_the_demos_classifier(call, tmp_path):
     files = [f"--{name}={tmp_path / name}.npz" for name in ("samples", "reference")]
     out = tmp_path / "out"
     status, text, err = call("evaluate", *files, "--features=demo", f"--out={out}")
-    assert status == 0 and "FID" not in text and "class agreement  " in text, err
+    assert status == 0 and "fid" not in text and "class_agreement  " in text, err
     found, network = (
         json.loads((out / "metrics.json").read_text(encoding="utf-8")),
         extractors.open_classifier(),

@@ -16,6 +16,7 @@ from tests.experiments import made_up_sweep
 from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.policies import HeatKV
 
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
@@ -52,7 +53,7 @@ def test_everything_is_there_in_one_file(call, sweep, calibration, tmp_path):
     assert len(text) < 2 * 2**20
     assert 'class="missing">There' not in text and "Every stored scale" not in text
     assert "KV-cache policies on made <up>" in found.texts and "KL <i>" in found.texts
-    for source in ("AMS-KV, Figure 4", "AMS-KV, Figure 6", *(f"HeatKV, Figure {i}" for i in "346")):
+    for source in ("AMS-KV, Figure 4", "AMS-KV, Figure 6", *(f"HeatKV, Figure {i}" for i in "46")):
         assert source in " ".join(text.split())
     assert "20.0 dB, SSIM 0.900" in text and "identical" in text
     pictures = [r for r in found.resources if r.startswith("data:image")]
@@ -66,7 +67,7 @@ def test_everything_is_there_in_one_file(call, sweep, calibration, tmp_path):
     assert call("report", *flags, "--overwrite", "--images=1")[0] == 0
     text = out.read_text(encoding="utf-8")
     check_self_contained(text)
-    assert text.count("python -m experiments.calibrate") == 5
+    assert text.count("python -m experiments.calibrate") == 4
     assert "--stability=10" in text and "1 more samples" in text
     shutil.copy(calibration, sweep / "calibration.json")
     assert call("report", *flags, "--overwrite")[0] == 0  # the sweep's own calibration
@@ -163,7 +164,7 @@ def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
     )
     assert 'aria-sort="ascending"' in document
     counts = [int(n) for n in re.search(r'data-charts="([^"]*)"', root)[1].split()]
-    assert counts[1:4] == [4, 0, 1] and counts[4:7] == [1, 1, 2] and counts[-1] == 1, root
+    assert counts[1:4] == [4, 0, 1] and counts[4:6] == [1, 1] and counts[-1] == 1, root
     assert int(re.search(r'data-faint="(\d+)"', root)[1]) > 0
     # the last choices: a policy that was skipped, and one that was not run at this budget
     assert re.search(r'<div class="tile" data-policy="heatkv"\s*>\s*<p class="absent">', document)
@@ -179,7 +180,7 @@ def test_attention_density_is_the_papers():
     attention = rng.dirichlet(np.ones(sum(tokens)), size=(3, 4, tokens[-1]))
     beta = np.zeros((3, 4, 5, 5))
     beta[..., -1, :] = np.add.reduceat(attention.mean(-2), GEOMETRY.schedule.starts, axis=-1)
-    found = calibration_charts.attention_density(beta, tokens)
+    found = Calibration(schedule=GEOMETRY.schedule, beta=beta).attention_density
     for i, (start, end) in enumerate(
         zip(GEOMETRY.schedule.starts, GEOMETRY.schedule.ends, strict=True)
     ):

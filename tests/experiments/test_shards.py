@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from experiments.shards import Shard
+from experiments.parts import Shard
 from tests.unfinished_runs import tree
 from varjax.errors import UserError
 from varjax.generator import Generator
@@ -160,7 +160,7 @@ def foreign(path):
         (remove, "lacks 1 of 2 parts"),
         (double, "another division"),
         (surplus, "is no part of a run"),
-        (other_flags, "other settings than the first one (seed 1, now 0)"),
+        (other_flags, "with other settings (seed 1, now 0)"),
         (flip("main-00000002.npz"), "lacks image 2"),
         (flip("part.npz"), "is damaged"),
         (unfinished, "is not finished"),

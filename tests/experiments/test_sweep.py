@@ -202,7 +202,7 @@ LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" *
 
 
 def test_any_label_can_be_written_and_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `eval`)")
+    pytest.importorskip("vl_convert", reason="vl_convert is not installed (extra `eval`)")
     made_up_sweep.write(tmp_path / "sweep")
     report = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
     report["settings"]["calibration"] = None

@@ -1,11 +1,8 @@
 """The table of chips, and what is said about compilers that are missing."""
 
-import re
-import shlex
-
 import pytest
 
-from pallas_kernels import chips, compilers
+from pallas_kernels import chips
 
 
 def test_names():
@@ -35,8 +32,8 @@ def test_numbers_are_of_the_right_order(chip):
 def test_devices_or_the_reason(chip):
     why = chips.why_unavailable(chip.name)
     if why:
-        assert "pip install" in why
-        with pytest.raises(NotImplementedError, match="pip install"):
+        assert "make aot-venv" in why
+        with pytest.raises(NotImplementedError, match="make aot-venv"):
             chips.compile_only_devices(chip.name)
         pytest.skip(why)
     for count in (1, 3, 8, 16, 256):
@@ -47,22 +44,17 @@ def test_devices_or_the_reason(chip):
 
 def versions(monkeypatch, **installed):
     found = {name.replace("_", "-"): version for name, version in installed.items()}
-    monkeypatch.setattr(compilers, "_version", found.get)
-    monkeypatch.setattr(compilers, "_has_ptxas", lambda: False)
+    monkeypatch.setattr(chips, "_version", found.get)
+    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
 
 
 def test_all_that_is_missing_is_said_at_once(monkeypatch):
-    """One command installs it, instead of the next missing package after each."""
+    """One command makes an environment, instead of the next missing package after each."""
     versions(monkeypatch, jaxlib="0.10.2")
     why = chips.why_unavailable("v5e", "h200", "tpu-v6e", "a100")
     assert why.startswith("tpu-v5e, tpu-v6e: libtpu is not installed; h200, a100: JAX's CUDA")
-    assert "run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python" in why
-    assert "ptxas is not here" in why and why.count("pip install") == 1
-    packages = shlex.split(re.search("`pip install --no-deps (.*)`", why)[1])
-    cuda = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt"]
-    plugin = ["jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"]
-    assert packages[0].partition("==")[0] == "libtpu" and packages[1:] == plugin + cuda
-    assert packages == compilers.missing_packages("tpu", "gpu")
+    assert why.count("run `make aot-venv` in the folder of varjax, then .venv-aot/bin/python") == 1
+    assert "plugin 0.10.2 is not installed" in why and "ptxas is not here" in why
     versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42")
     assert chips.why_unavailable("v5e", "v6e") is None
     assert "tpu" not in chips.why_unavailable("v5e", "h200")

@@ -88,4 +88,4 @@ def test_files_that_come_with_the_package_are_sound():
         found = json.loads(path.read_text())
         kind, operation, name = (found[n] for n in ("device", "operation", "implementation"))
         assert (path.parent.name, path.stem) == (kind, operation)
-        assert config.read_tuned(kind, operation, name)
+        assert config.tuned(kind, operation, name)

@@ -14,7 +14,6 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
-from pallas_kernels.sample import operands
 from pallas_kernels.token_specs import abstract_token_arguments
 from varjax.engine.cost import program_cost
 
@@ -50,17 +49,15 @@ def test_attend_int8():
 def test_attend_token():
     """6 heads of 40 slots; positions of 4 bytes, sums read and written, two scales per slot."""
     query, slots = abstract_token_arguments(SPEC, 40)
-    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     queries, held = 2 * 6 * 64 * 2, 240 * 128
-    found = counted(estimates.attend_token(*given))
+    found = counted(estimates.attend_token(query, slots))
     assert found == (4 * 240 * 64, 240, queries + 2 * held + 4 * 240 + 8 * 240)
-    stored = estimates.attend_token(*given, stored=8)  # 8 of 40 slots written, k and v read
-    more = stored.bytes_accessed - estimates.attend_token(*given).bytes_accessed
+    stored = estimates.attend_token(query, slots, stored=8)  # 8 of 40 slots written, k and v read
+    more = stored.bytes_accessed - estimates.attend_token(query, slots).bytes_accessed
     assert more == 6 * 8 * 128 * 2 + 2 * 6 * 64 * 2
     query, slots = abstract_token_arguments(INT8, 40, sums=False, shared=True)
-    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     moved = queries + held + 4 * 80 + 8 * 240
-    assert estimates.attend_token(*given).bytes_accessed == moved
+    assert estimates.attend_token(query, slots).bytes_accessed == moved
 
 
 def test_compilers_are_told_the_estimate():
@@ -183,6 +180,6 @@ def test_choosing_counts_vector_operations(top_k, top_p, passes):
     """Two rows of each of three tokens of 128: 3 operations a pass and 8 once, each as long as 30
     of a matrix product; logits, noise and tokens are moved."""
     logits, noise = (jax.ShapeDtypeStruct((rows, 3, 128), jnp.float32) for rows in (2, 1))
-    found = operands.estimate(logits, noise, top_k, top_p)
+    found = estimates.sample(logits, noise, top_k, top_p)
     assert found.flops == 3 * 128 * (3 * passes + 8) * 30
     assert found.bytes_accessed == 4 * (2 * 3 * 128 + 3 * 128 + 3)

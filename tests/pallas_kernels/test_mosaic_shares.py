@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import mosaic_products
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.ragged_attention import config
-from pallas_kernels.ragged_attention.mosaic_shares import Shares
+from pallas_kernels.ragged_attention.mosaic_gpu import Shares
 
 D30 = SPECS["var-d30-t256"]
 CORES = 132  # multiprocessors of an H100

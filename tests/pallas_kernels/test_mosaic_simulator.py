@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
-from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_shares
+from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
 from tests.pallas_kernels import copy_rules, gpu_simulation
@@ -97,7 +97,7 @@ SEVERAL = {  # more steps than places
 @pytest.mark.parametrize("spec", SEVERAL.values(), ids=SEVERAL)
 def test_several_tiles_of_a_program(chip, spec, monkeypatch, capsys):
     """Programs go from tile to tile, of this head and of others. One has more tiles than others."""
-    monkeypatch.setattr(mosaic_shares, "programs_at_once", lambda *_: 3)
+    monkeypatch.setattr(mosaic_gpu.mosaic, "programs_at_once", lambda *_: 3)
     check_attend(spec, simulated(mosaic_gpu.attend, return_lse=True), capsys)
 
 

@@ -86,8 +86,8 @@ def by_hand(pool, slot, scale):
 
 def check(case, run, way="some") -> None:
     pool, slot, scale = problem(*case, way)
-    moved = jax.jit(lambda pool, scale, slot: run(HeadSlots(pool, scale=scale), slot))
-    slots = jax.block_until_ready(moved(pool, scale, slot))
+    moved = jax.jit(lambda pool, scale, slot: run([HeadSlots(pool, scale=scale)], slot))
+    [slots] = jax.block_until_ready(moved(pool, scale, slot))
     found, scales = slots.pool, slots.scale
     expected, expected_scales = by_hand(pool, slot, scale)
     assert found.dtype == pool.dtype
@@ -97,12 +97,12 @@ def check(case, run, way="some") -> None:
         np.testing.assert_array_equal(bits(scales), bits(expected_scales))
 
 
-interpreted = partial(tpu.move, interpret=True)
+interpreted = partial(tpu.move_all, interpret=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reference(way):
-    check(CASES["int8"], reference.move, way)
+    check(CASES["int8"], reference.move_all, way)
 
 
 @pytest.mark.parametrize(("name", "way"), EACH)
@@ -119,7 +119,7 @@ def test_every_bit_moves():
     pool = with_plain_nan(pool)
     pool[..., 128:, :] = pool[..., 128:, ::-1]
     slot = np.random.default_rng(0).permuted(np.tile(np.arange(128), (1, 4, 1)), axis=-1)
-    found = interpreted(HeadSlots(jnp.asarray(pool)), jnp.asarray(slot, jnp.int32))
+    [found] = interpreted([HeadSlots(jnp.asarray(pool))], jnp.asarray(slot, jnp.int32))
     expected, _ = by_hand(pool, slot, None)
     np.testing.assert_array_equal(bits(found.pool), bits(expected))
 
@@ -133,7 +133,7 @@ def test_heads_of_a_row_in_several_steps():
 
 @pytest.mark.parametrize("cores", CORES)
 def test_simulated(cores):
-    check(CASES["int8"], simulated(tpu.move, cores))
+    check(CASES["int8"], simulated(tpu.move_all, cores))
     assert not has_races()
 
 
@@ -145,7 +145,7 @@ def test_slots_that_nothing_comes_to_need_not_be_written(name):
     written = tpu._written(pool, slots - last, None)
     assert slots - last <= written < slots or dtype == "int8"
     assert tpu._written(pool, None, None) == tpu._written(pool, slots - last, True) == slots
-    check(CASES[name], simulated(tpu.move, below=slots - last), "every")
+    check(CASES[name], simulated(tpu.move_all, below=slots - last), "every")
     assert not has_races()
 
 
@@ -208,7 +208,7 @@ def traced(name, platform, monkeypatch, dtype="bfloat16", width=128, slots=40) -
 
     def run(pool, slot):
         below = pool.shape[2] - slot.shape[2]
-        return slot_moves.move(HeadSlots(pool), slot, below=below, implementation=name)
+        return slot_moves.move_all([HeadSlots(pool)], slot, below=below, implementation=name)
 
     return has_kernel(jax.make_jaxpr(run)(pool, slot))
 

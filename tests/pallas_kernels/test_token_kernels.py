@@ -100,10 +100,10 @@ def test_tpu_what_empty_slots_spoil_is_seen(monkeypatch):
 # --- Mosaic GPU -----------------------------------------------------------------------------------
 
 
-def simulated(programs: int, steps=None, **options):
+def simulated(programs: int):
     """The GPU kernel in the simulator, with so many programs."""
-    few = replace(steps or mosaic_slots.Steps(32), programs=programs)
-    return partial(mosaic_gpu.attend, interpret=gpu_simulation.params(), steps=few, **options)
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": programs}
+    return partial(mosaic_gpu.attend, **how)
 
 
 @gpu_simulation.needed

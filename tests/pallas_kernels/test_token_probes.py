@@ -15,7 +15,6 @@ from pallas_kernels.token_attention import (
     NewToken,
     Probe,
     mosaic_gpu,
-    mosaic_slots,
     reference,
     tpu,
     tpu_scores,
@@ -61,7 +60,7 @@ def check(spec, options, store_and_attend, scores) -> None:
     for ours, right in ((out, plain), (found.pool, stored.pool), (found.mass, stored.mass)):
         if right is not None:
             np.testing.assert_array_equal(in_bits(ours), in_bits(right))
-    expected = scores(query.probe.mean[:, :, None], stored, 0)[:, :, 0]
+    expected = scores((query.probe.total / query.probe.count)[:, :, None], stored, 0)[:, :, 0]
     np.testing.assert_array_equal(in_bits(found.scores), in_bits(expected))
     assert found.scores.dtype == jnp.float32 and stored.scores is None
 
@@ -104,12 +103,14 @@ ON_THE_WAY = {
 def test_mosaic_simulated(name, monkeypatch, capsys):
     """Two programs, in steps of 32 slots. Scores are those of plain JAX but for the order of their
     sums."""
-    few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
-    how = {"interpret": gpu_simulation.params(), "steps": few}
+    broken = copy_rules.watch(monkeypatch)
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": 2}
     run = jax.jit(partial(mosaic_gpu.store_and_attend, **how))
     query, held, token = problem(*ON_THE_WAY[name])
     plain, stored = run(without(query), replace(held, scores=None), token)
-    expected = reference.scores(query.probe.mean[:, :, None], stored, 0)[:, :, 0]
+    expected = reference.scores((query.probe.total / query.probe.count)[:, :, None], stored, 0)[
+        :, :, 0
+    ]
     for asked in (True, False):
         probe = replace(query.probe, wanted=jnp.bool_(asked))
         out, found = run(replace(query, probe=probe), held, token)

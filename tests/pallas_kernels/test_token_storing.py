@@ -16,7 +16,6 @@ from pallas_kernels.token_attention import (
     mosaic_gpu,
     mosaic_slots,
     reference,
-    storing,
     tpu,
     tpu_call,
 )
@@ -67,7 +66,7 @@ def check(spec, options, slots, store_and_attend) -> None:
     for slot in slots:
         (_, held), token = awaiting_token(query, before, slot), token_of(query, slot)
         out, found = jax.block_until_ready(run(query, held, token))
-        new = storing.store(held, token.k[:, :, None], token.v[:, :, None], token.slot)
+        new = reference.store(held, token.k[:, :, None], token.v[:, :, None], token.slot)
         for ours, right in ((found.pool, new.pool), (found.scale, new.scale)):
             if right is not None:
                 assert ours.dtype == right.dtype
@@ -101,8 +100,8 @@ def test_tpu_slots_in_use(spec, slots, used, those, most):
 @pytest.mark.parametrize(("spec", "options", "slots"), MARKED)
 def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
     """Two programs of three heads each, in steps of 32 slots."""
-    few, broken = mosaic_slots.Steps(32, programs=2), copy_rules.watch(monkeypatch)
-    how = {"interpret": gpu_simulation.params(), "steps": few}
+    broken = copy_rules.watch(monkeypatch)
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": 2}
     check(spec, options, slots, partial(mosaic_gpu.store_and_attend, **how))
     assert gpu_simulation.no_races(capsys)
     assert not broken, broken[:3]
@@ -112,8 +111,7 @@ def test_mosaic_simulated(spec, options, slots, monkeypatch, capsys):
 def test_mosaic_place_taken_too_early_is_seen(monkeypatch, capsys):
     """Without waiting until the token has left shared memory."""
     spec, options, slots = CASES["bfloat16"]
-    few = mosaic_slots.Steps(32, programs=1)
-    how = {"interpret": gpu_simulation.params(), "steps": few}
+    how = {"interpret": gpu_simulation.params(), "step": 32, "programs": 1}
     with pytest.raises(Exception, match=f"{gpu_simulation.RACE}|assert|AssertionError"):
         with monkeypatch.context() as patch:
             patch.setattr(mosaic_slots.plgpu, "commit_smem", lambda: None)

@@ -43,7 +43,7 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
-from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, storing  # noqa: E402
+from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, reference  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import abstract_token_arguments, only  # noqa: E402
 from pallas_kernels.tpu_operands import rounded  # noqa: E402
@@ -197,7 +197,7 @@ def decisions(held: HeadSlots, queries, stages):
         order = jnp.argsort(seen[..., :-8], axis=-1)[..., :8]
         target = jnp.where(order < number, held.pool.shape[2] + order, 1 + order)
         below = held.pool.shape[2] - 8
-        return slot_moves.move(held, target, below=below, implementation="tpu"), seen
+        return slot_moves.move_all([held], target, below=below, implementation="tpu")[0], seen
 
     return jax.lax.scan(stage, held, stages)
 
@@ -226,7 +226,7 @@ def program(case: str):
         (query, held), steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
         store = token_kernel.store_and_attend
         if "stored" not in case:
-            store = storing.in_two_steps(token_kernel.attend)
+            store = reference.in_two_steps(token_kernel.attend)
         shared = only(held, "position", "reach", "used")
         return partial(tokens, store), (only(held, *CHANGED), query, shared, steps), 0
     if operation == "stage":

@@ -9,6 +9,7 @@ import pytest
 
 from tests.policies.observations import DEMO
 from tests.policies.test_docs import EXAMPLE
+from tests.policies.test_registry import markdown_table
 from varjax import own_modules, policies
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
@@ -37,9 +38,7 @@ def test_a_file_anywhere(tmp_path):
     assert load_module(path) == ("best_attended",) == load_module(tmp_path / "my_policies.py")
     policy = get_policy("best_attended", 0.2, {"block_size": "4"})
     assert policy.budget == 0.2 and policy.needs.scale_mass and hash(policy)
-    assert (
-        "`best_attended` | best attended tokens | by scale | decided" in registry.markdown_table()
-    )
+    assert "`best_attended` | best attended tokens | by scale | decided" in markdown_table()
 
 
 def test_an_import_name(tmp_path, monkeypatch):

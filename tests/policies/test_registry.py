@@ -12,7 +12,7 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
-from varjax.policies.registry import markdown_table
+from varjax.policies.rule import Rule
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
@@ -76,6 +76,21 @@ def test_arguments_for_the_other_kind_of_model(name, argument, value, kind):
     policy = POLICIES[name](**{argument: value})
     with pytest.raises(UserError, match=f"^policy '{name}': {argument}=.* leave it out$"):
         policy.rule(kind)
+
+
+def markdown_table() -> str:
+    """The policy table of the README. Models draw by scale or by token."""
+    rows = ["| policy | keeps | models | contents | default budget |"]
+    rows.append("| --- | --- | --- | --- | --- |")
+    for name, cls in POLICIES.items():
+        policy, known = cls(), cls.select is Rule.select
+        contents = "known beforehand" if known else "decided per image"
+        kinds = [kind for kind in ("scales", "tokens") if cls.serves(kind)]
+        models = "both" if len(kinds) > 1 else f"by {kinds[0].removesuffix('s')}"
+        contents = policy.contents or (contents if policy.budgeted else "given")
+        budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
+        rows.append(f"| `{name}` | {policy.summary} | {models} | {contents} | {budget} |")
+    return "\n".join(rows)
 
 
 def test_readme_lists_all_policies():

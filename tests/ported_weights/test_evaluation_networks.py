@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ported_weights.convert import convert_network
+from ported_weights.convert import convert_part
 from tests.evaluation import recipe
 from varjax.errors import UserError
 from varjax.evaluation.extractors import open_inception, open_lpips
@@ -22,7 +22,7 @@ def weights():
 
 def converted(tmp_path, model, arrays, name="w.safetensors", **options):
     save_file(arrays, tmp_path / name)
-    convert_network(model, str(tmp_path / name), str(tmp_path / "out"), say=recipe.quiet, **options)
+    convert_part(model, str(tmp_path / name), str(tmp_path / "out"), say=recipe.quiet, **options)
     return tmp_path / "out"
 
 
@@ -35,7 +35,7 @@ def test_inception_from_a_torch_file(torch_zip, weights, tmp_path):
     }
     source = torch_zip.save(tmp_path / "w8.pth", weights | counters)
     lines = []
-    convert_network("inception-fid", str(source), str(tmp_path / "out"), say=lines.append)
+    convert_part("inception-fid", str(source), str(tmp_path / "out"), say=lines.append)
     assert "472 tensors read" in lines[0] and "94 counters of training steps ignored" in lines[0]
     network = open_inception(str(tmp_path / "out"), "tf1")
     assert network.widths == {"pool": 256, "spatial": 2023, "logits": 126}

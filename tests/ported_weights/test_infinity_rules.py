@@ -211,7 +211,7 @@ def test_configurations_that_do_not_fit(tmp_path, case):
         ("sampling", {"cfg": [1, 2]}, "cfg lists 2 numbers, the schedule has 13 scales"),
         ("class_names", ["a"], "1 class names, the model has 0 classes"),
         ("tokenizer_source", None, "published for Infinity: infinity_vae_d32reg.pth"),
-        ("config", None, 'for example {"depth": 32'),
+        ("config", None, "docs/howto/port.md has one of each family"),
         ("source", "weights.pth", r"several configurations \(bsqvae_p16.*'weights.pth'"),
     ],
 )

@@ -120,16 +120,6 @@ def test_wrong_indices(tmp_path, torch_zip, case):
         open_source(tmp_path)
 
 
-def test_a_shard_that_the_index_does_not_name(tmp_path):
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for name in names:
-        save_file({name[:11]: ARRAYS["a.weight"]}, tmp_path / name)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {names[0][:11]: names[0]}}))
-    with pytest.raises(UserError, match="model-00002-of-00002.safetensors lies beside them"):
-        open_source(tmp_path)
-
-
 def test_a_checkpoint_of_lightning(tmp_path, torch_zip):
     """With the states of its callbacks under their classes, an optimiser, and its arguments."""
     name = torch_zip.Name("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint")

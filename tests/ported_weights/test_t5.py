@@ -41,7 +41,7 @@ def published(tmp_path, fixtures_dir, spiece):
 
 def _ported(source, out, **options) -> TextEncoder:
     lines = []
-    convert.convert_text_encoder(source, out, say=lines.append, **options)
+    convert.convert_part("flan-t5", source, out, say=lines.append, **options)
     assert len(lines) == 1 and "21 tensors read" in lines[0], lines
     return TextEncoder.load(out, "float32")
 
@@ -198,5 +198,5 @@ def test_refusals_leave_nothing(case, published, tmp_path):
     edit, message = REFUSED[case]
     edit(published)
     with pytest.raises(UserError, match=message):
-        convert.convert_text_encoder(published, tmp_path / "out", say=[].append)
+        convert.convert_part("flan-t5", published, tmp_path / "out", say=[].append)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]

@@ -123,7 +123,7 @@ def test_num_bytes(batch_size, dtype):
     assert found[0] == state.kv_pool.size * state.kv_pool.dtype.itemsize > 0
 
 
-@given(st.sampled_from(sorted(AXES)), st.data())
+@given(st.sampled_from(sorted(AXES.keys() - {"rank_dispersion"})), st.data())
 def test_measurements(name, data):
     geometry, policy = SMALL, {"beta": "heatkv", "query_variance": "hack"}.get(name, "scalekv")
     policy = get_policy("amskv" if name == "key_discrepancy" else policy, 0.6)

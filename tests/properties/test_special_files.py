@@ -12,7 +12,6 @@ import pytest
 from experiments import batch_files, parts
 from experiments.prompts import layouts, sets
 from experiments.report import sweep_files
-from experiments.work_folder import WorkFolder
 from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
@@ -34,11 +33,13 @@ READERS = {
     "digest of a picture": ("a.png", evaluated.file_digest),
     "digest of a source": ("a.pth", sources.fingerprint),
     "checkpoint": ("_METADATA", lambda path: arrays.read(path.parent, {}, {}, "model.json")),
-    "training": (loop.SETTINGS, lambda path: loop._compare(path, {})),
     "history": (loop.HISTORY, lambda path: _stage(path).keep_history(1)),
     "line of the history": (loop.HISTORY, lambda path: _stage(path).append_history({})),
-    "part": (parts.SETTINGS, lambda path: parts.read(path.parent.parent)),
-    "unfinished run": (parts.SETTINGS, lambda path: WorkFolder(path.parent, {}).check(False)),
+    "part": (batch_files.SETTINGS_FILE, lambda path: parts.read(path.parent.parent)),
+    "unfinished run": (
+        batch_files.SETTINGS_FILE,
+        lambda path: batch_files.WorkFolder(path.parent, {}).check(False),
+    ),
     "batch": ("a.npz", batch_files.read),
     "settings of a batch": ("a.npz", batch_files.settings_of),
     "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),

@@ -15,35 +15,34 @@ def _run(*flags: str) -> int:
 WRONG = {
     "list": (
         ["--settings=patch_nums=1,a"],
-        "--settings=patch_nums=1,a is not valid: it must be integers",
+        "patch_nums=1,a is not valid: it must be integers",
     ),
     "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
-    "interval": (["--settings=log_every=7"], "must be a multiple of --settings=log_every=7"),
+    "interval": (["--settings=log_every=7"], "must be a multiple of log_every=7"),
     "batch": (
         ["--max_images=8", "--image_size=64"],
-        "--settings=vqvae_batch_size=16 given, but there are",
+        "vqvae_batch_size=16 given, but there are",
     ),
     "classifier": (
         ["--stage=classifier", "--image_size=64"],
-        "--settings=classifier_batch_size=64 given",
+        "classifier_batch_size=64 given",
     ),
     "no out": (["--out="], "--out= is empty"),
     "other family": (
         ["--settings=dropout=0.2"],
-        "--settings=dropout=0.2 is for --family=llamagen only",
+        "dropout=0.2 is for family=llamagen only",
     ),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
-        "--settings=depth=9 given, but --init=demo has --settings=depth=4, which training does",
+        "depth=9 given, but init=demo has depth=4, which training does",
     ),
-    "Infinity": (["--init=infinity-2b"], "--init=infinity-2b is of the family infinity: var and"),
-    # the axis of a mesh has the name of a flag
+    "Infinity": (["--init=infinity-2b"], "init=infinity-2b is of the family infinity: var and"),
     "mesh": (["--mesh=data=0"], "error: --mesh=data=0: data=0 is no number of devices"),
     "parts": (
         ["--settings=vqvae_batch_size=16", "--accumulate=3"],
-        "--settings=vqvae_batch_size=16 cannot be split evenly over --accumulate=3: choose a",
+        "vqvae_batch_size=16 cannot be split evenly over accumulate=3: choose a",
     ),
 }
 

@@ -131,7 +131,11 @@ def test_bad_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"classes": [1]}', "must be JSON"), ("3", "JSON"), ('{"classes": ["a"]}', "has no name")],
+    [
+        ('{"classes": [1]}', "must hold a list of texts"),
+        ("[", "JSON"),
+        ('{"classes": ["a"]}', "has no name"),
+    ],
 )
 def test_bad_class_names(tmp_path, text, message):
     np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS)

@@ -35,7 +35,6 @@ class Needs:
     scale_mass: bool = False
     total_mass: bool = False
     regroup_mass: bool = False
-    window_attention: bool = False
     query_variance: bool = False
     key_similarity: bool = False
     newest_mass: bool = False
@@ -67,7 +66,6 @@ class Observation:
       `live`. With `Needs.raw_queries` the queries are x W_q / sqrt(H), without bias, normalisation,
       learned multiplier or rotation.
     total_mass: attention mass summed over all queries that saw the token, own scale included.
-    window_attention: attention of the W window queries.
     query_variance: sum over keys of the variance over queries of their attention.
     key_similarity: -mean over heads and tokens of ||k - resized previous k||_2; -inf at scale 0.
 
@@ -108,7 +106,6 @@ class Observation:
     window_logits: Float[Array, "R N K"] | None = None
     scale_mass: Float[Array, "R N K"] | None = None
     total_mass: Float[Array, "R N K"] | None = None
-    window_attention: Float[Array, "R N W K"] | None = None
     query_variance: Float[Array, "R N"] | None = None
     key_similarity: Float[Array, " R"] | None = None
     local: Bool[Array, "R N"] | None = None

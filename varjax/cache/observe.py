@@ -85,11 +85,8 @@ def _observe_window(obs: Observation, view: AttentionView, needs: Needs) -> Obse
     own = (jnp.arange(view.tokens)[:, None] == chosen).any(-1)
     obs = replace(obs, window=obs.live & jnp.pad(own, (held, 0)))
     queries = view.projection.queries()[:, :, chosen]
-    if needs.window_mass or needs.window_attention:
-        # one softmax serves both: the mass is its mean over queries
+    if needs.window_mass:
         attention = jax.nn.softmax(view.scores(queries), axis=-1)
-        if needs.window_attention:
-            obs = replace(obs, window_attention=attention)
         obs = replace(obs, window_mass=attention.mean(2))
     if needs.window_logits:
         if needs.raw_queries:

@@ -14,11 +14,12 @@ from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
 LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred
-AXES = {  # of the arrays that policies decide from
+AXES = {  # of the arrays; the last scale is never stored
     "beta": ("layers", "heads", "scales", "scales"),
     "key_discrepancy": ("layers", "scales"),
     "query_variance": ("layers", "heads"),
     "selectivity": ("layers", "scales"),
+    "rank_dispersion": ("stored scales",),
 }
 
 
@@ -38,9 +39,6 @@ class Calibration:
       the variance over queries of their attention, averaged over scales and samples.
     selectivity: float64 [L, K], attention on the current scale times the concentration of what
       goes to earlier scales (ScaleKV's index); 0 for the first scale.
-    pattern_heads, patterns, pattern_scale, pattern_edges: example attention maps: int32 [E, 2] of
-      (head, layer); float64 [E, Q, C], queries of scale `pattern_scale` (evenly spread) by columns;
-      column c holds the mass on tokens pattern_edges[c] to pattern_edges[c + 1] - 1.
     rank_dispersion: float64 [K - 1], standard deviation of a head's rank in the order of each
       source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
     digest: SHA-256 of the file it was read from.
@@ -58,10 +56,6 @@ class Calibration:
     key_discrepancy: np.ndarray | None = None
     query_variance: np.ndarray | None = None
     selectivity: np.ndarray | None = None
-    pattern_heads: np.ndarray | None = None
-    patterns: np.ndarray | None = None
-    pattern_scale: int | None = None
-    pattern_edges: np.ndarray | None = None
     rank_dispersion: np.ndarray | None = None
     digest: str | None = None
 
@@ -76,19 +70,11 @@ class Calibration:
                     f"the calibration was made for another model: its {name} is {made_for}, this "
                     f"model has {wanted}; calibrate this model"
                 )
-        self._check_arrays(geometry)
-        self._check_examples(geometry)
-        if self.orders is not None:
-            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
-            if read_orders(lists, geometry).shape != np.shape(self.orders):
-                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
-
-    def _check_arrays(self, geometry: Geometry) -> None:
-        size = {
-            "layers": geometry.num_layers,
-            "heads": geometry.num_heads,
-            "scales": geometry.schedule.num_scales,
-        }
+        scales = geometry.schedule.num_scales
+        size = {"layers": geometry.num_layers, "heads": geometry.num_heads}
+        size |= {"scales": scales, "stored scales": scales - 1}
+        # a model of one scale, or of scales of one token, has no distances and no variances
+        compares = scales > 1 and max(geometry.schedule.tokens) > 1
         for name, axes in AXES.items():
             if getattr(self, name) is None:
                 continue
@@ -99,33 +85,16 @@ class Calibration:
                     f"the calibration's {name} has shape {array.shape}, this model needs {shape} "
                     f"({', '.join(axes)})"
                 )
-            # a model of one scale, or of scales of one token, has no distances and no variances
-            compares = geometry.schedule.num_scales > 1 and max(geometry.schedule.tokens) > 1
-            if compares and not array.any():
+            # orders may be the same in all calibrations
+            if compares and not array.any() and name != "rank_dispersion":
                 raise UserError(
                     f"the calibration's {name} holds nothing but zeros, which no model gives: "
                     f"calibrate this model again"
                 )
-
-    def _check_examples(self, geometry: Geometry) -> None:
-        """Checks arrays that reports show and no policy reads."""
-        scales = geometry.schedule.num_scales
-        names = ("rank_dispersion", "patterns", "pattern_heads", "pattern_edges", "pattern_scale")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        found = {n: measured(f"the calibration's {n}", a, 2**31 - 1) for n, a in given.items()}
-        dispersion = found.get("rank_dispersion", np.zeros(0))
-        fits = dispersion.ndim == 1 and dispersion.size < scales
-        fits = fits and found.get("pattern_scale", 0) < scales
-        if names[1] in found or names[2] in found or names[3] in found:
-            maps, heads, edges = (found.get(name, np.zeros(0)) for name in names[1:4])
-            shapes = [heads.shape, edges.shape] == [(len(maps), 2), (maps.shape[-1] + 1,)]
-            fits = fits and maps.ndim == 3 and shapes and (np.diff(edges) > 0).all()
-            fits = fits and (heads < (geometry.num_heads, geometry.num_layers)).all()
-            fits = fits and edges[-1] <= geometry.schedule.total_tokens
-        if not fits:
-            raise UserError(
-                f"the calibration's {', '.join(found)} do not fit each other or the model"
-            )
+        if self.orders is not None:
+            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
+            if read_orders(lists, geometry).shape != np.shape(self.orders):
+                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raises `UserError` if this was measured on other weights, or with other guidance
@@ -151,39 +120,35 @@ class Calibration:
         return tokens[-1] * self.beta[..., -1, :] / tokens
 
 
-def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
-    """int32 [T, 2] from a list of [head, layer]: every head of the model exactly once."""
-    layers, heads = geometry.num_layers, geometry.num_heads
-    if not isinstance(entries, list) or len(entries) != layers * heads:
-        given = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
-        raise UserError(
-            f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for each "
-            f"of {heads} heads in {layers} layers"
-        )
-    seen: dict[tuple[int, int], int] = {}
-    for i, entry in enumerate(entries):
-        if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
-            raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
-        head, layer = entry
-        again = seen.setdefault((head, layer), i) != i
-        if again or not (0 <= head < heads and 0 <= layer < layers):
-            raise UserError(
-                f"{name}, entry {i} is [{head}, {layer}]{' again' * again}: heads go from 0 to "
-                f"{heads - 1}, layers from 0 to {layers - 1}, and every head appears once"
-            )
-    return np.array(entries, np.int32)
-
-
 def read_orders(content: object, geometry: Geometry) -> np.ndarray:
-    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    """int32 [lists, T, 2] from nested lists of [head, layer], in each every head of the model
+    exactly once; one flat list of pairs counts as one list."""
     if not isinstance(content, list) or not content:
         raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
-    first = content[0]
+    first, layers, heads = content[0], geometry.num_layers, geometry.num_heads
     if isinstance(first, list) and first and not isinstance(first[0], list):
         content = [content]
-    return np.stack(
-        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
-    )
+    for number, entries in enumerate(content):
+        name = f"order list {number}"
+        if not isinstance(entries, list) or len(entries) != layers * heads:
+            given = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
+            raise UserError(
+                f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for "
+                f"each of {heads} heads in {layers} layers"
+            )
+        seen: set[tuple[int, int]] = set()
+        for i, entry in enumerate(entries):
+            if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
+                raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
+            head, layer = entry
+            again = (head, layer) in seen
+            if again or not (0 <= head < heads and 0 <= layer < layers):
+                raise UserError(
+                    f"{name}, entry {i} is [{head}, {layer}]{' again' * again}: heads go from 0 to "
+                    f"{heads - 1}, layers from 0 to {layers - 1}, and every head appears once"
+                )
+            seen.add((head, layer))
+    return np.array(content, np.int32)
 
 
 # --- scores from the attention mass beta, and the removal orders that they give (HeatKV) ----------

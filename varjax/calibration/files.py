@@ -4,6 +4,7 @@ Two kinds are read. HeatKV publishes removal orders: a JSON list with one list o
 source scale, least needed first. Our own files hold a JSON object (`Calibration`).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,7 +18,7 @@ from varjax.arguments import measured
 from varjax.arguments import path as path_
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
-from varjax.errors import UserError, show
+from varjax.errors import UserError, about, show
 from varjax.schedule import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
@@ -26,7 +27,6 @@ from varjax.storage.manifest import parse_json
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
 BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
-_ARRAYS = (*AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
 _SCALARS = {
     "model": str,
     "model_digest": str,
@@ -35,7 +35,6 @@ _SCALARS = {
     "num_heads": int,
     "guidance": (int, float, str),
     "num_samples": int,
-    "pattern_scale": int,
 }
 
 
@@ -63,15 +62,12 @@ def find(
         given = beside(directory)
     if given is None:
         return None
+    found, source = given, contextlib.nullcontext()
     if not isinstance(given, Calibration):
-        given = path_("calibration", given)
-    found = given if isinstance(given, Calibration) else load(given, geometry)
-    try:
-        if directory is not None:
+        found, source = load(path_("calibration", given), geometry), about(f"calibration {given}")
+    if directory is not None:
+        with source:
             found.check_origin(model_digest(model.metadata), guidance)
-    except UserError as error:
-        source = "" if found is given else f"calibration {given}: "
-        raise UserError(f"{source}{error}") from None
     return found
 
 
@@ -128,15 +124,15 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
       UserError: the file is unreadable, malformed (the message names list and entry), or for
         another model.
     """
-    try:
-        data = ordinary.read(path, LARGEST_FILE)
-        content = parse_json(data.decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"calibration {path}: it is not JSON: {error}") from None
-    digest = hashlib.sha256(data).hexdigest()
-    try:
+    with about(f"calibration {path}"):
+        try:
+            data = ordinary.read(path, LARGEST_FILE)
+            content = parse_json(data.decode("utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read the file: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"it is not JSON: {error}") from None
+        digest = hashlib.sha256(data).hexdigest()
         if isinstance(content, list):
             return Calibration(orders=read_orders(content, geometry), digest=digest)
         if isinstance(content, dict):
@@ -145,35 +141,25 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
             "expected a list of removal orders or an object of measurements, found "
             f"{type(content).__name__}"
         )
-    except UserError as error:
-        raise UserError(f"calibration {path}: {error}") from None
 
 
 def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if (version := content.get("format_version")) != FORMAT_VERSION:
         raise UserError(
             f"format_version is {version!r}, this version of varjax reads {FORMAT_VERSION}"
         )
-    fields = {k: v for k, v in content.items() if k in Calibration.__dataclass_fields__}
-    for name, kinds in _SCALARS.items():
-        value = fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+    given = {k: v for k, v in content.items() if v is not None}
+    scalars = {name: given[name] for name in _SCALARS if name in given}
+    for name, value in scalars.items():
+        if isinstance(value, bool) or not isinstance(value, _SCALARS[name]):
             raise UserError(f"{name} is {show(value)}: the wrong type")
-    if fields.get("schedule") is not None:
-        fields["schedule"] = Schedule.parse(fields["schedule"])
-    given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
-    fields["digest"] = digest
-    found = Calibration(**fields)
+    if "schedule" in scalars:
+        scalars["schedule"] = Schedule.parse(scalars["schedule"])
+    found = Calibration(**scalars, digest=digest)
     found.check(geometry)  # before the arrays: "another model" is the more useful complaint
-    read = {}
-    for name, nested in given.items():
-        if nested is not None and name == "orders":
-            read[name] = read_orders(nested, geometry)
-        elif nested is not None:
-            whole = name in ("pattern_heads", "pattern_edges")
-            array = measured(name, nested, 2**31 - 1 if whole else LARGEST)
-            read[name] = array.astype(np.int32 if whole else np.float64)
-    complete = dataclasses.replace(found, **read)
+    arrays = {n: measured(n, given[n], LARGEST).astype(np.float64) for n in AXES if n in given}
+    if "orders" in given:
+        arrays["orders"] = read_orders(given["orders"], geometry)
+    complete = dataclasses.replace(found, **arrays)
     complete.check(geometry)
     return complete

@@ -76,20 +76,16 @@ def list_hint() -> str:
     return f"; run `{program()} --help` for the list of flags"
 
 
-def _expanded(text: str) -> str:
-    found = re.match(r"(\w+=)?~(?=/|$)", text)
-    return f"{found[1] or ''}{os.path.expanduser('~')}{text[found.end() :]}" if found else text
-
-
 def _expand_home(values: flags.FlagValues) -> None:
     """Put the home folder for `~` where texts begin with it, and behind the name of an argument, as
     in --policy_args=path=~/order.npz: shells do so at the beginning of a word only. Prompts, which
     may be repeated, stay as they are."""
+    home = os.path.expanduser("~")
     for flag in (values[name] for name in values):
-        if flag.present and flag.flag_type() == "string" and isinstance(flag.value, str):
-            flag.value = _expanded(flag.value)
-        elif flag.present and flag.flag_type() == LISTED:
-            flag.value = [_expanded(text) for text in flag.value]
+        if flag.present and flag.flag_type() in ("string", LISTED):
+            texts = [flag.value] if isinstance(flag.value, str) else flag.value
+            found = [re.sub(r"^((?:\w+=)?)~(?=/|$)", lambda m: m[1] + home, text) for text in texts]
+            flag.value = found[0] if isinstance(flag.value, str) else found
 
 
 def _reword(entry: str, values: flags.FlagValues, written: Callable[[str], str]) -> str:

@@ -22,7 +22,7 @@ def keep() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, _text(number))
-        elif stream is getattr(sys, f"__{name}__") and _number(stream) == number:
+        elif stream is getattr(sys, f"__{name}__"):
             stream.flush()
             setattr(sys, name, _text(number, stream))
         elif hasattr(stream, "reconfigure"):
@@ -67,13 +67,6 @@ def _text(number: int, like: io.TextIOWrapper | None = None) -> io.TextIOWrapper
         line_buffering=number == 2 or bool(like and like.line_buffering),
         write_through=unbuffered,
     )
-
-
-def _number(stream: io.TextIOWrapper) -> int | None:
-    try:
-        return stream.fileno()
-    except (OSError, ValueError):
-        return None
 
 
 def _to_nothing(number: int, mode: int) -> None:

@@ -219,8 +219,7 @@ def attention_flops(
             queries = 0  # whose scores are computed once more
             if isinstance(step, DecidingStep) and step.observes:
                 needs, queries = step.rule.needs, segment.length * step.sums_attention
-                # mass and attention share one softmax; logits may use other queries
-                times = (needs.window_mass or needs.window_attention) + needs.window_logits
+                times = needs.window_mass + needs.window_logits  # which may use other queries
                 queries += needs.window * times * step.decides
             observation += product * queries
     share = observation / attention if attention else 0.0

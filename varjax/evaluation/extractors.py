@@ -92,20 +92,18 @@ def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
     return module, {"sha256": digest.hexdigest(), "sources": content.get("sources") or []}
 
 
-def open_inception(folder: str | None, preparation: str) -> Network:
+def open_inception(folder: str | Path, preparation: str) -> Network:
     """The network of FID on pictures that are prepared as one of `resizing.PREPARATIONS` says.
 
     Raises:
       UserError: there is no such checkpoint; with the place to get it.
     """
-    if not folder:
-        raise UserError(f"features need the network of FID: {WHERE_INCEPTION}")
     module, identity = _load(folder, "inception", WHERE_INCEPTION)
     files = [str(source.get("sha256", "")) for source in identity["sources"]]
     published = any(digest.startswith(PUBLISHED) for digest in files)
     config = module.config
     widths = {
-        "pool": config.features,
+        "pool": config.block_width("Mixed_7c", 0),
         "spatial": inception.SPATIAL_CHANNELS * inception.SPATIAL_SIDE**2,
         "logits": config.num_classes,
     }
@@ -119,13 +117,9 @@ def open_inception(folder: str | None, preparation: str) -> Network:
     )
 
 
-def open_classifier(folder: str | Path | None = None, preparation: str | None = None) -> Network:
+def open_classifier(folder: str | Path | None = None) -> Network:
     """A classifier that `experiments.train` has trained, from its folder; None: the embedded one,
-    which knows the demo's classes. Pictures are not resized, so that `preparation` is not used.
-
-    Raises:
-      UserError: there is no such checkpoint.
-    """
+    which knows the demo's classes. `UserError`: there is no such checkpoint."""
     folder = folder or checkpoint.embedded(*DEMO_CLASSIFIER)
     module, identity = _load(folder, "classifier", WHERE_CLASSIFIER)
     config = module.config
@@ -157,8 +151,7 @@ def classifier_of(model: Model) -> Network | None:
     if not model.num_classes:
         return None
     size = model.pixels
-    own = model.directory / "classifier" if model.directory else None
-    if own and own.is_dir():
+    if model.directory and (own := model.directory / "classifier").is_dir():
         found = open_classifier(own)
         with about(own):
             found.check_size(*size)
@@ -175,14 +168,7 @@ def classifier_of(model: Model) -> Network | None:
     return None
 
 
-# {name: (folder of its weights, how pictures are prepared) -> network}
-EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
-    "inception": open_inception,
-    "demo": open_classifier,
-}
-
-
-def open_lpips(folder: str) -> Network:
+def open_lpips(folder: str | Path) -> Network:
     """The network of LPIPS, which compares pairs. `UserError`: there is no such checkpoint."""
     module, identity = _load(folder, "lpips", WHERE_LPIPS)
     net = module.config.net

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.evaluation.pooling import max_pool, max_pool_same, mean_pool_same
 from varjax.nn import published
 
 SIDE = 299  # pixels of what the network sees
@@ -79,7 +79,26 @@ BLOCKS = {
     )
     for name in names.split()
 }
-_POOLING = {"mean": mean_pool_same, "max": max_pool_same, "shrink": lambda x: max_pool(x, 3)}
+
+
+def _mean_of_neighbours(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
+    """Mean over the 3x3 neighbourhood, counting only pixels inside the map."""
+    sums, counts = x, []
+    for axis in (1, 2):
+        size, pad = x.shape[axis], [(int(i == axis),) * 2 for i in range(4)]
+        padded = jnp.pad(sums, pad)
+        before, here, after = (jax.lax.slice_in_dim(padded, i, i + size, 1, axis) for i in range(3))
+        sums = before + here + after
+        # in closed form: the compiler would take seconds to fold them
+        counts.append(np.minimum(np.arange(size) + 2, size) - np.maximum(np.arange(size) - 1, 0))
+    return sums * (1 / np.outer(*counts)[:, :, None]).astype(np.float32)
+
+
+_POOLING = {
+    "mean": _mean_of_neighbours,
+    "max": lambda x: nnx.max_pool(x, (3, 3), (1, 1), "SAME"),
+    "shrink": lambda x: nnx.max_pool(x, (3, 3), (2, 2)),
+}
 
 # Names of all convolutions, in the order of the configuration's widths.
 CONVOLUTIONS = tuple(layer.name for (layer,) in _STEM if layer.name not in POOLS)
@@ -112,11 +131,6 @@ class InceptionConfig(published.Configuration):
 
     def width(self, name: str) -> int:
         return self.widths[CONVOLUTIONS.index(name)]
-
-    @property
-    def features(self) -> int:
-        """Numbers per picture before the classifier."""
-        return self.block_width("Mixed_7c", 0)
 
     def block_width(self, block: str, incoming: int) -> int:
         """Channels of a block's output. incoming: channels of its input."""
@@ -200,7 +214,8 @@ class Inception(nnx.Module):
         found = {}
         with jax.default_matmul_precision("highest"):
             for (layer,) in _STEM:
-                x = max_pool(x, 3) if layer.name in POOLS else getattr(self, layer.name)(x)
+                is_pool = layer.name in POOLS
+                x = _POOLING["shrink"](x) if is_pool else getattr(self, layer.name)(x)
                 found[layer.name] = x
             for name in BLOCKS:
                 found[name] = x = getattr(self, name)(x)

@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError, choose
-from varjax.evaluation.pooling import max_pool
 from varjax.nn import published
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
@@ -34,14 +33,13 @@ class Layer(NamedTuple):
     padding: int = 1
 
 
-def _vgg(*numbers: int) -> tuple[Layer, ...]:
-    return tuple(map(Layer, numbers))
-
-
 # Layers up to each tap, by net; and the side of the max pooling (stride 2) before them, 0: none.
 NETS = {
     "alex": ((Layer(0, 11, 4, 2),), (Layer(3, 5, 1, 2),), (Layer(6),), (Layer(8),), (Layer(10),)),
-    "vgg": (_vgg(0, 2), _vgg(5, 7), _vgg(10, 12, 14), _vgg(17, 19, 21), _vgg(24, 26, 28)),
+    "vgg": tuple(
+        tuple(map(Layer, numbers))
+        for numbers in ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
+    ),
 }
 POOLS = {"alex": (0, 3, 3, 0, 0), "vgg": (0, 2, 2, 2, 2)}
 SMALLEST = {"alex": 31, "vgg": 16}  # pixels of the shorter side that leave something to pool
@@ -69,30 +67,22 @@ class LPIPSConfig(published.Configuration):
             self.check_size("width", width)
 
 
-class Convolution(nnx.Module):
-    """Convolution with bias, ReLU."""
-
-    def __init__(self, c_in: int, c_out: int, layer: Layer):
-        self.stride, self.padding = layer.stride, layer.padding
-        self.kernel = nnx.Param(jnp.zeros((layer.side, layer.side, c_in, c_out)))
-        self.bias = nnx.Param(jnp.zeros((c_out,)))
-
-    def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B p q D"]:
-        strides, padding = (self.stride,) * 2, ((self.padding,) * 2,) * 2
-        layout = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(
-            x, self.kernel[...], strides, padding, dimension_numbers=layout
-        )
-        return jax.nn.relu(x + self.bias[...])
-
-
 class LPIPS(nnx.Module):
     """Pairs of pictures in 0..1 to distances."""
 
     def __init__(self, config: LPIPSConfig, *, rngs: nnx.Rngs | None = None):
         self.config, width = config, 3
         for layer, c_out in zip(layers_of(config.net), config.widths, strict=True):
-            setattr(self, f"features_{layer.number}", Convolution(width, c_out, layer))
+            found = nnx.Conv(
+                width,
+                c_out,
+                (layer.side, layer.side),
+                layer.stride,
+                padding=layer.padding,
+                kernel_init=nnx.initializers.zeros,
+                rngs=rngs or nnx.Rngs(0),
+            )
+            setattr(self, f"features_{layer.number}", found)
             width = c_out
         widths = dict(zip(layers_of(config.net), config.widths, strict=True))
         for number, group in enumerate(NETS[config.net]):
@@ -108,9 +98,9 @@ class LPIPS(nnx.Module):
         x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
         with jax.default_matmul_precision("highest"):
             for pool, group in zip(POOLS[self.config.net], NETS[self.config.net], strict=True):
-                x = max_pool(x, pool) if pool else x
+                x = nnx.max_pool(x, (pool, pool), (2, 2)) if pool else x
                 for layer in group:
-                    x = getattr(self, f"features_{layer.number}")(x)
+                    x = jax.nn.relu(getattr(self, f"features_{layer.number}")(x))
                 taps.append(x)
         return taps
 
@@ -129,11 +119,6 @@ class LPIPS(nnx.Module):
             head = getattr(self, f"head_{number}")[...]
             found.append((squares * head).sum(-1).mean((1, 2)))
         return jnp.stack(found, axis=1)
-
-    def __call__(
-        self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
-    ) -> Float[Array, " B"]:
-        return self.layers(a, b).sum(1)
 
 
 def check_size(config: LPIPSConfig, height: int, width: int) -> None:

@@ -1,7 +1,16 @@
 """Sets of pictures that are compared: a folder of files, or the array `arr_0` of a file.
 
 They are checked as a whole before anything else is done, and read a few at a time; a set never lies
-in memory.
+in memory. Pictures are uint8 RGB of one size; float32 where pictures of several sizes were resized.
+All sets have
+
+    where, count     what the user called them; how many
+    size             (height, width)
+    remarks          what a reader of results has to know
+    sha256           digest of the file, or of the list of files with their digests
+    labels           class of every picture, or None
+    keys             distinct numbers or texts; pictures of two sets with the same key are a pair
+    read(first, end) the pictures from one number to before another
 """
 
 import hashlib
@@ -10,13 +19,13 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import UInt8
 
 from varjax.errors import UserError, require, some
 from varjax.io import pictures
+from varjax.progress import Progress
 from varjax.storage import npz, ordinary
 
 ARRAY = "arr_0"
@@ -29,30 +38,9 @@ MODES = ("RGB", "L", "1", "CMYK")  # the others than RGB become it, as in the pr
 Fit = Callable[[np.ndarray], np.ndarray]
 
 
-class Pictures(Protocol):
-    """uint8 RGB pictures of one size; float32 where pictures of several sizes were resized.
-
-    where: what the user called them.
-    remarks: what a reader of results has to know.
-    sha256: digest of the file, or of the list of files with their digests.
-    keys: distinct numbers or texts; pictures of two sets with the same key are a pair.
-    """
-
-    where: str
-    count: int
-    size: tuple[int, int]
-    sha256: str
-    remarks: Sequence[str]
-
-    @property
-    def keys(self) -> Sequence[int] | Sequence[str]: ...
-
-    def read(self, first: int, end: int) -> np.ndarray: ...
-
-
 class PictureArray:
-    """The pictures in `arr_0` of an npz file, as ADM's evaluator takes them. labels: `arr_1`, if it
-    is there.
+    """The pictures in `arr_0` of an npz file, as ADM's evaluator takes them, with labels in
+    `arr_1`.
 
     Raises:
       UserError: the file cannot be read, or `arr_0` is no array of uint8 RGB pictures; the arrays
@@ -84,14 +72,11 @@ class PictureArray:
                     f"{self.where}: array `{name}` has {len(array)} entries for {self.count}"
                     f" pictures (`{ARRAY}`): one of each is needed, or none"
                 )
-        self.labels, self._numbers = lists.get(LABELS), lists.get(NUMBERS)
-
-    @property
-    def keys(self) -> Sequence[int]:
-        """The numbers of the pictures, which survive shuffling; without them their places."""
-        if self._numbers is not None and len(set(self._numbers.tolist())) == self.count:
-            return self._numbers.tolist()
-        return range(self.count)
+        self.labels = lists.get(LABELS)
+        # numbers survive shuffling; without them their places
+        numbers = lists[NUMBERS].tolist() if NUMBERS in lists else []
+        distinct = len(set(numbers)) == self.count
+        self.keys: Sequence[int] = numbers if distinct else range(self.count)
 
     def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]:
         return self._rows.read(first, end)
@@ -112,10 +97,11 @@ class _Encoded:
     where: str
     _map = map
 
-    def __init__(self, names: Sequence, fit: Fit | None, report: Callable[[int, int], None]):
+    def __init__(self, names: Sequence, fit: Fit | None):
         require("PIL.Image", extra="eval", purpose="reading pictures")
-        digest, self._sizes, self._other = hashlib.sha256(), [], 0
+        digest, self._sizes, other = hashlib.sha256(), [], 0
         self.count = len(names)
+        progress = Progress(f"{self.where}: checked picture", self.count, every=5.0)
         for number, name in enumerate(names):
             data = self._bytes(number)
             size, mode = _checked(self._name(number), data)
@@ -127,17 +113,20 @@ class _Encoded:
                     " pictures of a set need one size, unless they are compared as by clean-fid"
                     " alone; cut and resize them (docs/howto/evaluate.md), or leave out others"
                 )
-            self._other += mode != "RGB"
+            other += mode != "RGB"
             digest.update(f"{hashlib.sha256(data).hexdigest()}  {name}\n".encode(errors="replace"))
-            report(number + 1, self.count)
+            if self.count > 1000:
+                progress.update(number + 1)
         self._fit = fit if len(set(self._sizes)) > 1 else None
         self.size, self.sha256 = self._decoded(0).shape[:2], digest.hexdigest()
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        found = [f"{self.where}: {self._other} pictures are grey or of inks, and taken as RGB"]
-        sizes = f"{self.where}: pictures of {len(set(self._sizes))} sizes, each resized on its own"
-        return found[: bool(self._other)] + [sizes] * bool(self._fit)
+        self.remarks = []
+        if other:
+            self.remarks.append(
+                f"{self.where}: {other} pictures are grey or of inks, and taken as RGB"
+            )
+        if self._fit:
+            many = f"pictures of {len(set(self._sizes))} sizes"
+            self.remarks.append(f"{self.where}: {many}, each resized on its own")
 
     def read(self, first: int, end: int) -> np.ndarray:
         return np.stack(list(self._map(self._decoded, range(first, end))))
@@ -157,7 +146,7 @@ class PictureFolder(_Encoded):
 
     labels = None
 
-    def __init__(self, folder: Path, report=lambda done, total: None, fit: Fit | None = None):
+    def __init__(self, folder: Path, fit: Fit | None = None):
         found = pictures.picture_files([folder], ENDINGS)
         self.files = sorted(path.relative_to(folder).as_posix() for path in found)
         self.where, self._folder = str(folder), folder
@@ -166,7 +155,8 @@ class PictureFolder(_Encoded):
                 f"{folder} holds no pictures: files that end in {', '.join(ENDINGS)} are needed"
             )
         self._map = ThreadPoolExecutor(os.cpu_count()).map
-        super().__init__(self.files, fit, report)
+        super().__init__(self.files, fit)
+        self.keys = _keys(self.files)
 
     def _name(self, number: int) -> str:
         return str(self._folder / self.files[number])
@@ -174,40 +164,38 @@ class PictureFolder(_Encoded):
     def _bytes(self, number: int) -> bytes:
         return pictures.content(self._folder / self.files[number], self._name(number))
 
-    @property
-    def keys(self) -> Sequence[int] | Sequence[str]:
-        """The names as numbers, if all of them are numbers that differ; else the paths without
-        their endings."""
-        stems = [re.sub(r"\.[^./]+$", "", name) for name in self.files]
-        last = [stem.rpartition("/")[2] for stem in stems]
-        if all(text.isascii() and text.isdigit() and len(text) < 19 for text in last):
-            numbers = [int(text) for text in last]
-            if len(set(numbers)) == len(numbers):
-                return numbers
-        return stems
+
+def _keys(files: Sequence[str]) -> Sequence[int] | Sequence[str]:
+    """The names as numbers, if all of them are numbers that differ; else the paths without their
+    endings."""
+    stems = [re.sub(r"\.[^./]+$", "", name) for name in files]
+    last = [stem.rpartition("/")[2] for stem in stems]
+    if all(text.isascii() and text.isdigit() and len(text) < 19 for text in last):
+        numbers = list(map(int, last))
+        if len(set(numbers)) == len(numbers):
+            return numbers
+    return stems
 
 
 class PackedPictures(_Encoded):
     """`data` (picture files one after another), `offsets` [N + 1] and `labels` [N] of an npz file,
     as `experiments.train` takes them; `UserError` also for arrays that do not fit each other."""
 
-    def __init__(self, path: Path, report=lambda done, total: None, fit: Fit | None = None):
+    def __init__(self, path: Path, fit: Fit | None = None):
         self.where, self._rows = str(path), npz.Rows(path, PACKED[0])
         found = npz.load(path, PACKED[1:])
-        self._offsets, self.labels = (self._integers(found.get(name), name) for name in PACKED[1:])
+        for name in PACKED[1:]:
+            if name not in found or found[name].ndim != 1 or found[name].dtype.kind not in "iu":
+                raise UserError(f"{path}: array `{name}` is missing, or no list of whole numbers")
+        self._offsets, self.labels = (found[name].astype(np.int64) for name in PACKED[1:])
         ends, count = self._offsets, len(self.labels)
         rising = len(ends) == count + 1 > 1 and ends[0] >= 0 and (np.diff(ends) > 0).all()
         if self._rows.dtype != np.uint8 or not rising or ends[-1] > self._rows.shape[0]:
             raise UserError(
                 f"{path}: `offsets` {list(ends.shape)} do not cut `data` into {count} pictures"
             )
-        super().__init__(range(count), fit, report)
-        self.sha256 = file_digest(path)
-
-    def _integers(self, array: np.ndarray | None, name: str) -> np.ndarray:
-        if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
-            raise UserError(f"{self.where}: array `{name}` is missing, or no list of whole numbers")
-        return array.astype(np.int64)
+        super().__init__(range(count), fit)
+        self.keys, self.sha256 = range(count), file_digest(path)
 
     def _name(self, number: int) -> str:
         return f"{self.where}, picture {number}"
@@ -216,9 +204,8 @@ class PackedPictures(_Encoded):
         first, end = self._offsets[number : number + 2].tolist()
         return self._rows.read(first, end).tobytes()
 
-    @property
-    def keys(self) -> Sequence[int]:
-        return range(self.count)
+
+Pictures = PictureArray | PictureFolder | PackedPictures
 
 
 def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
@@ -247,8 +234,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
-    """Places of the same pictures in two sets, in the order of the first.
+def paired(first: Pictures, second: Pictures) -> list[int]:
+    """Places of the first set's pictures in the second one, in the order of the first.
 
     Raises:
       UserError: the sets differ in their number, their size or their keys.
@@ -268,4 +255,4 @@ def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
             f"pictures are paired by number or name, and these of {first.where} are not in"
             f" {second.where}: {some(missing, 5)}; there instead: {some(extra, 5)}"
         )
-    return list(range(first.count)), [theirs[key] for key in first.keys]
+    return [theirs[key] for key in first.keys]

@@ -4,7 +4,7 @@ Everything is summed in float64 on the host, a block of features at a time. Lett
 features, V classes, S splits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -119,30 +119,25 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
 # --- Inception score ------------------------------------------------------------------------------
 
 
-class InceptionScore:
-    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). Logits come block
-    by block in the order of the pictures. split_of: the split of every picture."""
-
-    def __init__(self, split_of: Integer[np.ndarray, " N"]):
-        self.split_of, self.done = split_of, 0
-        splits = int(split_of.max()) + 1
-        self.negative_entropy, self.probability = np.zeros(splits), None
-
-    def add(self, logits: Float[np.ndarray, "n V"]) -> None:
-        splits = self.split_of[self.done : self.done + len(logits)]
-        logs = log_softmax(np.asarray(logits, np.float64), axis=1)  # finite where softmax is 0
+def inception_scores(
+    logits: Iterable[Float[np.ndarray, "n V"]], split_of: Integer[np.ndarray, " N"]
+) -> Float[np.ndarray, " S"]:
+    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). logits: block by
+    block in the order of the pictures. split_of: the split of every picture."""
+    counts, done = np.bincount(split_of)[:, None], 0
+    negative_entropy, probability = np.zeros(len(counts)), None
+    for block in logits:
+        splits = split_of[done : done + len(block)]
+        logs = log_softmax(np.asarray(block, np.float64), axis=1)  # finite where softmax is 0
         p = np.exp(logs)
-        if self.probability is None:
-            self.probability = np.zeros((len(self.negative_entropy), logits.shape[1]))
-        np.add.at(self.negative_entropy, splits, (p * logs).sum(1))
-        np.add.at(self.probability, splits, p)
-        self.done += len(logits)
-
-    def scores(self) -> Float[np.ndarray, " S"]:
-        counts = np.bincount(self.split_of)[:, None]
-        mean = self.probability / counts
-        logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
-        return np.exp(self.negative_entropy / counts[:, 0] - (mean * logs).sum(1))
+        np.add.at(negative_entropy, splits, (p * logs).sum(1))
+        if probability is None:
+            probability = np.zeros((len(counts), block.shape[1]))
+        np.add.at(probability, splits, p)
+        done += len(block)
+    mean = probability / counts
+    logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
+    return np.exp(negative_entropy / counts[:, 0] - (mean * logs).sum(1))
 
 
 # --- precision and recall -------------------------------------------------------------------------
@@ -174,7 +169,7 @@ def squared_radii(
     features: Features,
     centre: Float[np.ndarray, " D"],
     k: int = NEIGHBOURS,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] = lambda rows: None,
 ) -> np.ndarray:
     """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
     counted.
@@ -191,7 +186,7 @@ def squared_radii(
             found = np.concatenate([nearest, squared_distances(rows, columns)], axis=1)
             nearest = np.partition(found, k, axis=1)[:, : k + 1] if found.shape[1] > k else found
         radii[part] = nearest.max(1)  # the point itself is one of these, at distance 0
-        report(part.stop)
+        report(len(rows))
     return radii
 
 
@@ -207,7 +202,7 @@ def covered(
     for part, rows in _blocks(features, centre, ROWS):
         for columns, block in _blocks(balls, centre, COLUMNS):
             found[part] |= (squared_distances(rows, block) <= radii[columns]).any(1)
-        report(part.stop)
+        report(len(rows))
     return found
 
 
@@ -223,24 +218,19 @@ def precision_recall(
     reference: Features,
     samples: Float[np.ndarray, "m D"],
     k: int = NEIGHBOURS,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] = lambda rows: None,
 ) -> PrecisionRecall:
     """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
     whole matrix of distances never exists.
 
-    report: called with the number of rows that are done, counted over four passes.
+    report: called with a number of rows that have been compared, each row in two passes.
 
     Raises:
       UserError: fewer pictures than neighbours are needed.
     """
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
-
-    def after(rows: int) -> Callable[[int], None]:
-        return lambda done: report(rows + done)
-
-    count, both = len(reference), len(reference) + len(samples)
     their_radii = squared_radii(reference, centre, k, report)
-    our_radii = squared_radii(samples, centre, k, after(count))
-    precision = covered(samples, reference, their_radii, centre, after(both))
-    recall = covered(reference, samples, our_radii, centre, after(both + len(samples)))
+    our_radii = squared_radii(samples, centre, k, report)
+    precision = covered(samples, reference, their_radii, centre, report)
+    recall = covered(reference, samples, our_radii, centre, report)
     return PrecisionRecall(float(precision.mean()), float(recall.mean()))

@@ -41,14 +41,12 @@ def check_finite(images: np.ndarray) -> None:
         )
 
 
-def grid(
-    images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
-) -> UInt8[np.ndarray, "height width 3"]:
-    """Lays the images row by row on white, `GAP` pixels apart. columns: by default the smallest
-    number that makes the grid at least as wide as high, in tiles."""
+def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
+    """Lays the images row by row on white, `GAP` pixels apart, in the smallest number of columns
+    that makes the grid at least as wide as high, in tiles."""
     _check(images)
     count, height, width, _ = images.shape
-    columns = min(columns or math.ceil(math.sqrt(count)), count)
+    columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
     canvas = np.full(shape, 255, np.uint8)
@@ -61,7 +59,6 @@ def grid(
 def save_grid(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
-    columns: int | None = None,
     labels: Sequence[str] | None = None,
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
@@ -72,7 +69,7 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    picture = pillow.fromarray(grid(images, columns))
+    picture = pillow.fromarray(grid(images))
     with new_file(path) as file:
         picture.save(file, format="PNG")
 
@@ -91,20 +88,15 @@ def save_samples_npz(
       (int64 [N]), and images are read one by one.
     """
     _check(images)
-    arrays = {}
-    if labels is not None:
-        arrays["arr_1"] = np.asarray(labels, np.int64)
-    if order is None:
-        with new_file(path) as file:
-            np.savez(file, arr_0=images, **arrays)
-        return
-    order = np.asarray(order, np.int64)
-    arrays = {name: array[order] for name, array in arrays.items()} | {"numbers": order}
+    numbers = np.asarray(range(len(images)) if order is None else order, np.int64)
+    arrays = {} if labels is None else {"arr_1": np.asarray(labels, np.int64)[numbers]}
+    if order is not None:
+        arrays["numbers"] = numbers
     with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as member:
             header = {"descr": "|u1", "fortran_order": False, "shape": images.shape}
             np.lib.format.write_array_header_1_0(member, header)
-            for number in order:
+            for number in numbers:
                 member.write(np.ascontiguousarray(images[number]).data)
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as member:

@@ -81,7 +81,7 @@ def read_picture(
     """
     with opened(source, name, heads) as picture:
         clear = picture.info.get("transparency")  # lost with the lower bits of 16
-        upright = _ops().exif_transpose(picture)
+        upright = _pillow("ImageOps").exif_transpose(picture)
         picture = _of_bytes(upright)
         if picture is not upright and clear is not None:
             grey = np.where(np.asarray(upright) == clear, WHITE, np.asarray(picture))
@@ -101,7 +101,7 @@ def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, 
       UserError: as `read_picture`; or something is neither black nor white.
     """
     with opened(source, name) as picture:
-        picture = _ops().exif_transpose(picture)
+        picture = _pillow("ImageOps").exif_transpose(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
@@ -138,26 +138,22 @@ def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray
 
 
 def fit_picture(
-    picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int]
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Cuts the largest middle part of the shape of `size` (height, width) and resizes it."""
-    return _fitted(picture, size, _pillow().Resampling.BICUBIC)
-
-
-def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-    """`fit_picture` of a mask, without levels between."""
-    values = drawn.astype(np.uint8) * np.uint8(WHITE)
-    return _fitted(values, size, _pillow().Resampling.NEAREST) == WHITE
-
-
-def _fitted(array: np.ndarray, size: tuple[int, int], how) -> np.ndarray:
-    (height, width), (h, w) = array.shape[:2], size
+    picture: UInt8[np.ndarray, "H W ..."], size: tuple[int, int], how: str = "BICUBIC"
+) -> UInt8[np.ndarray, "h w ..."]:
+    """Cuts the largest middle part of the shape of `size` (height, width) and resizes it. how: one
+    of pillow's filters."""
+    (height, width), (h, w) = picture.shape[:2], size
     part = min(height / h, width / w)
     cut = max(1, round(part * h)), max(1, round(part * w))
     top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
     # resize(box=...) would look at pixels outside the part
-    middle = _pillow().fromarray(array[top : top + cut[0], left : left + cut[1]])
-    return np.asarray(middle.resize((w, h), how))
+    middle = _pillow().fromarray(picture[top : top + cut[0], left : left + cut[1]])
+    return np.asarray(middle.resize((w, h), _pillow().Resampling[how]))
+
+
+def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
+    """`fit_picture` of a mask, without levels between."""
+    return fit_picture(drawn.astype(np.uint8) * np.uint8(WHITE), size, "NEAREST") == WHITE
 
 
 def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:
@@ -215,9 +211,5 @@ def opened(
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
 
 
-def _ops():
-    return require("PIL.ImageOps", extra="eval", purpose="reading pictures")
-
-
-def _pillow():
-    return require("PIL.Image", extra="eval", purpose="reading and writing pictures")
+def _pillow(module: str = "Image"):
+    return require(f"PIL.{module}", extra="eval", purpose="reading and writing pictures")

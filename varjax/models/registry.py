@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 
 from flax import nnx
 
@@ -239,19 +238,10 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     return own_modules.load([OWN], path_or_name)
 
 
-def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
-    """Models that are new, or that this module registered when it was imported elsewhere."""
-
-    def of_module(preset: Preset) -> bool:
-        return type(preset.configs["transformer"]).__module__ == module.__name__
-
-    return tuple(n for n, preset in PRESETS.items() if n not in before or of_module(preset))
-
-
 OWN = own_modules.Kind(
     "model",
     (PRESETS, FAMILIES),
-    _models_of,
+    lambda preset: type(preset.configs["transformer"]).__module__,
     "call varjax.models.registry.register('its_name', ...)",
 )
 

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache import planner
+from varjax.cache import allocator, planner
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
 from varjax.policies import amskv_rules as rules
+from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import CALIBRATE, NotGiven, Policy, per_layer, within
 from varjax.policies.registry import register
 
 NEGATIVE = ": similarities are negative distances, choose a number below 0 (or 0 for automatic)"
+POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32
 CONDENSED_SCALES = 2  # as in the paper
 UNIT_KEYS_THRESHOLD = NotGiven(-1.0)  # keys of norm 1 that stand at 60 degrees
 
@@ -120,6 +122,12 @@ class AMSKV(Policy):
         return self.mode == "online"
 
     @property
+    def _discrepancy(self) -> np.ndarray | None:
+        """float64 [L, K], if it was measured."""
+        found = getattr(self._calibration, "key_discrepancy", None)
+        return None if found is None else np.asarray(found)
+
+    @property
     def _fill(self) -> bool:
         return self.oversize == "fill" or (self.oversize == "auto" and not self.cmax)
 
@@ -132,22 +140,15 @@ class AMSKV(Policy):
         policy = dataclasses.replace(self, preset="", _calibration=calibration, **values)
         rules.check(policy, geometry)
         policy = policy._with_layers(geometry, guess=bool(self.preset))
-        return policy if policy.budgeted else policy._with_cost(geometry)
-
-    def check(self, geometry: Geometry) -> None:
-        rules.check(self, geometry)
-        super().check(geometry)
-
-    def _with_cost(self, geometry: Geometry) -> "AMSKV":
-        """The policy with the budget that its sizes cost. A budget that was given stays, and is
-        checked."""
-        allocation = self.allocate(geometry, 1.0)
-        if isinstance(self.budget, NotGiven):
+        if policy.budgeted:
+            return policy
+        allocation = policy.allocate(geometry, 1.0)
+        if isinstance(self.budget, NotGiven):  # then it is what the sizes cost
             budget = planner.cost(geometry, allocation, self.block_size)
-            return dataclasses.replace(self, budget=budget)
-        peak = planner.peak_tokens(geometry, allocation)
-        self.refuse_more(geometry, self.budget, peak, f"cmin={self.cmin}, cmax={self.cmax}")
-        return self
+            return dataclasses.replace(policy, budget=budget)
+        sizes, peak = f"cmin={policy.cmin}, cmax={policy.cmax}", allocator.peak_tokens
+        policy.refuse_more(geometry, policy.budget, peak(geometry, allocation), sizes)
+        return policy
 
     # --- demanding layers -------------------------------------------------------------------------
 
@@ -158,11 +159,13 @@ class AMSKV(Policy):
         guess: without a calibration take the first layers. If nothing says which layers, none are
         named and `_below` complains; for a `select` of `compose` nobody asks it.
         """
-        calibration, layers = self._calibration, geometry.num_layers
-        mean = rules.mean_discrepancy(calibration)
+        layers, mean = geometry.num_layers, self._discrepancy
+        if mean is not None:  # of each layer, over the scales that have one before them
+            mean = mean[:, 1:].sum(1) / max(1, mean.shape[1] - 1)
         number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
         if not self._online:
-            known = mean is not None or number in (0, layers) or (guess and calibration is None)
+            guess = guess and self._calibration is None
+            known = mean is not None or number in (0, layers) or guess
             if self.layers or self.theta or not known:
                 return self
             order = np.arange(layers) if mean is None else np.argsort(-mean, kind="stable")
@@ -185,12 +188,12 @@ class AMSKV(Policy):
             named = rules.named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
-        if not self.theta or rules.mean_discrepancy(self._calibration) is None:
+        if not self.theta or self._discrepancy is None:
             self.refuse(
                 f"which layers are demanding is measured on the model: give {CALIBRATE} with "
                 f"key_discrepancy, or name them (layers=0;3;5), or choose mode=online"
             )
-        below = -np.asarray(self._calibration.key_discrepancy) < self.theta
+        below = -self._discrepancy < self.theta
         below[:, 0] = False
         return below
 
@@ -217,26 +220,27 @@ class AMSKV(Policy):
 
     def sizes(self, geometry: Geometry, budget: float) -> rules.Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
+        least = 1 + self.locked_tokens(geometry, 0)
+
+        def sizes_for(demanding: int | None) -> rules.Sizes:
+            cmin, cmax = self.cmin, self.cmax
+            if not cmax:
+                cmin, cmax = rules.divide(geometry, budget, demanding, least, self.ratio)
+            locked = self.locked_tokens(geometry, cmin)
+            return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
+
         if self.cmax or self._online:
-            return self._sizes_for(geometry, budget, None)
+            return sizes_for(None)
         below, stored = self._below(geometry)[:, :-1], geometry.schedule.tokens[:-1]
         number = int(below.any(1).sum())
-        found = self._sizes_for(geometry, budget, number)
+        found = sizes_for(number)
         while self.theta:  # layers that Algorithm 1 does not come to test leave more to others
             fewer = int(found.wide(stored, below).sum())
-            better = self._sizes_for(geometry, budget, fewer)
+            better = sizes_for(fewer)
             if fewer >= number or int(better.wide(stored, below).sum()) > fewer:
                 break
             number, found = fewer, better
         return found
-
-    def _sizes_for(self, geometry: Geometry, budget: float, number: int | None) -> rules.Sizes:
-        """Sizes for so many demanding layers (see `rules.divide`)."""
-        cmin, cmax, least = self.cmin, self.cmax, 1 + self.locked_tokens(geometry, 0)
-        if not cmax:
-            cmin, cmax = rules.divide(geometry, budget, number, least, self.ratio)
-        locked = self.locked_tokens(geometry, cmin)
-        return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
 
     def allocate(self, geometry: Geometry, budget: float) -> Allocation:
         schedule, sizes = geometry.schedule, self.sizes(geometry, budget)
@@ -267,7 +271,28 @@ class AMSKV(Policy):
 
     def plan_lines(self, geometry: Geometry) -> list[str]:
         sizes = self.sizes(geometry, self.budget)
-        return rules.size_lines(self, sizes, self._wide(geometry, sizes))
+        rounded = "" if self.cmax else " (before rounding to blocks)"
+        rest = f"{sizes.condensed} of them condensed{rounded}"
+        if self._online:
+            theta = f"{self.theta:g}"
+            lines = [
+                f"layers    demanding ones are found while generating (similarity below {theta}), "
+                f"so every layer is planned with Cmax"
+            ]
+            if isinstance(self.theta, NotGiven):
+                lines.append(
+                    f"theta     {theta} is assumed, for keys of norm 1; if this model does not "
+                    f"normalise its keys, calibrate it or give theta="
+                )
+            return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
+        if sizes.cmin == sizes.cmax:
+            return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
+        named = np.flatnonzero(self._wide(geometry, sizes)).tolist()
+        return [
+            f"layers    demanding: {' '.join(map(str, named)) or 'none'}",
+            f"sizes     Cmax {sizes.cmax} tokens in {len(named)} of {geometry.num_layers} layers, "
+            f"Cmin {sizes.cmin} in the others, {rest}",
+        ]
 
     # --- device -----------------------------------------------------------------------------------
 
@@ -294,7 +319,15 @@ class AMSKV(Policy):
         return obs.state | (exhausted & (obs.key_similarity < self.theta))
 
     def select(self, obs: Observation):
+        """Condensed tokens are locked (`rules.Sizes`), and stored ones stay before an oversize
+        scale."""
         cmin, cmax, condensed, fill = obs.inputs
         demanding = False if obs.state is None else obs.state[:, None]
         capacity = jnp.minimum(jnp.where(demanding, cmax, cmin), obs.capacity)
-        return rules.keep(obs, capacity, jnp.minimum(condensed, capacity), fill > 0)
+        condensed, fill, own = jnp.minimum(condensed, capacity), fill > 0, obs.live & obs.own
+        oversize = (own.sum(-1) > capacity)[..., None]
+        among = obs.live & ~(own & oversize & ~fill)
+        age = obs.position.astype(jnp.float32)
+        locked = blocks.top(-age, among, condensed)
+        stored_first = 1.0 * (~obs.own & oversize) + 2.0 * locked
+        return blocks.top(age + stored_first * POSITIONS, among, capacity)

@@ -1,5 +1,5 @@
-"""The rules of AMS-KV: its two algorithms, on the host and as a device mask; the sizes that a
-budget buys; its arguments, published configurations and checks.
+"""The rules of AMS-KV: its two algorithms on the host; the sizes that a budget buys; its arguments,
+published configurations and checks.
 
 A layer's capacity (the paper's C_bgt) is C_min, or C_max once the layer turned demanding. A scale
 with more tokens than the capacity is oversize.
@@ -10,22 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
-from varjax.calibration.data import Calibration
 from varjax.errors import choose
-from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import NotGiven
 from varjax.schedule import Schedule
 
 if TYPE_CHECKING:
     from varjax.policies.amskv import AMSKV
 
-POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32
 VAR_256 = Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16))
 VAR_512 = Schedule.square((1, 2, 3, 4, 6, 9, 13, 18, 24, 32))
 MODELS = {"d30": (VAR_256, 30), "d36": (VAR_512, 36)}  # schedule and layers, by preset's first word
@@ -100,57 +94,6 @@ def divide(
     if cmax < full:
         return cmin, cmax
     return min(full, (total - demanding * full) // efficient), full
-
-
-def keep(obs: Observation, capacity, condensed, fill):
-    """bool [R, N, K]: the tokens that stay. A head may hold `capacity` tokens; `condensed` of them
-    are locked (`Sizes.contents`); both are int32 [R, N]. fill: bool, traced."""
-    own = obs.live & obs.own
-    oversize = (own.sum(-1) > capacity)[..., None]
-    among = obs.live & ~(own & oversize & ~fill)
-    age = obs.position.astype(jnp.float32)
-    locked = blocks.top(-age, among, condensed)
-    stored_first = 1.0 * (~obs.own & oversize) + 2.0 * locked
-    return blocks.top(age + stored_first * POSITIONS, among, capacity)
-
-
-def mean_discrepancy(calibration: Calibration | None) -> np.ndarray | None:
-    """float64 [L]: key discrepancy of each layer over the scales that have one before them; None
-    where it was not measured."""
-    if calibration is None or calibration.key_discrepancy is None:
-        return None
-    measured = np.asarray(calibration.key_discrepancy)
-    return measured[:, 1:].sum(1) / max(1, measured.shape[1] - 1)
-
-
-# --- what a printed plan says ---
-
-
-def size_lines(policy: "AMSKV", sizes: Sizes, wide: np.ndarray) -> list[str]:
-    """Lines about demanding layers and their sizes. wide: bool [L], layers with Cmax; with
-    mode=online they are found while generating."""
-    rounded = "" if policy.cmax else " (before rounding to blocks)"
-    rest = f"{sizes.condensed} of them condensed{rounded}"
-    if policy.mode == "online":
-        theta = f"{policy.theta:g}"
-        lines = [
-            f"layers    demanding ones are found while generating (similarity below {theta}), so "
-            f"every layer is planned with Cmax"
-        ]
-        if isinstance(policy.theta, NotGiven):
-            lines.append(
-                f"theta     {theta} is assumed, for keys of norm 1; if this model does not "
-                f"normalise its keys, calibrate it or give theta="
-            )
-        return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
-    if sizes.cmin == sizes.cmax:
-        return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
-    named = np.flatnonzero(wide).tolist()
-    return [
-        f"layers    demanding: {' '.join(map(str, named)) or 'none'}",
-        f"sizes     Cmax {sizes.cmax} tokens in {len(named)} of {len(wide)} layers, Cmin "
-        f"{sizes.cmin} in the others, {rest}",
-    ]
 
 
 # --- arguments ---

@@ -14,11 +14,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from varjax import arguments
-from varjax.cache.allocation import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.cache.observation import Needs  # noqa: F401 - users take it from here
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError, about, nearest, show
-from varjax.policies.rule import Rule, ScaleRule
+from varjax.policies import capacities
+from varjax.policies.rule import Rule
 from varjax.sequence import SCALES, TOKENS
 
 BUDGET = {  # its range, and what a message about it says
@@ -31,7 +32,6 @@ LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
 CONTENTS_FOLLOW = "its contents are not chosen by a score, they follow from its own"
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 Value = TypeVar("Value")  # a field's default, which type checkers see in place of its declaration
-Kind = type | types.UnionType | str  # a field's type, or the name of it
 
 
 class NotGiven(float):
@@ -56,12 +56,14 @@ def only_for(kind: str, default: Value) -> Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(ScaleRule):
+class Policy(Rule):
     """Base of all policies: what they are called and what they are given.
 
-    A policy that says nothing else is its own rule for models that draw scale by scale
-    (`rule.ScaleRule`); one that derives from `token_rule.TokenPolicy` is its own rule for models
-    that draw token by token. A policy for both names its rule for the latter in `token_rule`.
+    A policy that says nothing else is its own rule for models that draw scale by scale: a decision
+    is made after every scale; a head is in the region of its number until `regroup` (int32 [R, N],
+    regions of the layer) assigns heads anew at the allocation's `regroup_scale`. A policy that
+    derives from `token_rule.TokenPolicy` is its own rule for models that draw token by token; one
+    for both names its rule for the latter in `token_rule`.
 
     Args:
       budget: fraction of the dense persistent bytes, in (0, 1].
@@ -75,6 +77,7 @@ class Policy(ScaleRule):
     # what `prepare` was given, for policies whose sizes follow from it
     _calibration: Calibration | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    kind = SCALES
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     token_rule: ClassVar[type[Rule] | None] = None  # the rule for models that draw token by token
@@ -93,6 +96,7 @@ class Policy(ScaleRule):
     unfit_roles: ClassVar[dict[str, str]] = {}
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
     names_files: ClassVar[tuple[str, ...]] = ()  # arguments that name files of this machine
+    smallest_reason: ClassVar[str] = "every head needs room for at least one token"
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
@@ -119,23 +123,24 @@ class Policy(ScaleRule):
         Raises:
           UserError: naming the policy and the field.
         """
-        for f in fields(self):
-            kind, value = _name_of(f.type), getattr(self, f.name)
-            _, check, _ = _KINDS.get(kind, (None, None, None))
-            optional = kind == "int | None" and value is None
-            if check is not None and f.name[0] != "_" and not optional:
-                whole = {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}
-                usual = BUDGET if f.name == "budget" else whole if kind.startswith("int") else {}
-                with about(f"policy {self.name!r}"):
-                    value = check(f.name, value, **f.metadata.get("limits", usual))
-                object.__setattr__(self, f.name, value)
+        whole = {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}
+        for name, kind in {"budget": "float", **self.argument_types()}.items():
+            f, value = self.__dataclass_fields__[name], getattr(self, name)
+            if value is None and kind.endswith("None"):
+                continue
+            usual = BUDGET if name == "budget" else whole if kind.startswith("int") else {}
+            with about(f"policy {self.name!r}"):
+                value = _KINDS[kind][1](name, value, **f.metadata.get("limits", usual))
+            object.__setattr__(self, name, value)
         if self.accounting not in ("bytes", "tokens"):
             raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
 
     @classmethod
-    def argument_types(cls) -> dict[str, Kind]:
-        """The `--policy_args`: all fields but the budget and those with a leading underscore."""
-        return {f.name: f.type for f in fields(cls) if f.name != "budget" and f.name[0] != "_"}
+    def argument_types(cls) -> dict[str, str]:
+        """The `--policy_args` and their types: all fields of types that a text can give, but the
+        budget and those with a leading underscore."""
+        kinds = {f.name: _name_of(f.type) for f in fields(cls)}
+        return {n: k for n, k in kinds.items() if n != "budget" and n[0] != "_" and k in _KINDS}
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, str]) -> dict[str, object]:
@@ -153,8 +158,7 @@ class Policy(ScaleRule):
                 )
         found = {}
         for name, text in arguments.items():
-            kind = known[name]
-            read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
+            read, _, wanted = _KINDS[known[name]]
             try:
                 found[name] = read(text)
             except (ValueError, KeyError):
@@ -162,13 +166,12 @@ class Policy(ScaleRule):
         return found
 
     @classmethod
-    def open_arguments(cls) -> dict[str, Kind]:
-        """The arguments that strangers may give (requests to a server): numbers and truth values,
-        and texts that name no file, of policies whose texts we know."""
+    def open_arguments(cls) -> dict[str, str]:
+        """The arguments that strangers may give (requests to a server) and their types: numbers and
+        truth values, and texts that name no file, of policies whose texts we know."""
+        known, closed = cls.argument_types(), cls.names_files
         texts = cls.__module__.startswith("varjax.policies.")
-        safe = ("int", "int | None", "float", "bool", *["str"] * texts)
-        known = cls.argument_types().items()
-        return {n: k for n, k in known if _name_of(k) in safe and n not in cls.names_files}
+        return {n: k for n, k in known.items() if n not in closed and (texts or k != "str")}
 
     def changed_by(self, given: dict[str, str], budget: float | None = None) -> "Policy":
         """The policy with other arguments, as strangers give them, and another budget. `UserError`
@@ -182,9 +185,8 @@ class Policy(ScaleRule):
 
     def told(self) -> dict[str, object]:
         """The open arguments that differ from their defaults."""
-        usual = {f.name: f.default for f in fields(self)}
-        found = {name: getattr(self, name) for name in self.open_arguments()}
-        return {name: value for name, value in found.items() if value != usual[name]}
+        own = [f for f in fields(self) if f.name in self.open_arguments()]
+        return {f.name: v for f in own if (v := getattr(self, f.name)) != f.default}
 
     def refuse(self, reason: str) -> NoReturn:
         raise UserError(f"policy {self.name!r}: {reason}")
@@ -226,20 +228,16 @@ class Policy(ScaleRule):
 
     # --- rules ------------------------------------------------------------------------------------
 
-    @property
-    def policy(self) -> "Policy":
-        """The policy is a rule itself, and the arguments of that rule are its own."""
-        return self
+    policy = property(lambda self: self)  # the policy is a rule itself, of its own arguments
+
+    @classmethod
+    def _rules(cls) -> dict[str, type[Rule]]:
+        return {rule.kind: rule for rule in (cls, cls.token_rule) if rule is not None}
 
     @classmethod
     def serves(cls, kind: str) -> bool:
         """Whether it has a rule for models that draw this at a time: "scales" or "tokens"."""
         return kind in cls._rules()
-
-    @classmethod
-    def _rules(cls) -> dict[str, type[Rule]]:
-        rules = (cls,) if cls.token_rule is None else (cls, cls.token_rule)
-        return {rule.kind: rule for rule in rules}
 
     def rule(self, kind: str) -> Rule:
         """The policy's rule for models that draw `kind` (`Geometry.kind`) at a time.
@@ -258,6 +256,48 @@ class Policy(ScaleRule):
                 self.require(f.name, getattr(self, f.name) == f.default, f"{rule}: leave it out")
         return self if isinstance(self, rules[kind]) else rules[kind](self)
 
+    # --- the rule for models that draw scale by scale ---------------------------------------------
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        """By default one token per head."""
+        return 1 / max(1, geometry.schedule.persistent_tokens)
+
+    def least(self, geometry: Geometry) -> str:
+        return self.smallest_reason
+
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
+        """The room of every head at every scale, in tokens."""
+        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
+
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
+        repetitions are allowed. By default spread evenly in raster order."""
+        turn = (np.arange(self.needs.window) + 0.5) / self.needs.window
+        return np.floor(turn * height * width).astype(np.int32)
+
+    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray | None:
+        """int32 [K, L, N]: what heads hold when each scale starts, for compositions; None where
+        that is decided while generating."""
+        given = self.allocate(geometry, budget)
+        region = isinstance(given, RegionAllocation)
+        if region and (given.ragged or given.regroup_scale is not None):
+            return None
+        return given.capacity(geometry)
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
+        """The allocation with which `select` fills capacities int32 [K, L, N] that another policy
+        has decided (compositions).
+
+        Raises:
+          UserError: the contents of this policy are not a selection.
+        """
+        if not self.selects:
+            raise UserError(
+                f"policy {self.name!r} cannot select for another one: its contents are given by "
+                f"its own allocation, not chosen by a score"
+            )
+        return RegionAllocation(capacity)
+
     # --- what runs ask ----------------------------------------------------------------------------
 
     def content(self) -> str | None:
@@ -268,23 +308,16 @@ class Policy(ScaleRule):
     def check_images(self, num_images: int) -> None:
         """Raises `UserError` if the policy cannot serve a run of this many images."""
 
-    def as_selection(self) -> "Policy":
-        """The policy that chooses as this one does, in capacities that another one has decided
-        (composition)."""
-        return self
-
 
 def per_layer(geometry: Geometry, values: ArrayLike) -> np.ndarray:
-    """[K, L, ...]: the same values for every scale and layer, as `ScaleRule.inputs` wants them."""
+    """[K, L, ...]: the same values for every scale and layer, as `Rule.inputs` wants them."""
     shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
     return np.broadcast_to(values, shape)
 
 
-def _name_of(kind: Kind) -> str:
+def _name_of(kind: type | types.UnionType | str) -> str:
     """Returns "int" for the type and for its name, which an annotation may be; "int | None" too."""
-    if isinstance(kind, types.UnionType):
-        return str(kind)
-    return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""
+    return str(kind) if isinstance(kind, types.UnionType) else getattr(kind, "__name__", kind)
 
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

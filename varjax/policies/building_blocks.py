@@ -14,16 +14,10 @@ Position = Int[Array, "R N K"]
 Count = Int[Array, "R N"]
 
 
-def rank(score: Score, among: Mask) -> Position:
-    """The place of each entry by descending score, counted within `among`; entries outside come
-    last. Among equals the earlier entry comes first."""
-    order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
-    return jnp.argsort(order, axis=-1)
-
-
 def top(score: Score, among: Mask, count: Count) -> Mask:
-    """The `count` best-scored entries of `among`."""
-    return among & (rank(score, among) < count[..., None])
+    """The `count` best-scored entries of `among`; among equals the earlier entry comes first."""
+    order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
+    return among & (jnp.argsort(order, axis=-1) < count[..., None])
 
 
 def recent(position: Position, among: Mask, count: Count) -> Mask:
@@ -52,23 +46,6 @@ def part_of(count: Count, share: float) -> Count:
     return jnp.floor(share * count + 1e-3).astype(count.dtype)
 
 
-def peaks(
-    score: Score, position: Position, live: Mask, among: Mask, count: Count, width: int
-) -> Mask:
-    """The `count` best entries of `among` after max-pooling along the cache (stride 1, odd width).
-
-    The cache is what is live, in order of position; dead entries have no place in it, live ones
-    outside `among` have but count as -inf. Pooling makes plateaus of equal scores: within one, the
-    higher own score comes first, then the earlier token.
-    """
-    order = jnp.argsort(jnp.where(live, position, jnp.iinfo(jnp.int32).max), axis=-1)
-    own = jnp.take_along_axis(jnp.where(among, score, -jnp.inf), order, axis=-1)
-    pooled = jnp.where(jnp.take_along_axis(among, order, axis=-1), max_pool(own, width), -jnp.inf)
-    best_first = jnp.lexsort((-own, -pooled), axis=-1)
-    place = jnp.argsort(jnp.take_along_axis(order, best_first, axis=-1), axis=-1)
-    return among & (place < count[..., None])
-
-
 def max_pool(score: Score, width: int) -> Score:
     """Largest score within `width` (odd) neighbours, centred; nothing lies beyond the ends."""
     size, side = score.shape[-1], width // 2
@@ -78,7 +55,17 @@ def max_pool(score: Score, width: int) -> Score:
 
 def window_and_peaks(obs: Observation, score: Score, width: int) -> Mask:
     """`obs.capacity` tokens: those of the observation window first (the best of them if not all
-    fit), then the best others after pooling."""
+    fit), then the best others after max-pooling along the cache (stride 1, odd width).
+
+    The cache is what is live, in order of position; dead entries have no place in it, window tokens
+    have but count as -inf. Pooling makes plateaus of equal scores: within one, the higher own score
+    comes first, then the earlier token.
+    """
     kept, others = top(score, obs.live & obs.window, obs.capacity), obs.live & ~obs.window
     rest = obs.capacity - kept.sum(-1)
-    return kept | peaks(score, obs.position, obs.live, others, rest, width)
+    order = jnp.argsort(jnp.where(obs.live, obs.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    own = jnp.take_along_axis(jnp.where(others, score, -jnp.inf), order, axis=-1)
+    pooled = jnp.where(jnp.take_along_axis(others, order, axis=-1), max_pool(own, width), -jnp.inf)
+    best_first = jnp.lexsort((-own, -pooled), axis=-1)
+    place = jnp.argsort(jnp.take_along_axis(order, best_first, axis=-1), axis=-1)
+    return kept | (others & (place < rest[..., None]))

@@ -4,26 +4,130 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import ClassVar
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Observation
+from varjax.cache.stages import StageAllocation
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError, nearest
+from varjax.errors import UserError, choose, nearest
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Policy
-from varjax.policies.compose_parts import (
-    ROLES,
-    SHARED,
-    Composed,
-    ComposeTokens,
-    build,
-    choose_part,
-    own_arguments,
-)
-from varjax.policies.registry import register
+from varjax.policies.registry import POLICIES, get_policy, register
 from varjax.policies.rule import Rule
-from varjax.policies.token_rule import StagedPolicy
+from varjax.policies.token_rule import StagedPolicy, TokenRule
+from varjax.sequence import SCALES
+
+ROLES = {"allocate": "heatkv", "select": "snapkv"}  # each with its default
+SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
+
+
+def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
+    """Names of a part's arguments; if a role is given, only those that matter to the role."""
+    used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
+    names = [name for name in cls.argument_types() if name not in (*SHARED, "period")]
+    return names if used is None else [name for name in names if name in used]
+
+
+def choose_part(role: str, name: str) -> type[Policy]:
+    """The policy of this name; `UserError` if there is none or it cannot have the role."""
+    fitting = [other for other, cls in POLICIES.items() if role not in cls.unfit_roles]
+    if name in POLICIES and name not in fitting:
+        raise UserError(
+            f"policy 'compose': {role}={name} makes no sense: {POLICIES[name].unfit_roles[role]}; "
+            f"choose one of {', '.join(fitting)}"
+        )
+    return POLICIES[choose(f"policy for {role}:", name, fitting)]
+
+
+def build(role: str, parts: dict[str, str]) -> Policy:
+    """The policy that has the role, with the arguments that `parts` gives it and its own default
+    budget."""
+    own = f"{role}_"
+    named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
+    return get_policy(choose_part(role, parts[role]).name, arguments=named)
+
+
+class Composed(Rule):
+    """Base of the rules of a composition. default_parts: policies for the roles that the arguments
+    do not name."""
+
+    default_parts: ClassVar[dict[str, str]]
+    policy: "Compose"
+
+    @property
+    def allocating(self) -> Rule:
+        """The rule of the policy that says how much heads hold."""
+        return self.policy.allocator.rule(self.kind)
+
+    @property
+    def selecting(self) -> Rule:
+        """The rule of the policy that says which tokens they hold."""
+        return self.policy.selector.rule(self.kind)
+
+    needs = property(attrgetter("selecting.needs"))
+    compares_heads = property(attrgetter("selecting.compares_heads"))
+    inputs_heads = property(attrgetter("selecting.inputs_heads"))
+    inputs = property(attrgetter("selecting.inputs"))
+
+    def prepared(self, allocator: Policy, selector: Policy, **values: float | int) -> "Compose":
+        """The composition with prepared parts. `parts` also lists the defaults, so compositions are
+        equal whether or not a default was typed."""
+        parts = tuple(sorted((self.default_parts | dict(self.policy.parts)).items()))
+        pair = (allocator, selector)
+        return dataclasses.replace(self.policy, parts=parts, _prepared=pair, **values)
+
+    def plan_lines(self, geometry: Geometry) -> list[str]:
+        """All parts, said or not, and what the sizes follow from."""
+        named = self.default_parts | dict(self.policy.parts)
+        parts = f"parts     {', '.join(f'{name}={value}' for name, value in named.items())}"
+        sizes = self.allocating.plan_lines if self.kind == SCALES else super().plan_lines
+        return [parts, *sizes(geometry)]
+
+
+class ComposeTokens(Composed, TokenRule):
+    """All heads hold the same, but where the policy that allocates says what layers hold."""
+
+    default_parts = {**ROLES, "allocate": "streaming"}
+
+    layer_slots = property(attrgetter("allocating.layer_slots"))
+    stay_always = property(attrgetter("selecting.stay_always"))
+    longest_period = property(attrgetter("selecting.longest_period"))
+    select = property(attrgetter("selecting.select"))
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
+        period = self.policy.period
+        allocator, selector = self.policy.built(self.default_parts)
+        allocator = dataclasses.replace(allocator, period=period).rule(self.kind)
+        allocator = allocator.prepare(geometry, calibration)
+        if allocator.rule(self.kind).layer_slots(geometry) is not None:
+            period = allocator.period
+        elif period is None:
+            period = super().prepare(geometry, calibration).period
+        selector = dataclasses.replace(selector, period=period).rule(self.kind)
+        selector = selector.prepare(geometry, calibration)
+        return self.prepared(allocator, selector, period=period)
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        self.selecting.check(geometry)
+        given = self.layer_slots(geometry)
+        if given is None:
+            return
+        self.allocating.check(geometry)
+        room, least, policy = given.min(), self.minimum_slots(geometry), self.policy
+        if room < least:
+            policy.refuse(
+                f"allocate={policy.allocator.name} leaves a layer {room} image tokens per head, "
+                f"its buffer of {policy.period} included, but {policy.selector.name} needs "
+                f"{least}: keep more"
+            )
+
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
+        if self.layer_slots(geometry) is None:
+            return super().allocate(geometry, budget)
+        return self.allocating.allocate(geometry, budget)
 
 
 @register("compose")
@@ -128,37 +232,20 @@ class Compose(Composed, StagedPolicy):
 
     # --- parts ------------------------------------------------------------------------------------
 
-    @cached_property
-    def _pair(self) -> tuple[Policy, Policy]:
-        """Allocator and selector; unprepared as on models that draw scale by scale."""
-        return self._prepared or self.built(ROLES)
-
-    def built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
+    def built(self, defaults: dict[str, str]) -> tuple[Policy, ...]:
         """Returns allocator and selector with the arguments that the composition decides. defaults:
         the parts that a role has if `parts` does not name one."""
-        allocate, select = (build(role, defaults | dict(self.parts)) for role in ROLES)
         shared = {name: getattr(self, name) for name in SHARED}
-        selection = dataclasses.replace(select.as_selection(), **shared)
-        return dataclasses.replace(allocate, **shared), selection
+        parts = defaults | dict(self.parts)
+        return tuple(dataclasses.replace(build(role, parts), **shared) for role in ROLES)
 
-    @property
-    def allocator(self) -> Policy:
-        """The policy that says how much."""
-        return self._pair[0]
+    @cached_property
+    def _pair(self) -> tuple[Policy, ...]:
+        """Unprepared as on models that draw scale by scale."""
+        return self._prepared or self.built(ROLES)
 
-    @property
-    def selector(self) -> Policy:
-        """The policy that says which."""
-        return self._pair[1]
-
-    def with_parts(
-        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
-    ) -> "Compose":
-        """The composition with prepared parts. `parts` also lists the defaults, so compositions are
-        equal whether or not a default was typed."""
-        parts = tuple(sorted((defaults | dict(self.parts)).items()))
-        prepared = (allocator, selector)
-        return dataclasses.replace(self, parts=parts, _prepared=prepared, **values)
+    allocator = property(lambda self: self._pair[0])  # the policy that says how much
+    selector = property(lambda self: self._pair[1])  # the policy that says which
 
     def rule(self, kind: str) -> Rule:
         """Both parts have to serve such models, too."""
@@ -177,30 +264,30 @@ class Compose(Composed, StagedPolicy):
         return self.allocator.uses_calibration or self.selector.uses_calibration
 
     def content(self) -> str | None:
-        return ";".join(filter(None, (self.allocator.content(), self.selector.content()))) or None
+        return ";".join(filter(None, (part.content() for part in self._pair))) or None
 
     def check_images(self, num_images: int) -> None:
-        self.allocator.check_images(num_images)
-        self.selector.check_images(num_images)
+        for part in self._pair:
+            part.check_images(num_images)
 
     # --- models that draw scale by scale ----------------------------------------------------------
+
+    # Capacities are given to the selector, so no budget is too small for it.
+    check_budget = property(attrgetter("allocating.check_budget"))
+    minimum_budget = property(attrgetter("allocating.minimum_budget"))
+    window_tokens = property(attrgetter("selecting.window_tokens"))
+    init_state = property(attrgetter("selecting.init_state"))
+    update_state = property(attrgetter("selecting.update_state"))
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
         allocator = self.allocating.prepare(geometry, calibration)
         selector = dataclasses.replace(self.selector, budget=allocator.budget)
         selector = selector.rule(self.kind).prepare(geometry, calibration)
-        return self.with_parts(allocator, selector, ROLES, budget=allocator.budget)
+        return self.prepared(allocator, selector, budget=allocator.budget)
 
     def check(self, geometry: Geometry) -> None:
         self.allocating.check(geometry)
         self.selecting.check(geometry)
-
-    def check_budget(self, geometry: Geometry) -> None:
-        """Capacities are given to the selector, so no budget is too small for it."""
-        self.allocating.check_budget(geometry)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return self.allocating.minimum_budget(geometry)
 
     def allocate(self, geometry: Geometry, budget: float) -> Allocation:
         capacity = self.allocating.known_capacity(geometry, budget)
@@ -211,18 +298,6 @@ class Compose(Composed, StagedPolicy):
             )
         return self.selecting.adopt(geometry, budget, capacity)
 
-    def window_tokens(self, height: int, width: int):
-        return self.selecting.window_tokens(height, width)
-
-    def init_state(self, geometry: Geometry, rows: int):
-        return self.selecting.init_state(geometry, rows)
-
-    def update_state(self, obs: Observation):
-        return self.selecting.update_state(obs)
-
     def select(self, obs: Observation):
         kept = self.selecting.select(obs)
         return blocks.top(-obs.position, kept, obs.capacity)
-
-    def plan_lines(self, geometry: Geometry) -> list[str]:
-        return [self.named(), *self.allocating.plan_lines(geometry)]

@@ -11,9 +11,8 @@ from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import per_layer, within
+from varjax.policies.base import Policy, per_layer, within
 from varjax.policies.registry import register
-from varjax.policies.rule import ScaleRule
 from varjax.policies.windows import SinkPolicy
 
 
@@ -81,7 +80,7 @@ class HACK(SinkPolicy):
         return dataclasses.replace(self, _types=types)
 
     def minimum_budget(self, geometry: Geometry) -> float:
-        return max(super().minimum_budget(geometry), ScaleRule.minimum_budget(self, geometry))
+        return max(super().minimum_budget(geometry), Policy.minimum_budget(self, geometry))
 
     def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
         protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
@@ -92,9 +91,6 @@ class HACK(SinkPolicy):
             upper=full,
         )
         return RegionAllocation(capacities.capacity(geometry, per_head), protected=protected)
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        return RegionAllocation(capacity, protected=self.protected(geometry, budget))
 
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
         """Per scale and layer: which heads are contextual, bool [K, L, N], and the protected

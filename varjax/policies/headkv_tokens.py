@@ -108,8 +108,13 @@ class HeadKVTokens(WindowedRule):
         return local.astype(jnp.int32)
 
     def select(self, obs: Observation):
-        """Tokens are ranked twice: by age among all live tokens, and by score within their part.
-        These rankings are the cost of a decision."""
+        """History is split by rank, oldest first; the newer `ratio` is near (rounded up). The
+        lowest half of what goes comes from the far part, the other half, the larger one, from the
+        near part. What one part cannot give, the other gives.
+
+        Tokens are ranked twice: by age among all live tokens, and by score within their part. These
+        rankings are the cost of a decision.
+        """
         policy = self.policy
         score = obs.window_logits if policy.score == "logit" else obs.scale_mass
         age, total = stage_blocks.age_rank(obs, obs.live), obs.live.sum(-1)
@@ -117,7 +122,13 @@ class HeadKVTokens(WindowedRule):
         first = obs.live & (obs.position < policy.sinks)
         history, surplus = obs.live & ~newest & ~first, total - obs.capacity
         age = age - first.sum(-1, keepdims=True)  # within history: all sinks are older
-        gone = stage_blocks.stratum_lowest(obs, score, history, age, surplus, policy.ratio)
+        total = history.sum(-1, dtype=jnp.int32)
+        far_size = jnp.floor((1 - policy.ratio) * total + 1e-3).astype(jnp.int32)
+        far = age < far_size[..., None]
+        from_far = jnp.minimum(surplus // 2, far_size)
+        from_near = jnp.minimum(surplus - from_far, total - far_size)
+        most = jnp.where(far, (surplus - from_near)[..., None], from_near[..., None])
+        gone = history & (stage_blocks.rank(obs, score, history, part=far) < most)
         if obs.local is not None:  # local heads see no history: the oldest go first
             oldest = history & (age < surplus[..., None])
             gone = jnp.where(obs.local[..., None], oldest, gone)

@@ -11,7 +11,7 @@ from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
-from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
+from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy
 
 
 @register("heatkv")
@@ -81,34 +81,31 @@ class HeatKV(SinkPolicy):
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
                 f"removal orders as published with HeatKV (JSON lists of [head, layer])"
             )
-        self.check_sinks(geometry)
+        self.check(geometry)
         calibration.check(geometry)
         whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
-        sinks = sink_scales(self.sinks, geometry, self.budget)
+        sinks = self.sink_scales(geometry, self.budget)
         if beta is not None:
             by_head = order_heads(cas(beta, sinks))[None] if whole else None
             return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks
         if orders is None:
             self.refuse("the calibration holds neither orders nor beta")
-        if not whole:
-            return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
-        if len(orders) != 1:
+        if whole and len(orders) != 1:
             self.refuse(
                 f"it removes whole heads and needs one order of heads (CAS) or beta, the "
                 f"calibration holds {len(orders)} lists, one per source scale"
             )
-        return orders, sinks
-
-    def _implied_sinks(self, lists: int, num_scales: int) -> int:
-        stored, most = num_scales - 1, self.sinks or MOST_AUTOMATIC_SINKS
-        implied = stored - lists
-        if not (self.sinks or 1) <= implied <= most:
+        if whole:
+            return orders, sinks
+        scales, least = geometry.schedule.num_scales, self.sinks or 1
+        most, implied = self.sinks or MOST_AUTOMATIC_SINKS, scales - 1 - len(orders)
+        if not least <= implied <= most:
             self.refuse(
-                f"{lists} order lists for {num_scales} scales; with {self.sinks or '1 to 3'} sink "
-                f"scales there are {max(0, stored - most)} to {stored - (self.sinks or 1)} (the "
+                f"{len(orders)} order lists for {scales} scales; with {self.sinks or '1 to 3'} "
+                f"sink scales there are {max(0, scales - 1 - most)} to {scales - 1 - least} (the "
                 f"last scale is never stored): give one list for each, or say sinks={implied}"
             )
-        return implied
+        return orders, implied
 
     def schedule(self, geometry: Geometry, budget: float) -> PruneSchedule:
         """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""

@@ -13,29 +13,20 @@ import numpy as np
 from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
-from varjax.policies.windows import minimum_budget
 
 
 @dataclass(frozen=True, eq=False)
 class PruneSchedule:
     """The decisions of `prune_schedule`.
 
-    counts: int [K], N_k: heads that give up each source scale once scale k is done; -1 for the last
-      scale, which is never stored.
     removed: bool [K, K, L, N], G[k, j]: gone after scale k. The last scale repeats the one before.
     hidden: bool [K, K, L, N], A[k, j]: gone before scale k starts, so that k does not see it.
     early_count: int [K], removals due after scale k that had to come before it.
-    total_after_layer: int [K, L], tokens stored right after layer l of scale k if each layer makes
-      its removals when it has run; -1 for the last scale.
-    running_total: the same total as the search saw it, with the early removals found up to layer l.
     """
 
-    counts: np.ndarray
     removed: np.ndarray
     hidden: np.ndarray
     early_count: np.ndarray
-    total_after_layer: np.ndarray
-    running_total: np.ndarray
 
     def last_use(self) -> np.ndarray:
         """int [L, N, K]: the last scale that sees the tokens of scale j; j where none does."""
@@ -79,102 +70,71 @@ def prune_schedule(
     Raises:
       UserError: the sinks alone exceed the budget: the message names the smallest feasible one.
     """
-    lowest = minimum_budget(sinks, geometry)
+    lowest = geometry.schedule.starts[sinks] / max(1, geometry.schedule.persistent_tokens)
     if budget + 1e-12 < lowest:
         raise UserError(
             f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
             f"full cache, which is the smallest feasible budget"
         )
-    num_scales, num_layers = geometry.schedule.num_scales, geometry.num_layers
     counts = heads_to_remove(geometry, sinks, budget)
-    problem = _Problem.of(geometry, orders, counts, sinks, budget, whole_heads)
-    hidden = problem.removed[1:].copy()
-    early = np.zeros(num_scales, np.int64)
-    total, running = np.full((2, num_scales, num_layers), -1, np.int64)
-    for k in range(num_scales - 1):
-        taken, running[k] = problem.early_removals(k, literal)
-        hidden[k] = problem.removed[k]
+    size, rank, removed = _units(geometry, orders, counts, sinks, whole_heads)
+    of_sinks = np.minimum((0, *geometry.schedule.ends), geometry.schedule.starts[sinks])
+    limit = math.floor(budget * geometry.dense_tokens + 1e-6)  # 0.6 * 300 is 180, not less
+
+    def held(row: int, gone: np.ndarray) -> np.ndarray:
+        """int [L]: tokens that each layer stores in state `row`, given what is removed."""
+        units = (~gone * size[row][:, None, None]).sum((0, 2))
+        return units + geometry.num_heads * of_sinks[row]
+
+    hidden, early = removed[1:].copy(), np.zeros(geometry.schedule.num_scales, np.int64)
+    for k in range(geometry.schedule.num_scales - 1):
+        row = k + 1 if literal else k
+        base = after_each_layer(held(k + 1, removed[k + 1]), held(row, removed[k]))
+        due = removed[k + 1] & ~removed[k]
+        taken = _early_removals(base - limit, due, size[row], rank)
+        hidden[k] = removed[k]
         hidden[k][taken] = True
         early[k] = len(taken[0])
-        total[k] = after_each_layer(problem.held(k + 1), problem.held(k, hidden[k]))
-    counts[-1] = -1
     return PruneSchedule(
-        counts,
-        _per_source_scale(problem.removed[1:], sinks, own_scale=True),
+        _per_source_scale(removed[1:], sinks, own_scale=True),
         _per_source_scale(hidden, sinks, own_scale=False),
         early,
-        total,
-        running,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    """Input of the search. Row i of an array is the state before scale i, after scale i - 1.
+def _units(
+    geometry: Geometry, orders: np.ndarray, counts: np.ndarray, sinks: int, whole_heads: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(int [K + 1, U]: stored tokens of each unit; int [U, L, N]: its place in its order; bool [K +
+    1, U, L, N]: whether it is removed). Row i is the state before scale i, after scale i - 1."""
+    schedule, layers, heads = geometry.schedule, geometry.num_layers, geometry.num_heads
+    source = np.arange(sinks, max(sinks, schedule.num_scales - 1))
+    done = np.arange(-1, schedule.num_scales)[:, None]
+    size = np.where(done >= source, np.array(schedule.tokens, np.int64)[source], 0)
+    size = size.sum(1, keepdims=True) if whole_heads else size
+    rank = np.zeros((len(orders), layers, heads), np.int64)
+    for order, row in zip(orders, rank, strict=True):
+        row[order[:, 1], order[:, 0]] = np.arange(len(order))
+    due = np.concatenate([[0], counts])[:, None, None, None]
+    removed = (rank < due) & (size > 0)[:, :, None, None]
+    removed[-1] = removed[-2]
+    return size, rank, removed
 
-    size: int [K + 1, U], stored tokens of each unit; sink_size: int [K + 1], those of a head's
-    sinks; removed: bool [K + 1, U, L, N]; rank: int [U, L, N], place in the order of its unit;
-    limit: tokens that the whole cache may hold.
-    """
 
-    size: np.ndarray
-    sink_size: np.ndarray
-    removed: np.ndarray
-    rank: np.ndarray
-    limit: int
-
-    @classmethod
-    def of(
-        cls,
-        geometry: Geometry,
-        orders: np.ndarray,
-        counts: np.ndarray,
-        sinks: int,
-        budget: float,
-        whole_heads: bool,
-    ) -> "_Problem":
-        schedule, layers, heads = geometry.schedule, geometry.num_layers, geometry.num_heads
-        source = np.arange(sinks, max(sinks, schedule.num_scales - 1))
-        done = np.arange(-1, schedule.num_scales)[:, None]
-        size = np.where(done >= source, np.array(schedule.tokens, np.int64)[source], 0)
-        size = size.sum(1, keepdims=True) if whole_heads else size
-        rank = np.zeros((len(orders), layers, heads), np.int64)
-        for order, row in zip(orders, rank, strict=True):
-            row[order[:, 1], order[:, 0]] = np.arange(len(order))
-        due = np.concatenate([[0], counts])[:, None, None, None]
-        removed = (rank < due) & (size > 0)[:, :, None, None]
-        removed[-1] = removed[-2]
-        protected = schedule.starts[sinks]
-        return cls(
-            size=size,
-            sink_size=np.minimum((0, *schedule.ends), protected),
-            removed=removed,
-            rank=rank,
-            limit=math.floor(budget * geometry.dense_tokens + 1e-6),  # 0.6 * 300 is 180, not less
-        )
-
-    def held(self, row: int, removed: np.ndarray | None = None) -> np.ndarray:
-        """int [L]: tokens that each layer stores in state `row`, given what is removed."""
-        removed = self.removed[row] if removed is None else removed
-        units = (~removed * self.size[row][:, None, None]).sum((0, 2))
-        return units + removed.shape[-1] * self.sink_size[row]
-
-    def early_removals(self, k: int, literal: bool) -> tuple[tuple, np.ndarray]:
-        """(index arrays into [U, L, N], int [L] totals seen): the shortest prefix of the candidates
-        - layer descending, source scale descending, rank ascending - that keeps every layer of
-        scale k within the limit. Only removals in layers still to run free anything."""
-        waiting_row = k + 1 if literal else k
-        base = after_each_layer(self.held(k + 1), self.held(waiting_row, self.removed[k]))
-        freeing = (self.size[waiting_row] > 0)[:, None, None]
-        unit, layer, head = np.nonzero(self.removed[k + 1] & ~self.removed[k] & freeing)
-        first = np.lexsort((self.rank[unit, layer, head], -unit, -layer))
-        unit, layer, head = unit[first], layer[first], head[first]
-        freed = np.concatenate([[0], np.cumsum(self.size[waiting_row][unit])])
-        in_later_layers = (layer > np.arange(len(base))[:, None]).sum(1)
-        needed = np.minimum(np.searchsorted(freed, base - self.limit), in_later_layers)
-        found = np.maximum.accumulate(needed)
-        totals = base - freed[np.minimum(found, in_later_layers)]
-        return tuple(index[: found[-1]] for index in (unit, layer, head)), totals
+def _early_removals(
+    excess: np.ndarray, due: np.ndarray, size: np.ndarray, rank: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Index arrays into [U, L, N]: the shortest prefix of the removals that are due - layer
+    descending, source scale descending, rank ascending - that keeps every layer of a scale within
+    the limit. Only removals in layers still to run free anything. excess: int [L], tokens above the
+    limit without any."""
+    unit, layer, head = np.nonzero(due & (size > 0)[:, None, None])
+    first = np.lexsort((rank[unit, layer, head], -unit, -layer))
+    unit, layer, head = unit[first], layer[first], head[first]
+    freed = np.concatenate([[0], np.cumsum(size[unit])])
+    in_later_layers = (layer > np.arange(len(excess))[:, None]).sum(1)
+    needed = np.minimum(np.searchsorted(freed, excess), in_later_layers).max()
+    return unit[:needed], layer[:needed], head[:needed]
 
 
 def _per_source_scale(units: np.ndarray, sinks: int, own_scale: bool) -> np.ndarray:

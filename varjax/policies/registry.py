@@ -4,14 +4,12 @@ tests; `load_module` adds policies of your own to it."""
 import os
 import re
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from operator import attrgetter
 
 from varjax import own_modules
 from varjax.arguments import text
 from varjax.errors import UserError, choose, show
 from varjax.policies.base import Policy
-from varjax.policies.rule import Rule
-from varjax.sequence import SCALES, TOKENS
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
@@ -81,28 +79,9 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
     return own_modules.load([OWN], path_or_name)
 
 
-def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
-    """Policies that are new, or that this module registered when it was imported elsewhere."""
-    new = {n for n, cls in POLICIES.items() if n not in before}
-    return tuple(n for n, c in POLICIES.items() if n in new or c.__module__ == module.__name__)
-
-
 OWN = own_modules.Kind(
-    "policy", (POLICIES,), _policies_of, "decorate a class with @register('its_name')"
+    "policy",
+    (POLICIES,),
+    attrgetter("__module__"),
+    "decorate a class with @register('its_name')",
 )
-
-
-def markdown_table() -> str:
-    """The policy table of the README. Models draw by scale or by token."""
-    rows = ["| policy | keeps | models | contents | default budget |"]
-    rows.append("| --- | --- | --- | --- | --- |")
-    for name, cls in POLICIES.items():
-        policy = cls()
-        known = cls.select is Rule.select
-        contents = "known beforehand" if known else "decided per image"
-        kinds = [kind for kind in (SCALES, TOKENS) if cls.serves(kind)]
-        models = "both" if len(kinds) > 1 else f"by {kinds[0].removesuffix('s')}"
-        contents = policy.contents or (contents if policy.budgeted else "given")
-        budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
-        rows.append(f"| `{name}` | {policy.summary} | {models} | {contents} | {budget} |")
-    return "\n".join(rows)

@@ -76,12 +76,10 @@ class RKV(ObservingRule, TokenPolicy):
         scores = jnp.where(others[:, :, None], obs.window_scores, -jnp.inf)
         # a head that holds no others has nothing to drop; its scores do not matter
         mass = jnp.where(others, jax.nn.softmax(scores, axis=-1).mean(2), 0)
-        live, order, importance, keys = blocks.by_age(
-            obs, obs.live, obs.live, others, mass, obs.keys
-        )
+        live, order, importance, keys = blocks.by_age(obs, obs.live, others, mass, obs.keys)
         importance = max_pool(jnp.where(order, importance, -jnp.inf), self.kernel)
         score = self.mix * importance - (1 - self.mix) * redundancy(keys, live)
-        score = blocks.from_age(obs, obs.live, score)
+        score = blocks.from_age(obs, score)
         surplus = obs.live.sum(-1) - obs.capacity
         return obs.live & ~blocks.lowest(obs, score, others, surplus)
 

@@ -15,13 +15,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree
 
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.policies import capacities
-from varjax.sequence import SCALES
 
 if TYPE_CHECKING:
     from varjax.policies.base import Policy
@@ -138,54 +136,3 @@ class Rule:
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         """The live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
         raise NotImplementedError
-
-
-class ScaleRule(Rule):
-    """Base of rules for models that draw scale by scale. A decision is made after every scale; a
-    head is in the region of its number until `regroup` (int32 [R, N], regions of the layer) assigns
-    heads anew at the allocation's `regroup_scale`."""
-
-    kind = SCALES
-    smallest_reason: ClassVar[str] = "every head needs room for at least one token"
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        """By default one token per head."""
-        return 1 / max(1, geometry.schedule.persistent_tokens)
-
-    def least(self, geometry: Geometry) -> str:
-        return self.smallest_reason
-
-    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
-        """The room of every head at every scale, in tokens."""
-        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
-
-    def window_tokens(self, height: int, width: int) -> np.ndarray:
-        """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
-        repetitions are allowed. By default spread evenly in raster order."""
-        turn = (np.arange(self.needs.window) + 0.5) / self.needs.window
-        return np.floor(turn * height * width).astype(np.int32)
-
-    # --- composition (`varjax.policies.compose`) ---
-
-    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray | None:
-        """int32 [K, L, N]: what heads hold when each scale starts; None where that is decided while
-        generating."""
-        given = self.allocate(geometry, budget)
-        region = isinstance(given, RegionAllocation)
-        if region and (given.ragged or given.regroup_scale is not None):
-            return None
-        return given.capacity(geometry)
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
-        """The allocation with which `select` fills capacities int32 [K, L, N] that another policy
-        has decided.
-
-        Raises:
-          UserError: the contents of this policy are not a selection.
-        """
-        if not self.selects:
-            raise UserError(
-                f"policy {self.policy.name!r} cannot select for another one: its contents are "
-                f"given by its own allocation, not chosen by a score"
-            )
-        return RegionAllocation(capacity)

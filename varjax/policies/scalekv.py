@@ -49,7 +49,7 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what the
+      budgets: published budget file, see `scalekv_budgets.read`. The budget is then what the
         file costs; a budget that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
@@ -107,10 +107,9 @@ class ScaleKV(Policy):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
         budget, grid = self.budget, self.grid or GRID
         if self.budgets and isinstance(budget, NotGiven):
-            held = self._published(geometry)
-            if self.accounting == "tokens":
-                budget = self._tokens(geometry, held) / geometry.dense_tokens
-            else:
+            held, tokens = self._published(geometry)
+            budget = tokens / geometry.dense_tokens
+            if self.accounting == "bytes":
                 budget = planner.cost(geometry, held, self.block_size)
         elif not (self.grid or self.budgets or self.faithful):
             share = capacities.uniform(geometry, budget) // WINDOW_SHARE
@@ -129,20 +128,19 @@ class ScaleKV(Policy):
                 f"{' and '.join(given)}, or budgets"
             )
         check_kernel(self)
-        super().check(geometry)
 
     @cached_property
-    def _file(self) -> scalekv_budgets.BudgetFile:
-        return scalekv_budgets.BudgetFile.read(self.budgets)
+    def _file(self) -> tuple[dict[int, dict[str, int]], str]:
+        return scalekv_budgets.read(self.budgets)
 
     def content(self) -> str | None:
         """SHA-256 of the budget file, so that a run is not continued with another one."""
-        return f"budgets:{self._file.digest}" if self.budgets else None
+        return f"budgets:{self._file[1]}" if self.budgets else None
 
     def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
         if self.budgets:
-            held = self._published(geometry)
-            self.refuse_more(geometry, budget, self._tokens(geometry, held), self.budgets)
+            held, tokens = self._published(geometry)
+            self.refuse_more(geometry, budget, tokens, self.budgets)
             return held
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
@@ -158,16 +156,13 @@ class ScaleKV(Policy):
         )
         return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
 
-    def _published(self, geometry: Geometry) -> RegionAllocation:
-        """The room that the file gives every head."""
-        tokens = self._file.tokens(geometry)
-        return RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
-
-    def _tokens(self, geometry: Geometry, held: RegionAllocation) -> int:
-        """Its most tokens, counted as `accounting` says."""
+    def _published(self, geometry: Geometry) -> tuple[RegionAllocation, int]:
+        """The room that the file gives every head; its most tokens, as `accounting` counts."""
+        tokens = scalekv_budgets.published_tokens(self.budgets, self._file[0], geometry)
+        held = RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
         if self.accounting == "bytes":
-            return planner.peak_tokens(geometry, held)
-        return int(held.region_capacity.sum((1, 2)).max())
+            return held, planner.peak_tokens(geometry, held)
+        return held, int(held.region_capacity.sum((1, 2)).max())
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID

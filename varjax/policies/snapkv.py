@@ -110,7 +110,6 @@ class SnapKV(StagedPolicy):
         rule = f" must be 1 to {most} (queries of one scale), or 0 to let the budget decide"
         self.require("window", 0 <= self.window <= most, rule)
         check_kernel(self)
-        super().check(geometry)
 
     def select(self, obs: Observation):
         return blocks.window_and_peaks(obs, obs.window_mass, self.kernel or KERNEL)

@@ -11,12 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from pallas_kernels.rank import rank as compared
 from varjax.cache.observation import Observation
-from varjax.policies.building_blocks import max_pool
-
-Score = Num[Array, "R N K"]
-Mask = Bool[Array, "R N K"]
-Position = Int[Array, "R N K"]
-Count = Int[Array, "R N"]
+from varjax.policies.building_blocks import Count, Mask, Position, Score, max_pool
 
 MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
 
@@ -68,25 +63,6 @@ def newest(obs: Observation, among: Mask, count: Count | int) -> Mask:
     return among & (age_rank(obs, among) >= total - count)
 
 
-def stratum_lowest(
-    obs: Observation, score: Score, among: Mask, age: Position, count: Count, near_share: float
-) -> Mask:
-    """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
-    near part.
-
-    The parts go by rank in the list, oldest first (`age`, as `age_rank` returns it); the newer
-    `near_share` is near (rounded up). Near gives the larger half. What one part cannot give, the
-    other gives.
-    """
-    total = among.sum(-1, dtype=jnp.int32)
-    far_size = jnp.floor((1 - near_share) * total + 1e-3).astype(jnp.int32)
-    far = age < far_size[..., None]
-    from_far = jnp.minimum(count // 2, far_size)
-    from_near = jnp.minimum(count - from_far, total - far_size)
-    most = jnp.where(far, (count - from_near)[..., None], from_near[..., None])
-    return among & (rank(obs, score, among, part=far) < most)
-
-
 def tokens_needed(
     mass: Float[Array, "*heads C"],
     position: Int[Array, "*#heads C"],
@@ -107,10 +83,10 @@ def tokens_needed(
 
 
 def by_age(
-    obs: Observation, among: Mask, *values: Shaped[Array, "R N K ..."]
+    obs: Observation, *values: Shaped[Array, "R N K ..."]
 ) -> tuple[Shaped[Array, "R N K ..."], ...]:
-    """[R, N, K, ...] arrays with the tokens of `among` first, oldest first."""
-    place = _places(obs, among)
+    """[R, N, K, ...] arrays with the live tokens first, oldest first."""
+    place = _places(obs)
     slots = jnp.arange(place.shape[-1], dtype=jnp.int32)
     if place.shape[-1] > MOST_COMPARED:
         order = jnp.argsort(place, axis=-1)
@@ -123,23 +99,23 @@ def by_age(
     )
 
 
-def from_age(obs: Observation, among: Mask, value: Score) -> Score:
+def from_age(obs: Observation, value: Score) -> Score:
     """The inverse of `by_age`, for one array [R, N, K]."""
-    return jnp.take_along_axis(value, _places(obs, among), axis=2)
+    return jnp.take_along_axis(value, _places(obs), axis=2)
 
 
 def pooled(obs: Observation, score: Score, among: Mask, width: int) -> Score:
     """Largest score of `among` within `width` neighbours along the cache, in order of age: tokens
     that are live but not in `among` have a place there and count as -inf."""
-    (ordered,) = by_age(obs, obs.live, jnp.where(among, score, -jnp.inf))
-    return from_age(obs, obs.live, max_pool(ordered, width))
+    (ordered,) = by_age(obs, jnp.where(among, score, -jnp.inf))
+    return from_age(obs, max_pool(ordered, width))
 
 
-def _places(obs: Observation, among: Mask) -> Position:
-    """A place for every slot: the tokens of `among` by age, then the others as they lie."""
-    others = jnp.cumsum(~among, axis=-1, dtype=jnp.int32) - 1
-    total = among.sum(-1, dtype=jnp.int32, keepdims=True)
-    return jnp.where(among, age_rank(obs, among), total + others)
+def _places(obs: Observation) -> Position:
+    """A place for every slot: the live tokens by age, then the others as they lie."""
+    others = jnp.cumsum(~obs.live, axis=-1, dtype=jnp.int32) - 1
+    total = obs.live.sum(-1, dtype=jnp.int32, keepdims=True)
+    return jnp.where(obs.live, age_rank(obs, obs.live), total + others)
 
 
 def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None = None) -> Position:

@@ -69,12 +69,11 @@ class TableTokens(TokenRule):
 
     def _visible(self, geometry: Geometry) -> np.ndarray:
         """bool [K, L, (rows,) N, image tokens]: what each stage may see."""
-        keep, sequence = self.policy.keep(geometry), geometry.schedule
-        if self.policy.stored[0] == "keep_token":
-            return keep
-        stage = 1 + np.arange(sequence.image_tokens) // self.policy.period
-        last = np.arange(sequence.image_tokens) == sequence.steps  # is read by none
-        return keep[..., np.minimum(stage, len(keep) - 1)] & ~last
+        table, token = self.policy, np.arange(geometry.schedule.image_tokens)
+        stage = np.minimum(1 + token // table.period, len(table.stored[1]) - 1)
+        keep = table.visible(geometry, stage)
+        # the last token is read by none
+        return keep & (token < token[-1]) if table.stored[0] == "keep_scale" else keep
 
     def layer_slots(self, geometry: Geometry) -> np.ndarray:
         held, layers = self._visible(geometry).sum(-1), geometry.num_layers
@@ -185,12 +184,13 @@ class Table(StagedPolicy):
         """Whether contents differ per row."""
         return self.stored[1].ndim == 5
 
-    def keep(self, geometry: Geometry) -> np.ndarray:
-        """The file's array as bool, without unconditional rows where the model has none."""
+    def visible(self, geometry: Geometry, stage: np.ndarray) -> np.ndarray:
+        """bool [K, L, (rows,) N, tokens]: what each scale or stage may see, without unconditional
+        rows where the model has none. stage: int [tokens], of each token."""
         keep = self.stored[1].astype(bool)
-        if not self.per_row:
-            return keep
-        return keep[:, :, : keep.shape[2] // 2 * geometry.rows_per_image]
+        if self.per_row:
+            keep = keep[:, :, : keep.shape[2] // 2 * geometry.rows_per_image]
+        return keep[..., stage] if self.stored[0] == "keep_scale" else keep
 
     def rows_of(self, geometry: Geometry, image_index: np.ndarray) -> np.ndarray:
         """int: the file's rows of these images, conditional ones first."""
@@ -217,14 +217,8 @@ class Table(StagedPolicy):
         schedule = geometry.schedule
         self.check_file(geometry, schedule.num_scales, schedule.total_tokens, "scales")
 
-    def _visible(self, geometry: Geometry) -> np.ndarray:
-        """bool [K, L, (rows,) N, tokens]: what each scale may see."""
-        keep = self.keep(geometry)
-        by_scale = self.stored[0] == "keep_scale"
-        return keep[..., geometry.schedule.scale_of_token] if by_scale else keep
-
     def allocate(self, geometry: Geometry, budget: float) -> Allocation:
-        visible = self._visible(geometry)
+        visible = self.visible(geometry, geometry.schedule.scale_of_token)
         if not self.per_row:
             allocation = StaticAllocation.from_visibility(geometry, visible)
         else:
@@ -244,7 +238,7 @@ class Table(StagedPolicy):
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
         if not self.per_row:
             return None
-        visible = self._visible(geometry)
+        visible = self.visible(geometry, geometry.schedule.scale_of_token)
         following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
         return following[:, :, self.rows_of(geometry, image_index)]
 

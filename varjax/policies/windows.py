@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
 from varjax.policies import building_blocks as blocks
@@ -15,24 +15,6 @@ from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
-
-
-def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
-    """The number of sink scales: as given, or (0) up to three as long as they take at most half of
-    a head's mean budget."""
-    if sinks:
-        return sinks
-    schedule = geometry.schedule
-    stored, half = schedule.num_scales - 1, budget * schedule.persistent_tokens / 2
-    fitting = sum(end <= half for end in schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)])
-    return max(fitting, min(1, stored))
-
-
-def minimum_budget(sinks: int, geometry: Geometry) -> float:
-    """The budget at which only the sink scales fit (one scale if the number is left open)."""
-    schedule = geometry.schedule
-    tokens = schedule.starts[sinks or min(1, schedule.num_scales - 1)]
-    return tokens / max(1, schedule.persistent_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +28,34 @@ class SinkPolicy(Policy):
     smallest_reason = "the sink scales alone need more"
 
     def check(self, geometry: Geometry) -> None:
-        self.check_sinks(geometry)
-        super().check(geometry)
-
-    def check_sinks(self, geometry: Geometry) -> None:
         stored = geometry.schedule.num_scales - 1
         if self.sinks and not 0 <= self.sinks <= stored:
             self.refuse(
                 f"sinks={self.sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
             )
 
+    def sink_scales(self, geometry: Geometry, budget: float) -> int:
+        """The number of sink scales: as given, or (0) up to three as long as they take at most half
+        of a head's mean budget."""
+        if self.sinks:
+            return self.sinks
+        schedule = geometry.schedule
+        stored, half = schedule.num_scales - 1, budget * schedule.persistent_tokens / 2
+        fitting = sum(end <= half for end in schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)])
+        return max(fitting, min(1, stored))
+
     def protected(self, geometry: Geometry, budget: float) -> int:
         """Tokens of the sink scales."""
-        return geometry.schedule.starts[sink_scales(self.sinks, geometry, budget)]
+        return geometry.schedule.starts[self.sink_scales(geometry, budget)]
 
     def minimum_budget(self, geometry: Geometry) -> float:
-        return minimum_budget(self.sinks, geometry)
+        """The budget at which only the sink scales fit (one scale if the number is left open)."""
+        schedule = geometry.schedule
+        tokens = schedule.starts[self.sinks or min(1, schedule.num_scales - 1)]
+        return tokens / max(1, schedule.persistent_tokens)
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        return RegionAllocation(capacity, protected=self.protected(geometry, budget))
 
 
 def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticAllocation:
@@ -100,6 +94,12 @@ class Ring(TokenRule):
     def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         return StageAllocation.known(geometry, self.slots(geometry, budget), self.stay_first)
 
+    def select(self, obs: Observation):
+        """The same contents in slots that another policy has decided (`compose`)."""
+        first = obs.live & (obs.position < self.stay_first)
+        count = obs.capacity - first.sum(-1)
+        return first | stage_blocks.newest(obs, obs.live & ~first, count)
+
 
 class FullRing(Ring):
     """A ring with a slot for every image token."""
@@ -133,9 +133,36 @@ class Full(StagedPolicy):
         return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NewestPolicy(StagedPolicy):
+    """Base of policies that keep the newest tokens of all behind the first `protected`. In
+    capacities that another policy has decided (`compose`) they choose on the device."""
+
+    budget: float = 0.25
+
+    token_rule = Ring
+    contents = "known beforehand"
+
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
+        protected = self.protected(geometry, budget)
+        window = capacities.uniform(geometry, budget) - protected
+        return newest_and_sinks(geometry, window, protected)
+
+    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
+        """int32 [K, L]: the protected tokens; None for static contents."""
+        if isinstance(allocation, StaticAllocation):
+            return None
+        return per_layer(geometry, np.int32(allocation.protected))
+
+    def select(self, obs: Observation):
+        first = obs.live & (obs.position < obs.inputs)
+        kept = blocks.top(-obs.position, first, obs.capacity)
+        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
+
+
 @register("swa")
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindow(StagedPolicy):
+class SlidingWindow(NewestPolicy):
     """Sliding-window attention: every head keeps the newest tokens, no sinks.
 
     Idea: locality. A baseline of AMS-KV (its comparison runs). The window is floor(budget * F)
@@ -149,21 +176,15 @@ class SlidingWindow(StagedPolicy):
     reading.
     """
 
-    budget: float = 0.25
-
-    token_rule = Ring
     summary = "newest tokens only"
 
-    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
-        return newest_and_sinks(geometry, capacities.uniform(geometry, budget), 0)
-
-    def as_selection(self) -> Policy:
-        return Newest()
+    def protected(self, geometry: Geometry, budget: float) -> int:
+        return 0
 
 
 @register("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(StagedPolicy, SinkPolicy):
+class Streaming(NewestPolicy, SinkPolicy):
     """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
 
     Every head keeps the sinks and the newest tokens; the budget left by the sinks is the window,
@@ -183,56 +204,5 @@ class Streaming(StagedPolicy, SinkPolicy):
     are whole scales, which hold the image's layout.
     """
 
-    budget: float = 0.25
-
-    token_rule = Ring
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
-
-    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
-        protected = self.protected(geometry, budget)
-        window = capacities.uniform(geometry, budget) - protected
-        return newest_and_sinks(geometry, window, protected)
-
-    def as_selection(self) -> Policy:
-        return Newest(sinks=self.sinks, protects=True)
-
-
-class NewestTokens(TokenRule):
-    """`Newest` on models that draw token by token: the first `sinks` image tokens and the newest
-    stay."""
-
-    def stay_always(self, geometry: Geometry) -> int:
-        return 1 + self.policy.sinks * self.policy.protects
-
-    def select(self, obs: Observation):
-        first = obs.live & (obs.position < self.policy.sinks * self.policy.protects)
-        count = obs.capacity - first.sum(-1)
-        return first | stage_blocks.newest(obs, obs.live & ~first, count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Newest(StagedPolicy, SinkPolicy):
-    """What `swa` and, with `protects`, `streaming` choose in capacities that another policy has
-    decided."""
-
-    protects: bool = False
-
-    token_rule = NewestTokens
-
-    @property
-    def name(self) -> str:
-        return "streaming" if self.protects else "swa"
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        protected = self.protected(geometry, budget) if self.protects else 0
-        return RegionAllocation(capacity, protected=protected)
-
-    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """int32 [K, L]: the protected tokens."""
-        return per_layer(geometry, np.int32(allocation.protected))
-
-    def select(self, obs: Observation):
-        first = obs.live & (obs.position < obs.inputs)
-        kept = blocks.top(-obs.position, first, obs.capacity)
-        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))

@@ -8,7 +8,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -181,8 +180,8 @@ def read(
       folder: what `write` wrote.
       expected: {name: leaf with a shape and a type}: what has to be there; floating types may
         differ.
-      dtypes: {name: type, or None for the stored one} of the arrays to read. Orbax casts floating
-        ones while it reads.
+      dtypes: {name: type, or None for the stored one} of the arrays to read. Floating ones are cast
+        while they are read.
       described_in: name of the file that says what is expected, for messages.
       on_host: give NumPy arrays and put nothing on a device: the weights of a model for several
         devices may not fit one. Otherwise the arrays lie on the default device.
@@ -205,25 +204,17 @@ def read(
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = flatten_dict(checkpointer.metadata(path).item_metadata.tree, sep="/")
         _check(folder, stored, expected, described_in, said)
-        types = {}
+        found, in_8_bits = {}, in_8_bits or {}
+        device = None if on_host or on_disk else jnp.zeros(()).devices().pop()
         for name, dtype in wanted.items():
-            kind = stored[name].dtype
-            types[name] = kind if dtype is None or not parameters.is_floating(kind) else dtype
-        in_8_bits = in_8_bits or {}
-        if on_disk:
-            found = {}
-            for name, kind in types.items():
-                scheme, shape = in_8_bits.get(name), tuple(expected[name].shape)
-                array = by_part(folder, name, shape, stored[name].dtype if scheme else kind)
-                found[name] = quantize(array, scheme, kind) if scheme else array
-            return found
-        plain = {name: kind for name, kind in types.items() if name not in in_8_bits}
-        found = _restore(checkpointer, path, plain, on_host)
-        for name, scheme in in_8_bits.items():
+            own, scheme = stored[name].dtype, in_8_bits.get(name)
+            kind = own if dtype is None or not parameters.is_floating(own) else dtype
+            array = by_part(folder, name, expected[name].shape, own if scheme else kind)
             # only the matrices of one parameter are ever in memory as they are stored
-            (matrix,) = _restore(checkpointer, path, {name: stored[name].dtype}, True).values()
-            found[name] = quantize(matrix, scheme, types[name])
-        return found if on_host else jax.tree.map(jnp.asarray, found)
+            leaf = array if on_disk else array.part()
+            leaf = quantize(leaf, scheme, kind) if scheme else leaf
+            found[name] = leaf if device is None else jax.device_put(leaf, device)
+        return found
 
 
 def _check(
@@ -251,27 +242,13 @@ def _check(
         )
 
 
-def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
-    """The arrays named in {name: type}; others may be on disk, too."""
-    import orbax.checkpoint as ocp
-
-    if on_host:
-        kind = partial(ocp.RestoreArgs, restore_type=np.ndarray)
-    else:
-        sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-        kind = partial(ocp.ArrayRestoreArgs, restore_type=jax.Array, sharding=sharding)
-    tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
-    found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
-    return jax.block_until_ready(flatten_dict(found, sep="/"))
-
-
 def by_part(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
     """An array of the tree in `folder` (`write`), floating numbers cast to `dtype` as they are
     read. `UserError` then if files are damaged.
 
     TensorStore, which is what Orbax reads with, gives ranges of an array: only chunks that a range
-    touches are read and unpacked. Orbax itself gives whole arrays, or equal shares of contiguous
-    indices; queries, keys and values side by side are shared section by section.
+    touches are read and unpacked. Queries, keys and values side by side are shared section by
+    section, which Orbax itself cannot give.
     """
 
     def read_ranges(axis: int | None, ranges: Ranges) -> np.ndarray:
@@ -296,4 +273,4 @@ def by_part(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) ->
                 found[(*before, slice(start, start := start + end - first))] = section
             return found
 
-    return Stored(shape, np.dtype(dtype), read_ranges)
+    return Stored(tuple(shape), np.dtype(dtype), read_ranges)

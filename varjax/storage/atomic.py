@@ -66,14 +66,10 @@ def check_new_folder(
         raise UserError(f"{path} exists and is not a folder: choose another one")
     if not target.exists():
         return target
-    written = replaces(target)
-    if foreign := next(_foreign(target, set(written or ())), None):
-        wrote = "nothing there says that this command wrote it"
-        if written is not None:
-            wrote = "this command wrote the rest of it, but not that"
+    if foreign := next(_foreign(target, set(replaces(target) or ())), None):
         raise UserError(
-            f"{path} holds {foreign!a:.80} and is not replaced: {wrote}; move it away or choose "
-            "another folder"
+            f"{path} holds {foreign!a:.80} and is not replaced: nothing there says that this"
+            " command wrote that; move it away or choose another folder"
         )
     return target
 

@@ -22,14 +22,11 @@ def check_records(where, records, entry: str = "files") -> None:
 
 
 def file_records(folder: Path) -> dict[str, dict]:
-    """{relative path: size and CRC-32} of all files below `folder`."""
-    return {name: record(folder / name) for name in _names(folder)}
-
-
-def _names(folder: Path) -> list[str]:
-    """Relative paths of the files below a folder, without what systems have put there."""
+    """{relative path: size and CRC-32} of all files below `folder`, without what systems have put
+    there."""
     paths = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
-    return [path.as_posix() for path in paths if not any(map(ordinary.is_hidden, path.parts))]
+    own = [path for path in paths if not any(map(ordinary.is_hidden, path.parts))]
+    return {path.as_posix(): record(folder / path) for path in own}
 
 
 def record(file: Path) -> dict:
@@ -43,17 +40,10 @@ def record(file: Path) -> dict:
 
 
 def check_files(
-    folder: Path,
-    records: Mapping[str, Mapping],
-    advice: str = "copy them again",
-    within: str | None = None,
+    folder: Path, records: Mapping[str, Mapping], advice: str = "copy them again"
 ) -> None:
-    """Raises `UserError`, which names every file that is missing or was altered. within: the folder
-    in `folder` in which every file but hidden ones needs a record."""
+    """Raises `UserError`, which names every file that is missing or was altered."""
     problems = [_problem(folder / name, name, record) for name, record in records.items()]
-    if not any(problems) and within is not None:
-        names = [n for n in _names(folder / within) if (Path(within) / n).as_posix() not in records]
-        problems = [f"there is no checksum of {some(names, 3)}"] if names else []
     if any(problems) or not folder.is_dir():
         listed = some(filter(None, problems), between="; ") or "the folder is missing"
         raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")

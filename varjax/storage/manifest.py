@@ -137,12 +137,30 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"cannot read {path} as JSON: {reason:.200}") from error
 
 
+def read_class_names(path: str | os.PathLike) -> list[str]:
+    """The names in a JSON file, a list or {"classes": list}. `UserError` for anything else."""
+    names = read_json(path)
+    names = names.get("classes") if isinstance(names, dict) else names
+    if not (isinstance(names, list) and all(map(is_text, names))):
+        raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
+    return names
+
+
 def parse_json(text: str):
     """The value of a JSON text; `ValueError` also if it is nested too deeply, or an object has a
     key twice."""
+
+    def without_twins(pairs: list[tuple[str, object]]) -> dict:  # Python would keep the last
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"key {twice!a:.60} is there twice")
+        return found
+
     problem = f"lists and objects are nested more than {DEEPEST_JSON} deep"
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=without_twins)
     except RecursionError:
         raise ValueError(problem) from None
     level = [value]
@@ -152,16 +170,6 @@ def parse_json(text: str):
     if level:
         raise ValueError(problem)
     return value
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    """An object, of which Python would keep the last of two values under one key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!a:.60} is there twice")
-    return found
 
 
 # --- what the entries have to be ------------------------------------------------------------------

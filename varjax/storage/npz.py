@@ -4,7 +4,6 @@ Compressed ones are read, but a small file that would unpack to gigabytes is not
 """
 
 import contextlib
-import io
 import math
 import os
 import zipfile
@@ -17,7 +16,6 @@ from varjax.storage import ordinary
 
 FORMAT = np.lib.format
 LARGEST = 64 * 2**20  # bytes of an array that are read however small they were packed
-LARGEST_HEADER = 2**16
 MOST_PACKED = 64  # times: what a larger array may unpack to
 
 
@@ -39,15 +37,21 @@ def load(
       UserError: the file is no ordinary one, is damaged, holds arrays of objects, or unpacks to too
         much.
     """
+    found = {}
     with _readable(path), _opened(path) as (archive, members):
-        chosen = {name: member for name, member in members.items() if name in wanted}
-        for name, member in chosen.items():
-            _check(archive, name, member, largest)
-        found = {}
-        for name, member in chosen.items():
+        for name, member in members.items():
+            if name not in wanted:
+                continue
+            if member.file_size > max(largest, MOST_PACKED * member.compress_size):
+                raise ValueError(
+                    f"array {name!r:.60} has {member.file_size} bytes packed into"
+                    f" {member.compress_size}: store it without compression"
+                )
             with archive.open(member) as file:
+                _header(name, member, file)
+                file.seek(0)
                 found[name] = FORMAT.read_array(file, allow_pickle=False)
-        return found
+    return found
 
 
 class Rows:
@@ -68,13 +72,10 @@ class Rows:
         with _readable(path):
             archive, members = self._stack.enter_context(_opened(path))
             self._file = self._stack.enter_context(archive.open(members[name]))
-            self.shape, self.dtype, order = _header(name, self._file)
+            self.shape, self.dtype, order = _header(name, members[name], self._file)
             self._start, self._row = self._file.tell(), math.prod(self.shape[1:])
-            size = self._start + math.prod(self.shape) * self.dtype.itemsize
-            if size != members[name].file_size or not self.shape:
-                raise ValueError(f"array {name!r:.60} has another size than its shape says")
-            if order and len(self.shape) > 1:
-                raise ValueError(f"array {name!r:.60} is stored columns first")
+            if not self.shape or (order and len(self.shape) > 1):
+                raise ValueError(f"array {name!r:.60} has no rows, or is stored columns first")
 
     def read(self, first: int, end: int) -> np.ndarray:
         """Rows `first` to `end` - 1. Reading backwards unpacks the array again from its start."""
@@ -85,9 +86,6 @@ class Rows:
             if len(data) != (end - first) * size:
                 raise ValueError("it ends too early")
         return np.frombuffer(data, self.dtype).reshape(end - first, *self.shape[1:])
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 @contextlib.contextmanager
@@ -116,24 +114,10 @@ def _opened(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]
         yield archive, members
 
 
-def _check(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo, largest: int) -> None:
-    size = member.file_size
-    if size > max(largest, MOST_PACKED * member.compress_size):
-        raise ValueError(
-            f"array {name!r:.60} has {size} bytes packed into {member.compress_size}: store it"
-            " without compression"
-        )
+def _header(name: str, member: zipfile.ZipInfo, file) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape, type, whether columns come first; the file is then where the numbers begin."""
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"array {name!r:.60} is packed in a way that NumPy does not use")
-    with archive.open(member) as packed:
-        file = io.BytesIO(packed.read(LARGEST_HEADER))
-        shape, dtype, _ = _header(name, file)
-        if file.tell() + math.prod(shape) * dtype.itemsize != size:
-            raise ValueError(f"array {name!r:.60} has another size than its shape says")
-
-
-def _header(name: str, file) -> tuple[tuple[int, ...], np.dtype, bool]:
-    """Shape, type, whether columns come first."""
     version = FORMAT.read_magic(file)
     read = {(1, 0): FORMAT.read_array_header_1_0, (2, 0): FORMAT.read_array_header_2_0}
     if version not in read:
@@ -141,4 +125,6 @@ def _header(name: str, file) -> tuple[tuple[int, ...], np.dtype, bool]:
     shape, columns_first, dtype = read[version](file)
     if dtype.hasobject or not dtype.itemsize:  # of nothing a file can hold any number
         raise ValueError(f"array {name!r:.60} has type {str(dtype):.60}")
+    if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
+        raise ValueError(f"array {name!r:.60} has another size than its shape says")
     return shape, dtype, columns_first

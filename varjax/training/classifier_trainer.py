@@ -13,6 +13,7 @@ import optax
 from jaxtyping import UInt8
 
 from varjax.evaluation.classifier import Classifier
+from varjax.training.decoding import moved
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 SHIFT = 1 / 16  # the largest move in every direction, as a part of the side
@@ -72,8 +73,6 @@ def shifted(
     images: UInt8[np.ndarray, "B S S 3"], random: np.random.Generator
 ) -> UInt8[np.ndarray, "B S S 3"]:
     """Move every picture by up to `SHIFT` of its side, and repeat its edges."""
-    side = images.shape[1]
-    most = round(SHIFT * side)
-    wide = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
+    most = round(SHIFT * images.shape[1])
     places = random.integers(0, 2 * most + 1, (len(images), 2))
-    return np.stack([x[i : i + side, j : j + side] for x, (i, j) in zip(wide, places, strict=True)])
+    return np.stack([moved(x, *place, most) for x, place in zip(images, places, strict=True)])

@@ -36,7 +36,7 @@ import numpy as np
 from varjax.errors import UserError, choose, some
 from varjax.io.pictures import fit_picture
 from varjax.storage import npz
-from varjax.storage.manifest import is_text, read_json
+from varjax.storage.manifest import read_class_names
 from varjax.training import decoding
 
 # arrays of an .npz file, labels last
@@ -66,13 +66,10 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Return a checksum of the pictures, their labels and names; of pictures in files one of
-        the files' names and sizes."""
-        found = hashlib.sha256(repr((self.num_classes, self.class_names)).encode())
-        for array in (self.train, self.train_labels, self.val, self.val_labels):
-            found.update(f"{array.dtype} {array.shape}".encode())
-            is_here = isinstance(array, np.ndarray)
-            found.update(np.ascontiguousarray(array) if is_here else array.digest())
+        """Return a checksum of labels, names and the pictures for validation, in their order."""
+        found = hashlib.sha256(repr((self.val.shape, self.class_names)).encode())
+        for array in (self.train_labels, self.val, self.val_labels):
+            found.update(np.ascontiguousarray(array))
         return found.hexdigest()
 
 
@@ -116,7 +113,7 @@ def load(
         if stay:
             decoding.library()
             val, val_labels = (a[: max_validation or None] for a in (val, val_labels))
-        train, val = (decoding.InFiles.of(path, names, image_size) for names in (train, val))
+        train, val = (decoding.InFiles(path, names, image_size) for names in (train, val))
         train, val = train if stay else train[:], val[:]
     top = int(max(train_labels.max(), val_labels.max())) + 1
     if names and top > len(names):
@@ -132,7 +129,8 @@ def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[
     if (path / "train.npz").is_file():
         files = [path / "train.npz", path / "val.npz"]
         found = [_read_npz(file, image_size, limit) for file in files if file.is_file()]
-        return found, _class_names(path / "classes.json")
+        names = path / "classes.json"
+        return found, tuple(read_class_names(names)) if names.is_file() else ()
     if path.is_dir():
         files, labels, names = decoding.list_folders(path, limit)
         return [(files, labels)], names
@@ -153,7 +151,7 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     train = np.empty((1 + count, *pictures.train.shape), np.uint8)
     train[0] = pictures.train
     for i, copy in np.ndindex(moves.shape):
-        train[1 + copy, i] = decoding.moved(train[0, i], moves[i, copy])
+        train[1 + copy, i] = decoding.moved(train[0, i], *decoding.MOVES[moves[i, copy]])
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
@@ -171,7 +169,7 @@ def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.n
         )
     found = npz.load(path, names)
     *pictures, labels = (found[name] for name in names)
-    _check(path, "labels", labels, _lists_integers(labels), "integers [N]")
+    _check(path, "labels", labels, labels.ndim == 1 and labels.dtype.kind in "iu", "integers [N]")
     count = max(0, len(pictures[-1]) - (len(pictures) > 1)) if pictures[-1].ndim else 0
     if count != len(labels) or not count:
         raise UserError(
@@ -191,16 +189,18 @@ def _check(path: Path, name: str, array: np.ndarray, fits: bool, needed: str) ->
         raise UserError(f"{path}: {name}: {array.dtype} {array.shape} given, needed is {needed}")
 
 
-def _lists_integers(array: np.ndarray) -> bool:
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
-
-
 def _unpack(
     data: np.ndarray, offsets: np.ndarray, path: Path, image_size: int, limit: int | None
 ) -> np.ndarray:
     """Decode pictures that are stored one after another as files."""
     _check(path, "data", data, data.dtype == np.uint8 and data.ndim == 1, "uint8 [bytes]")
-    _check(path, "offsets", offsets, _lists_integers(offsets), "integers [N + 1]")
+    _check(
+        path,
+        "offsets",
+        offsets,
+        offsets.ndim == 1 and offsets.dtype.kind in "iu",
+        "integers [N + 1]",
+    )
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
@@ -221,20 +221,6 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int | No
     if images.shape[1:3] == size:
         return images
     return decoding.together((fit_picture(x, size) for x in images), len(images), image_size)
-
-
-def _class_names(path: Path) -> tuple[str, ...]:
-    """Read the names in `{"classes": [...]}`; there are none if the file is missing."""
-    if not path.is_file():
-        return ()
-    try:
-        content = read_json(path)
-    except UserError:
-        content = None
-    names = content.get("classes") if isinstance(content, dict) else None
-    if not isinstance(names, list) or not all(map(is_text, names)):
-        raise UserError(f'{path} must be JSON like {{"classes": ["apple", ...]}}')
-    return tuple(names)
 
 
 # --- folders ---

@@ -1,9 +1,8 @@
 """Picture files as uint8 arrays of one size, decoded at once, or when they are asked for."""
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -71,10 +70,15 @@ def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copi
     return found
 
 
-def moved(picture: UInt8[np.ndarray, "S S 3"], move: int) -> UInt8[np.ndarray, "S S 3"]:
-    """Return a picture at another place, its edges repeated. move: index into `MOVES`."""
-    (y, x), size = MOVES[move], len(picture)
-    edged = np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
+def moved(
+    picture: UInt8[np.ndarray, "S S 3"], y: int, x: int, reach: int = REACH
+) -> UInt8[np.ndarray, "S S 3"]:
+    """Return a picture at another place, its edges repeated. y, x: rows and columns that it moves
+    up and left, plus `reach`, the largest move."""
+    edged, size = (
+        np.pad(picture, ((reach, reach), (reach, reach), (0, 0)), mode="edge"),
+        len(picture),
+    )
     return edged[y : y + size, x : x + size]
 
 
@@ -84,21 +88,14 @@ class InFiles:
     are decoded then.
 
     names: of the files below `root`.
-    moves: int [pictures, copies]. After the pictures come their copies, each moved
-      (`draw_moves`): first a copy of each, then another of each.
+    moves: int [pictures, copies], none without copies. After the pictures come their copies, each
+      moved (`draw_moves`): first a copy of each, then another of each.
     """
 
     root: Path
     names: Sequence[str]
     image_size: int
-    moves: np.ndarray
-
-    dtype = np.dtype(np.uint8)
-
-    @classmethod
-    def of(cls, root: Path, names: Sequence[str], image_size: int) -> "InFiles":
-        """Pictures without copies."""
-        return cls(root, tuple(names), image_size, np.empty((len(names), 0), np.int8))
+    moves: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int8))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -112,18 +109,11 @@ class InFiles:
         copy, number = divmod(int(row), len(self.names))
         path = self.root / self.names[number]
         found = read(path, str(path), self.image_size)
-        return moved(found, self.moves[number, copy - 1]) if copy else found
+        return moved(found, *MOVES[self.moves[number, copy - 1]]) if copy else found
 
     def __getitem__(self, rows: np.ndarray | slice) -> UInt8[np.ndarray, "n S S 3"]:
         chosen = np.arange(len(self))[rows]
         return together(map(self.picture, chosen), len(chosen), self.image_size)
-
-    def digest(self) -> bytes:
-        """A checksum of names and sizes of the files: reading all of them would take long."""
-        found = hashlib.sha256(repr(self.image_size).encode())
-        for name in self.names:
-            found.update(f"{name} {(self.root / name).stat().st_size}\n".encode())
-        return found.digest()
 
 
 class Ahead:

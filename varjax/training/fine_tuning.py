@@ -21,7 +21,7 @@ from varjax.models.var.config import VARConfig
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset
-from varjax.training.settings import FAMILIES, TrainingSettings
+from varjax.training.settings import FAMILIES, FIELDS, TrainingSettings, shown
 
 CLASSES = "class_embedding"  # the parameter of both families that has a row for each class
 # defaults: smaller steps than from nothing, and a codec that has its codes already
@@ -42,13 +42,13 @@ def settings(init: str, **given) -> "FineTuning":
     refused = {name: f"the codec of init={init} has its codes" for name in FROM_NOTHING}
     for name, has in start.sizes.items():
         if given.get(name, has) != has:
-            refused[name] = f"init={init} has {name}={_shown(has)}, which training does not change"
+            refused[name] = f"init={init} has {name}={shown(has)}, which training does not change"
     if given.get("family", start.family) != start.family:
         refused = {"family": f"init={init} is of the family {start.family}"}
     for name in given:
         if name in refused:
             why = refused[name]
-            raise UserError(f"{name}={_shown(given[name])} given, but {why}: leave it out")
+            raise UserError(f"{name}={shown(given[name])} given, but {why}: leave it out")
     if given.get("label_drop") and not start.label_drop:
         raise UserError(
             f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
@@ -106,26 +106,19 @@ class Start:
     @property
     def label_drop(self) -> float:
         """How often labels were dropped when it was trained."""
-        name = "cond_drop_rate" if self.family == "var" else "class_dropout_prob"
-        return getattr(self.transformer, name)
+        names = {name: field for field, name in FIELDS[self.family][1].items()}
+        return getattr(self.transformer, names["label_drop"])
 
     @cached_property
     def sizes(self) -> dict:
         """{setting: value} of all settings that describe what the checkpoint holds."""
-        network, codec = self.transformer, self.codec
-        found = {name: getattr(codec, name) for name in ("ch", "ch_mult", "num_res_blocks")}
-        width = getattr(codec, "code_channels", codec.z_channels)
-        found |= {"vocab_size": codec.vocab_size, "z_channels": width}
-        found |= {"depth": network.depth, "width": network.embed_dim, "heads": network.num_heads}
+        parts = zip((self.codec, self.transformer), FIELDS[self.family], strict=True)
+        found = {n: getattr(part, field) for part, own in parts for field, n in own.items()}
+        del found["label_drop"]
         if self.family == "llamagen":
-            return found | {"image_size": network.grid[0] * codec.downsample}
-        sides = tuple(side for side, _ in network.schedule.maps)
-        return found | {
-            "image_size": sides[-1] * codec.downsample,
-            "patch_nums": sides,
-            "norm_groups": codec.group_norm_groups,
-            "shared_aln": network.shared_aln,
-        }
+            return found | {"image_size": self.transformer.grid[0] * self.codec.downsample}
+        sides = tuple(side for side, _ in self.transformer.schedule.maps)
+        return found | {"image_size": sides[-1] * self.codec.downsample, "patch_nums": sides}
 
     def load(self, part: str) -> nnx.Module:
         """A part in float32, in host memory. `UserError` if files are damaged."""
@@ -180,7 +173,3 @@ class FineTuning(TrainingSettings):
 
     def deciding(self, stage: str) -> dict:
         return super().deciding(stage) | {"init": self.start.digest}
-
-
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -3,7 +3,7 @@
     OUT/STAGE/settings.json     what the stage was started with
     OUT/STAGE/history.jsonl     one JSON object per log step
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
-    OUT/STAGE/records.json      sizes and checksums of their files
+    OUT/STAGE/records.json      sizes and checksums of their files, metrics not in the history
 
 A run that was killed continues from its last sound checkpoint. History after that step is dropped,
 so that every step appears once. Many processes share the folder: all write their parts of the
@@ -31,7 +31,7 @@ from varjax.storage.atomic import new_file
 from varjax.training.stage import TrainingStage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
-RECORDS, WINDOW = "records.json", "window"
+RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
 
 
@@ -50,36 +50,34 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
     Raises:
       UserError: `out` holds something else, or a stage with other settings.
     """
-    begun = any((out / stage / SETTINGS).is_file() for stage in settings)
+    begun = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not begun and {path.name for path in out.iterdir()} - {lock.NAME}:
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
     for stage, wanted in settings.items():
-        if (out / stage / SETTINGS).is_file():
-            _compare(out / stage / SETTINGS, wanted)
-        elif (out / stage / CHECKPOINTS).exists():
+        folder = out / stage
+        if stage not in begun:
+            if (folder / CHECKPOINTS).exists():
+                raise UserError(
+                    f"{folder} holds checkpoints but no {SETTINGS}, which says what was trained:"
+                    " put it back, or choose another folder"
+                )
+            continue
+        stored = manifest.read_json(folder / SETTINGS)
+        if not isinstance(stored, dict):
+            path = folder / SETTINGS
+            raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
+        if not processes.is_first():
+            # another machine may have the pictures elsewhere; their content is compared
+            stored["data"] = wanted.get("data")
+        names = [n for n in {**stored, **wanted} if stored.get(n) != wanted.get(n)]
+        if names:
+            changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {wanted.get(n)}" for n in names)
             raise UserError(
-                f"{out / stage} holds checkpoints but no {SETTINGS}, which says what was trained:"
-                " put it back, or choose another folder"
+                f"the run in {folder} has other settings: {changes}. Repeat the original settings"
+                " to resume it, or choose another folder"
             )
-
-
-def _compare(path: Path, settings: Mapping) -> None:
-    """Refuse settings that differ from those of the run that was begun."""
-    stored = manifest.read_json(path)
-    if not isinstance(stored, dict):
-        raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
-    if not processes.is_first():
-        # another machine may have the pictures elsewhere; their content is compared
-        stored["data"] = settings.get("data")
-    names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
-    if names:
-        changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {settings.get(n)}" for n in names)
-        raise UserError(
-            f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
-            " to resume it, or choose another folder"
-        )
 
 
 class StageFolder(contextlib.AbstractContextManager):
@@ -118,8 +116,14 @@ class StageFolder(contextlib.AbstractContextManager):
         """
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
+            folder = self._checkpoints / str(step)
             try:
-                found = self._restored(step, like)
+                with processes.together():  # all go on from the same one
+                    if processes.is_first() and (known := self._records().get(str(step))):
+                        checksums.check_files(folder, known["files"], self._advice)
+                with arrays.failed_reading(folder, self._advice):
+                    ordinary.check_folder(folder)
+                    found = self._manager.restore(step, args=ocp.args.StandardRestore(like))
             except UserError as error:
                 damaged[step] = error
                 continue
@@ -131,24 +135,15 @@ class StageFolder(contextlib.AbstractContextManager):
             raise next(iter(damaged.values()))
         return None, 0
 
-    def _restored(self, step: int, like: dict) -> dict:
-        """Read a checkpoint, after comparing the checksums of its files where they are known."""
-        folder = self._checkpoints / str(step)
-        with processes.together():  # all go on from the same one
-            if processes.is_first() and (records := self._records().get(str(step))):
-                checksums.check_files(folder, records, self._advice)
-        with arrays.failed_reading(folder, self._advice):
-            ordinary.check_folder(folder)
-            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
-
     def _records(self) -> dict:
-        """Return {step: records of its files}, or nothing where they are not usable."""
+        """Return {step: records of its files, and its window}; nothing where that is not usable."""
         try:
             found = manifest.read_json(self.path / RECORDS)
-            for step, records in found.items():
-                checksums.check_records(step, records)
-        except (UserError, AttributeError):  # the file is missing, or damaged itself
-            return {}
+            for step, record in found.items():
+                checksums.check_records(step, record["files"])
+                record["window"] = [{n: float(v) for n, v in m.items()} for m in record["window"]]
+        except (UserError, LookupError, AttributeError, TypeError, ValueError):
+            return {}  # the file is missing, or damaged itself
         return found
 
     def save(self, step: int, state: dict, window: Sequence[Mapping] = ()) -> None:
@@ -161,21 +156,16 @@ class StageFolder(contextlib.AbstractContextManager):
         values = [{name: float(value) for name, value in metrics.items()} for metrics in window]
         folder = self._checkpoints / str(step)
         with arrays.failed_writing(folder):
-            self._manager.save(
-                step, args=ocp.args.StandardSave(state), custom_metadata={WINDOW: values}
-            )
+            self._manager.save(step, args=ocp.args.StandardSave(state))
         if processes.is_first():
-            known = self._records() | {str(step): checksums.file_records(folder)}
+            own = {"files": checksums.file_records(folder), "window": values}
+            known = self._records() | {str(step): own}
             steps = map(str, self._manager.all_steps())
-            self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
+            self._write(RECORDS, json.dumps({n: known[n] for n in steps if n in known}))
 
     def window(self, step: int) -> list[dict]:
         """Return the metrics that were saved with the checkpoint after a step."""
-        damaged = arrays.failed_reading(self._checkpoints / str(step), self._advice)
-        if step:
-            with contextlib.suppress(UserError), damaged:  # then a mean of fewer steps
-                return list((self._manager.metadata(step).custom_metadata or {}).get(WINDOW, ()))
-        return []
+        return self._records().get(str(step), {}).get("window", [])  # or a mean of fewer steps
 
     def keep_history(self, up_to: int) -> None:
         """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""

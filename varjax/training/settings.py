@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,10 +33,31 @@ FAMILIES = {
     },
 }
 
+_NETS = {name: name for name in ("ch", "ch_mult", "num_res_blocks")}
+# {family: fields of the configurations of codec and transformer, each with the setting that it is}
+FIELDS = {
+    "var": (
+        _NETS
+        | {"vocab_size": "vocab_size", "z_channels": "z_channels"}
+        | {"group_norm_groups": "norm_groups"},
+        {"depth": "depth", "embed_dim": "width", "num_heads": "heads", "shared_aln": "shared_aln"}
+        | {"vocab_size": "vocab_size", "z_channels": "z_channels", "cond_drop_rate": "label_drop"},
+    ),
+    "llamagen": (
+        _NETS | {"codebook_size": "vocab_size", "codebook_embed_dim": "z_channels"},
+        {"n_layer": "depth", "dim": "width", "n_head": "heads"}
+        | {"vocab_size": "vocab_size", "class_dropout_prob": "label_drop"},
+    ),
+}
 
 # (whether a value may be, what is allowed)
 Valid = tuple[Callable[[float], bool], str]
 POSITIVE: Valid = (lambda rate: 0 < rate < math.inf, "it must be positive and finite")
+
+
+def shown(value: object) -> str:
+    """Write a value as flags do."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _least(least: int) -> Valid:
@@ -164,7 +185,14 @@ class TrainingSettings:
         if not self.data:
             raise UserError("data is required: a folder or an .npz file of pictures")
         for f in fields(self):
-            self._check(f, getattr(self, f.name))
+            value, valid, family = getattr(self, f.name), f.metadata["valid"], f.metadata["family"]
+            if valid and not valid[0](value):
+                raise UserError(f"{f.name}={shown(value)} given: {valid[1]}")
+            if family not in (None, self.family) and value != f.default:
+                raise UserError(
+                    f"{f.name}={shown(value)} is for family={family} only: leave it out with"
+                    f" family={self.family}"
+                )
         for name in ("checkpoint_every", "validate_every"):
             if getattr(self, name) % self.log_every:  # a resumed log line would average other steps
                 raise UserError(
@@ -183,18 +211,6 @@ class TrainingSettings:
         """Return settings with the family's own defaults for what is not given."""
         values = FAMILIES[choose("model family", family, FAMILIES)] | given
         return cls(family=family, **values)
-
-    def _check(self, f: Field, value: object) -> None:
-        """Refuse a value that is impossible or belongs to another family."""
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        valid, family = f.metadata["valid"], f.metadata["family"]
-        if valid and not valid[0](value):
-            raise UserError(f"{f.name}={shown} given: {valid[1]}")
-        if family not in (None, self.family) and value != f.default:
-            raise UserError(
-                f"{f.name}={shown} is for family={family} only: leave it out with"
-                f" family={self.family}"
-            )
 
     def _check_image_size(self) -> None:
         """Refuse a size that the codec's levels cannot make."""
@@ -215,49 +231,19 @@ class TrainingSettings:
     @property
     def codec(self) -> VQVAEConfig | VQConfig:
         """The configuration of the codec that is trained."""
+        own = {field: getattr(self, name) for field, name in FIELDS[self.family][0].items()}
         if self.family == "llamagen":
-            return VQConfig(
-                codebook_size=self.vocab_size,
-                codebook_embed_dim=self.z_channels,
-                ch=self.ch,
-                ch_mult=self.ch_mult,
-                num_res_blocks=self.num_res_blocks,
-                z_channels=self.ch * (self.ch_mult or (1,))[-1],
-            )
-        return VQVAEConfig(
-            vocab_size=self.vocab_size,
-            z_channels=self.z_channels,
-            ch=self.ch,
-            ch_mult=self.ch_mult,
-            num_res_blocks=self.num_res_blocks,
-            group_norm_groups=self.norm_groups,
-            schedule=Schedule.square(self.patch_nums),
-        )
+            return VQConfig(**own, z_channels=self.ch * (self.ch_mult or (1,))[-1])
+        return VQVAEConfig(**own, schedule=Schedule.square(self.patch_nums))
 
     def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
         """Return the configuration of the transformer that is trained."""
+        own = {field: getattr(self, name) for field, name in FIELDS[self.family][1].items()}
+        own["num_classes"] = num_classes
         if self.family == "llamagen":
-            return LlamaGenConfig(
-                num_classes=num_classes,
-                n_layer=self.depth,
-                dim=self.width,
-                n_head=self.heads,
-                multiple_of=64,
-                vocab_size=self.vocab_size,
-                block_size=(self.image_size // self.codec.downsample) ** 2,
-                class_dropout_prob=self.label_drop,
-            )
-        return VARConfig(
-            num_classes=num_classes,
-            depth=self.depth,
-            embed_dim=self.width,
-            num_heads=self.heads,
-            shared_aln=self.shared_aln,
-            schedule=Schedule.square(self.patch_nums),
-            vocab_size=self.vocab_size,
-            z_channels=self.z_channels,
-            cond_drop_rate=self.label_drop,
-        )
+            side = self.image_size // self.codec.downsample
+            return LlamaGenConfig(**own, multiple_of=64, block_size=side**2)
+        return VARConfig(**own, schedule=Schedule.square(self.patch_nums))
 
     def deciding(self, stage: str) -> dict:
         """Return {name: JSON value} for the settings that decide the result of a stage."""

@@ -211,41 +211,14 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW on gradients that are clipped to the norm `clip` over all parameters. Matrices and
     convolutions decay; embeddings, biases, scales and phi do not."""
-
-    def decays(params: Mapping) -> dict[str, bool]:
-        return {name: name.endswith("/kernel") for name in params}
-
-    return optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
+    moments = optax.adamw(
+        rate,
+        b1=0.9,
+        b2=b2,
+        weight_decay=weight_decay,
+        mask=lambda params: {name: name.endswith("/kernel") for name in params},
     )
-
-
-def gradients_of(loss_of: Callable, params: Mapping, batch: tuple, parts: int = 1) -> tuple:
-    """Return ((loss, (means, totals)), gradients) of `loss_of(params, *batch)`, a mean over the
-    batch. means are such means, too, totals are sums over the batch.
-
-    parts: how many equal parts of the batch run one after the other, so that only one of them is in
-    memory at a time. Every device has pictures of every part.
-    """
-    function = jax.value_and_grad(loss_of, has_aux=True)
-    if parts == 1:
-        return function(params, *batch)
-
-    def cut(a):  # part i takes pictures i, i + parts, ..., which lie on all devices
-        return a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1)
-
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, function(params, *part)), None
-
-    batch = jax.tree.map(cut, batch)
-    first = jax.tree.map(lambda a: a[0], batch)
-    zero = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, params, *first)
-    )
-    ((loss, (means, totals)), gradients), _ = jax.lax.scan(add, zero, batch)
-    loss, means, gradients = jax.tree.map(lambda a: a / parts, (loss, means, gradients))
-    return (loss, (means, totals)), gradients
+    return optax.chain(optax.clip_by_global_norm(clip), moments)
 
 
 def descend(
@@ -256,14 +229,37 @@ def descend(
     ema: float,
     parts: int = 1,
 ) -> tuple[dict, tuple, jax.Array]:
-    """Take one step down the gradient of a loss (`gradients_of`).
+    """Take one step down the gradient of a loss.
 
     The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that it is
     useful after short runs, too.
 
+    Args:
+      loss_of: function (params, *batch) -> (loss, (means, totals)). loss, means: means over the
+        batch; totals: sums over it.
+      parts: how many equal parts of the batch run one after the other, so that only one of them is
+        in memory at a time. Every device has pictures of every part.
+
     Returns the new state, (loss, (means, totals)), and the norm of the gradients before clipping.
     """
-    found, gradients = gradients_of(loss_of, state["params"], batch, parts)
+    function = jax.value_and_grad(loss_of, has_aux=True)
+
+    def cut(a):  # part i takes pictures i, i + parts, ..., which lie on all devices
+        return a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, function(state["params"], *part)), None
+
+    if parts == 1:
+        found, gradients = function(state["params"], *batch)
+    else:
+        batch = jax.tree.map(cut, batch)
+        first = jax.tree.map(lambda a: a[0], batch)
+        shapes = jax.eval_shape(function, state["params"], *first)
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        ((loss, (means, totals)), gradients), _ = jax.lax.scan(add, zero, batch)
+        loss, means, gradients = jax.tree.map(lambda a: a / parts, (loss, means, gradients))
+        found = loss, (means, totals)
     changes, moments = optimizer.update(gradients, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], changes)
     count = state["step"].astype(jnp.float32)

@@ -110,7 +110,7 @@ class VQVAEStage(TrainingStage):
         latents, extra, used = codec.encode(images, dtype), 0.0, 0
         if quantise:
             latents, tokens, extra = codec.quantize(latents)
-            used = self._usage(tokens)
+            used = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
         else:
             latents = codec.unquantized(latents)
         difference = codec.decode(latents, clip=False, dtype=dtype) - images
@@ -118,10 +118,6 @@ class VQVAEStage(TrainingStage):
         loss = l1 + mse + extra
         metrics = {"loss": loss, "l1": l1, "mse": mse}
         return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
-
-    def _usage(self, tokens):
-        """Return [V], how often each code occurs."""
-        return jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _first_vectors(self, state: dict, images):
@@ -133,7 +129,8 @@ class VQVAEStage(TrainingStage):
     @functools.partial(jax.jit, static_argnums=0)
     def _reseed(self, state: dict, images, key) -> dict:
         codec = self.model(state["params"])
-        vectors, codes = codec.vectors(codec.encode(images)), state["params"][_codes_name(state)]
+        vectors = codec.vectors(codec.encode(images))
+        (codes,) = (a for name, a in state["params"].items() if name.endswith(CODES))
         codes, moved = reseed(key, codes, state["usage"], vectors.reshape(-1, vectors.shape[-1]))
         return self.kept(_with_codes(state, codes, moved))
 
@@ -143,12 +140,13 @@ class VQVAEStage(TrainingStage):
         tokens = codec.images_to_tokens(images)
         difference = (codec.tokens_to_images(tokens) - images) / 2
         errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
-        return self.seen((errors, self._usage(tokens)))
+        usage = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
+        return self.seen((errors, usage))
 
 
 def _with_codes(state: Mapping, codes, moved) -> dict:
     """Return the state with new codes where `moved`, also in the average, and with usage zero."""
-    name = _codes_name(state)
+    name = next(name for name in state["params"] if name.endswith(CODES))
     average = jnp.where(moved[:, None], codes, state["ema"][name])
     return {
         **state,
@@ -156,10 +154,6 @@ def _with_codes(state: Mapping, codes, moved) -> dict:
         "ema": {**state["ema"], name: average},
         "usage": jnp.zeros_like(state["usage"]),
     }
-
-
-def _codes_name(state: Mapping) -> str:
-    return next(name for name in state["params"] if name.endswith(CODES))
 
 
 # --- a codebook that does not collapse: first codes from k-means, seldom used ones placed anew ----

@@ -15,15 +15,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments import parts
-from experiments.batch_files import Series
-from experiments.merge import sweeps
+from experiments import batch_files, parts
+from experiments.batch_files import Damaged, Series
 from experiments.output import BatchStore
-from experiments.parts import Part
+from experiments.parts import Part, PartStore
 from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
-from experiments.shards import PartStore
+from experiments.sweep import cells, tables
 from varjax import metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -36,6 +35,9 @@ FLAGS = CommandFlags(
     "--out=OUT"
 )
 OUT = FLAGS.argument("out", "Folder of the parts, their --out.")
+
+
+# --- parts of a run ---
 
 
 class JoinedStore(BatchStore):
@@ -61,17 +63,11 @@ class JoinedStore(BatchStore):
 
 def _store(out: pathlib.Path, part: Part) -> PartStore:
     """Return the batches of a part; `UserError` unless all its images are there."""
-    said = part.content
-    made = part.shard.images(said["count"], said["batch_size"])
-    series = {
-        name: Series(
-            said["count"],
-            said["batch_size"],
-            {n: (np.dtype(kind), tuple(shape)) for n, (kind, shape) in arrays.items()},
-            made,
-        )
-        for name, arrays in said["arrays"].items()
-    }
+    count, size = part.content["count"], part.content["batch_size"]
+    made, series = part.shard.images(count, size), {}
+    for name, said in part.content["arrays"].items():
+        arrays = {n: (np.dtype(kind), tuple(shape)) for n, (kind, shape) in said.items()}
+        series[name] = Series(count, size, arrays, made)
     store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
     store.scan()
     for name in series:
@@ -86,39 +82,66 @@ def _store(out: pathlib.Path, part: Part) -> PartStore:
 def join_run(out: pathlib.Path, found: list[Part]) -> str:
     """Write the results of a run in place of its parts; return the lines to print."""
     store = JoinedStore(out, found)
-    report = _report(found)
+    # the report of the first part that drew images, with the devices and the runs of all
     drawn = [part for part in found if part.content["report"]]
-    arrays = [_fidelity(part) for part in drawn]
+    reports = [part.content["report"] for part in drawn]
+    report = next((each for each in reports if each["time"]["runs"]), reports[0])
+    report |= {
+        "resumed": any(each["resumed"] for each in reports),
+        "device": parts.device_of(found),
+        "time": report["time"] | {"runs": [s for each in reports for s in each["time"]["runs"]]},
+    }
+    arrays = [
+        {n.removeprefix(FIDELITY): a for n, a in part.arrays.items() if n.startswith(FIDELITY)}
+        for part in drawn
+    ]
     if arrays[0]:
         report["fidelity"] = results.fidelity(metrics.joined(arrays), drawn[0].content["judges"])
     files.write(store, Shown.from_json(found[0].content["shown"]), report)
     return results.summary(report, out)
 
 
-def _fidelity(part: Part) -> dict[str, np.ndarray]:
-    named = ((n, a) for n, a in part.arrays.items() if n.startswith(FIDELITY))
-    return {name.removeprefix(FIDELITY): array for name, array in named}
+# --- parts of a sweep ---
 
 
-def _report(found: Sequence[Part]) -> dict:
-    """Return the report of all parts: that of the first one that drew images, but for devices and
-    the runs, which are those of all."""
-    reports = [part.content["report"] for part in found if part.content["report"]]
-    base = next((report for report in reports if report["time"]["runs"]), reports[0])
-    runs = [seconds for report in reports for seconds in report["time"]["runs"]]
-    return {
-        **base,
-        "resumed": any(report["resumed"] for report in reports),
-        "device": parts.device_of(found),
-        "time": {**base["time"], "runs": runs},
-    }
+def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
+    """Write the results of a sweep in place of its parts; return the table."""
+    first, frame = found[0], found[0].content["frame"] | {"device": parts.device_of(found)}
+    held: dict[str, dict] = {}
+    for part in found:
+        if part.content["frame"]["cells"] != frame["cells"]:
+            raise UserError(
+                f"{part.shard} is of other --policies or --budgets than {first.shard}: remove it "
+                "and make it again with the flags of the others"
+            )
+        mine = {key: _cell(part, key) for key in part.content["keys"]}
+        held = mine | held
+        full = frame["reference"]
+        if not np.array_equal(mine[full]["tokens"], held[full]["tokens"]):
+            raise UserError(
+                f"the full cache drew other tokens in {part.shard} than in {first.shard}, so their "
+                "cells have no common reference: make them on devices of one kind"
+            )
+    calibration = first.arrays.get("calibration")
+    copy = None if calibration is None else calibration.tobytes()
+    report = tables.write(out, parts.files_of_parts, frame, held, copy)
+    return tables.markdown_rows(report)
+
+
+def _cell(part: Part, key: str) -> dict:
+    path = cells.path_of(part.work.path, key)
+    try:
+        row, arrays = batch_files.read_with(path)
+        return arrays | {"row": row}
+    except (Damaged, OSError):
+        raise UserError(f"{path} is missing or damaged: {parts.again(part.work.path)}") from None
 
 
 def main(argv: list[str]) -> None:
     out = check_place(OUT.value, flag="OUT")
     found = parts.read(out)
     with parts.held(found):
-        join = {"run": join_run, "sweep": sweeps.join}[found[0].content["command"]]
+        join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
         text = join(out, found)
     print(text)
 
