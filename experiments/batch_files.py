@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -107,13 +107,14 @@ class Series:
     one of them.
 
     count: images of the run. batch_size: images that are drawn at a time; the last time there may
-      be fewer. arrays: {name: type of the array, with the shape for one image}.
+      be fewer. arrays: {name: type of the array, with the shape for one image}, where that is asked
+      for.
     images: which of them this process makes (`experiments.parts`); None: all.
     """
 
     count: int
     batch_size: int
-    arrays: Mapping[str, ArrayType]
+    arrays: Mapping[str, ArrayType] = field(default_factory=dict)
     images: range | None = None
 
     @property

@@ -47,7 +47,7 @@ class JoinedStore(BatchStore):
         self.out, self.work = out, found[0].work
         self._stores = [_store(out, part) for part in found]
         made = self._stores[0].series
-        self.series = {n: Series(s.count, s.batch_size, s.arrays) for n, s in made.items()}
+        self.series = {n: Series(s.count, s.batch_size) for n, s in made.items()}
 
     @property
     def replaces(self) -> Written:
@@ -64,10 +64,8 @@ class JoinedStore(BatchStore):
 def _store(out: pathlib.Path, part: Part) -> PartStore:
     """Return the batches of a part; `UserError` unless all its images are there."""
     count, size = part.content["count"], part.content["batch_size"]
-    made, series = part.shard.images(count, size), {}
-    for name, said in part.content["arrays"].items():
-        arrays = {n: (np.dtype(kind), tuple(shape)) for n, (kind, shape) in said.items()}
-        series[name] = Series(count, size, arrays, made)
+    made = part.shard.images(count, size)
+    series = {name: Series(count, size, images=made) for name in part.content["series"]}
     store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
     store.scan()
     for name in series:

@@ -9,7 +9,7 @@ import contextlib
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -44,11 +44,7 @@ class Shown:
 
     def to_json(self) -> dict:
         """Return JSON data that `from_json` takes."""
-        found = {**vars(self), "numbers": self.numbers.tolist()}
-        if self.prompts is not None:
-            texts = [vars(prompt) for prompt in self.prompts.prompts]
-            found["prompts"] = {**vars(self.prompts), "prompts": texts}
-        return found
+        return asdict(self) | {"numbers": self.numbers.tolist()}
 
     @classmethod
     def from_json(cls, content: dict) -> "Shown":
