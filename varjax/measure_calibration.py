@@ -141,23 +141,19 @@ class Probe(Policy):
         state, scale = dict(obs.state), obs.scale
         source = jnp.searchsorted(obs.inputs, obs.position, side="right") - 1
         of_source = jax.nn.one_hot(source, state["beta"].shape[-1])  # 0 for slots without a token
+        history = obs.live & ~obs.own
+        count = jnp.ceil(CONCENTRATED_SHARE * history.sum(-1)).astype(jnp.int32)
+        best = blocks.top(obs.scale_mass, history, count)
+        share = jnp.where(best, obs.scale_mass, 0).sum(-1) / jnp.maximum(
+            jnp.where(history, obs.scale_mass, 0).sum(-1), 1e-20
+        )
         measured = {
             "beta": jnp.einsum("rnk,rnkg->rng", obs.scale_mass, of_source),
             "query_variance": obs.query_variance,
-            "concentration": _concentration(obs),
+            "concentration": jnp.where(history.any(-1), share, 0.0),
         }
         for name, value in measured.items():
             state[name] = state[name].at[:, :, scale].set(value)
         distance = jnp.where(scale == 0, 0.0, -obs.key_similarity)
         state["key_distance"] = state["key_distance"].at[:, scale].set(distance)
         return state
-
-
-def _concentration(obs: Observation):
-    history = obs.live & ~obs.own
-    count = jnp.ceil(CONCENTRATED_SHARE * history.sum(-1)).astype(jnp.int32)
-    best = blocks.top(obs.scale_mass, history, count)
-    share = jnp.where(best, obs.scale_mass, 0).sum(-1) / jnp.maximum(
-        jnp.where(history, obs.scale_mass, 0).sum(-1), 1e-20
-    )
-    return jnp.where(history.any(-1), share, 0.0)

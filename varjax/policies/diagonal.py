@@ -4,11 +4,12 @@ that it attended to least."""
 import math
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation, image_slots
 from varjax.errors import choose
-from varjax.policies import stage_blocks as blocks
 from varjax.policies.base import within
 from varjax.policies.registry import register
 from varjax.policies.token_rule import TokenPolicy
@@ -115,4 +116,9 @@ class Diagonal(Ring, TokenPolicy):
             # the queries that had the offset of token i so far: as many as there are tokens up to i
             score = obs.total_mass / (obs.position - self.sinks + 1)
         surplus = obs.live.sum(-1) > obs.capacity
-        return obs.live & ~(blocks.least(obs, score, obs.live) & surplus[..., None])
+        # the lowest score, of equals the oldest token: without ranks, as every token decides
+        score = jnp.where(obs.live, score, jnp.inf)
+        among = obs.live & (score == score.min(-1, keepdims=True))
+        position = jnp.where(among, obs.position, jnp.iinfo(jnp.int32).max)
+        lowest = among & (position == position.min(-1, keepdims=True))
+        return obs.live & ~(lowest & surplus[..., None])

@@ -1,5 +1,8 @@
 """HeadKV on models that draw token by token; its manual is `varjax.policies.headkv.HeadKV`."""
 
+from dataclasses import replace
+from operator import attrgetter
+
 import jax.numpy as jnp
 
 from varjax.cache.allocation import Geometry
@@ -7,9 +10,7 @@ from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation
 from varjax.errors import choose
 from varjax.policies import stage_blocks
-from varjax.policies.token_rule import SCORES, WindowedRule
-
-GROUPINGS = ("budget", "paper")
+from varjax.policies.token_rule import WindowedRule
 
 
 class HeadKVTokens(WindowedRule):
@@ -17,26 +18,21 @@ class HeadKVTokens(WindowedRule):
 
     @property
     def needs(self) -> Needs:
-        if self.policy.score == "logit":
-            return Needs(window=self.policy.period, window_logits=True, newest_mass=True)
-        return Needs(scale_mass=True, newest_mass=True)
+        return replace(super().needs, newest_mass=True)
 
     @property
     def compares_heads(self) -> str | None:
         number = self.policy.global_heads
         return f"global_heads={number}" if number else None
 
-    @property
-    def local_window(self) -> int:
-        return self.policy.window
+    local_window = property(attrgetter("policy.window"))
 
     # --- host -------------------------------------------------------------------------------------
 
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
         self.policy.check_quota(geometry)
-        choose("score", self.policy.score, SCORES)
-        choose("grouping", self.policy.grouping, GROUPINGS)
+        choose("grouping", self.policy.grouping, ("budget", "paper"))
 
     def check_budget(self, geometry: Geometry) -> None:
         super().check_budget(geometry)

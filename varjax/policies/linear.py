@@ -4,11 +4,10 @@ least."""
 from dataclasses import dataclass
 
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Needs, Observation
-from varjax.errors import choose
+from varjax.cache.observation import Observation
 from varjax.policies import stage_blocks as blocks
 from varjax.policies.registry import register
-from varjax.policies.token_rule import SCORES, TokenPolicy, WindowedRule
+from varjax.policies.token_rule import TokenPolicy, WindowedRule
 
 
 @register("linear")
@@ -50,18 +49,8 @@ class LineAR(WindowedRule, TokenPolicy):
     unsuited = "its stages are lines of an image that is drawn token by token"
     allocation_arguments = ()
 
-    @property
-    def needs(self) -> Needs:
-        if self.score == "logit":
-            return Needs(window=self.period, window_logits=True)
-        return Needs(scale_mass=True)
-
     def longest_period(self, geometry: Geometry) -> int:
         return geometry.schedule.line
-
-    def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
-        choose("score", self.score, SCORES)
 
     def select(self, obs: Observation):
         score = obs.window_logits if self.score == "logit" else obs.scale_mass

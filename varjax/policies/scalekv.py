@@ -165,19 +165,17 @@ class ScaleKV(Policy):
         return held, int(held.region_capacity.sum((1, 2)).max())
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
-        grid = self.grid or GRID
-        rows, columns = _raster(height, grid), _raster(width, grid)
-        return (rows[:, None] * width + columns).ravel().astype(np.int32)
+        turn = np.arange(grid := self.grid or GRID)
+
+        def raster(side: int) -> np.ndarray:
+            """int [grid]: the middle of each cell; rows spread evenly if fewer than cells."""
+            if side < grid:
+                return (2 * turn + 1) * side // (2 * grid)
+            return turn * (side // grid) + (side // grid - 1) // 2
+
+        return (raster(height)[:, None] * width + raster(width)).ravel().astype(np.int32)
 
     # --- device -----------------------------------------------------------------------------------
 
     def select(self, obs: Observation):
         return blocks.window_and_peaks(obs, obs.window_logits, self.kernel)
-
-
-def _raster(side: int, grid: int) -> np.ndarray:
-    """int [grid]: the middle of each cell; with fewer rows than cells, rows spread evenly."""
-    turn = np.arange(grid)
-    if side < grid:
-        return (2 * turn + 1) * side // (2 * grid)
-    return turn * (side // grid) + (side // grid - 1) // 2

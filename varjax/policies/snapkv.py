@@ -98,12 +98,12 @@ class SnapKV(StagedPolicy):
         return Needs(window=self.window or WINDOW, window_mass=True)
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
-        if self.kernel is None:
-            return dataclasses.replace(self, kernel=KERNEL).prepare(geometry, calibration)
-        if self.window:
-            return self
         quarter = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
-        return dataclasses.replace(self, window=min(WINDOW, max(1, quarter)))
+        return dataclasses.replace(
+            self,
+            window=self.window or min(WINDOW, max(1, quarter)),
+            kernel=KERNEL if self.kernel is None else self.kernel,
+        )
 
     def check(self, geometry: Geometry) -> None:
         most = max(*geometry.schedule.tokens, WINDOW)

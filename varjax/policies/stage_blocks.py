@@ -47,15 +47,6 @@ def lowest(
     return among & (rank(obs, score, among, tie=tie) < count[..., None])
 
 
-def least(obs: Observation, score: Score, among: Mask) -> Mask:
-    """The one token of `among` with the lowest score, without ranks: for decisions after every
-    token."""
-    score = jnp.where(among, score, jnp.inf)
-    among &= score == score.min(-1, keepdims=True)
-    position = jnp.where(among, obs.position, jnp.iinfo(jnp.int32).max)
-    return among & (position == position.min(-1, keepdims=True))
-
-
 def newest(obs: Observation, among: Mask, count: Count | int) -> Mask:
     """The `count` newest tokens of `among`."""
     total = among.sum(-1, dtype=jnp.int32)[..., None]

@@ -8,8 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs
 from varjax.cache.stages import StageAllocation, image_slots
 from varjax.calibration.data import Calibration
+from varjax.errors import choose
 from varjax.policies.base import Policy, only_for
 from varjax.policies.rule import Rule
 from varjax.sequence import TOKENS
@@ -18,7 +20,6 @@ LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8
 SHORT_STAGE, LONG_STAGE = 8, 16
 STAGE_SHARE = 3  # an automatic stage takes at most a third of a head's image slots
 HISTORY_SHARE = 6  # an automatic window leaves at least a sixth of what stays to history
-SCORES = ("attention", "logit")  # mean attention, or mean scores before the softmax
 LINES = 2  # "typically two rows" of the image
 
 
@@ -160,8 +161,15 @@ class ObservingRule(TokenRule):
 
 
 class WindowedRule(TokenRule):
-    """Base of rules that never drop the newest `window` image tokens, nor the first `sinks`; the
-    policy has both fields. A `window` of None becomes two lines of the image, or less."""
+    """Base of rules that never drop the newest `window` image tokens, nor the first `sinks`, and
+    look at a `score` of all queries of a stage; the policy has these fields. A `window` of None
+    becomes two lines of the image, or less."""
+
+    @property
+    def needs(self) -> Needs:
+        if self.policy.score == "logit":
+            return Needs(window=self.policy.period, window_logits=True)
+        return Needs(scale_mass=True)
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
         policy = super().prepare(geometry, calibration)
@@ -182,6 +190,7 @@ class WindowedRule(TokenRule):
         policy, most = self.policy, max(1, geometry.schedule.steps - 1)
         policy.require("sinks", 0 <= policy.sinks <= most, f" must be 0 to {most}")
         policy.require("window", 1 <= policy.window <= most, f" must be 1 to {most}")
+        choose("score", policy.score, ("attention", "logit"))
 
     def stay_always(self, geometry: Geometry) -> int:
         return self.policy.sinks + self.policy.window
