@@ -12,6 +12,8 @@ import numpy as np
 
 from ported_weights.rules import Ignore, Rule, layer, path_of
 from varjax.codecs.bsq.model import PRESETS, BSQConfig
+from varjax.codecs.vq.chameleon import ChameleonVQConfig
+from varjax.codecs.vq.config import VQConfig
 from varjax.codecs.vqvae.model import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models.var.config import VARConfig
@@ -60,6 +62,22 @@ def vq_rules(
         own = rf"{source}\.proj_out", f"{target}/proj_out"
         rules += layer(*own, "kernel", "conv1x1_to_linear")
     return rules
+
+
+def vq_table(
+    config: VQConfig | ChameleonVQConfig, coder: Callable[[str], list[Rule]]
+) -> list[Rule | Ignore]:
+    """Return the rule table of a VQ. coder: function of "encoder" or "decoder" that returns its
+    rules. Without `has_encoder`, what only the encoder needs is ignored."""
+    linear = "kernel", "conv1x1_to_linear"
+    rules = [
+        Rule(r"quantize\.embedding\.weight", "embedding"),
+        *layer("post_quant_conv", "post_quant_conv", *linear),
+        *coder("decoder"),
+    ]
+    if config.has_encoder:
+        return [*rules, *layer("quant_conv", "quant_conv", *linear), *coder("encoder")]
+    return [*rules, Ignore(r"encoder\..*|quant_conv\..*", "the encoder: generation only decodes")]
 
 
 def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:

@@ -7,12 +7,12 @@ first, so the order of the decoder's is reversed.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, layer, product
-from ported_weights.tables.codecs import vq_rules
+from ported_weights.rules import Ignore, Refuse, Rule, product
+from ported_weights.tables.codecs import vq_rules, vq_table
 from varjax.codecs.vq.config import VQConfig
 from varjax.models.llamagen.config import LlamaGenConfig
 
@@ -69,8 +69,7 @@ def transformer_rules(
 
 
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a tokenizer for a file with these `names`. Without `has_encoder`,
-    what only the encoder needs is ignored."""
+    """Return the rule table of a tokenizer for a file with these `names`."""
 
     def check_used(used: np.ndarray) -> str | None:
         shown = f"has shape {list(used.shape)} instead of [{_USED}]: these are other weights"
@@ -78,29 +77,18 @@ def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule 
 
     middle = re.compile(r"(encoder|decoder)\.mid\.attn_1\.")
     renamed = {} if any(map(middle.match, names)) else _RENAMED
-    linear = "kernel", "conv1x1_to_linear"
-    rules = [
-        Rule(r"quantize\.embedding\.weight", "embedding"),
-        *layer("post_quant_conv", "post_quant_conv", *linear),
-        Ignore(r"quantize\.codebook_used", "statistics of the training run", check_used),
-        *_coder("decoder", "up", len(config.ch_mult), renamed),
-    ]
-    if config.has_encoder:
-        rules += layer("quant_conv", "quant_conv", *linear)
-        return rules + _coder("encoder", "down", len(config.ch_mult), renamed)
-    return [*rules, Ignore(r"encoder\..*|quant_conv\..*", "the encoder: generation only decodes")]
-
-
-def _coder(net: str, kind: str, count: int, renamed: Mapping[str, str]) -> list[Rule]:
-    """Return the rules for an encoder or decoder of `count` levels, which we call `kind`. renamed:
-    {a part of our names: published}."""
+    count = len(config.ch_mult)
 
     def published(pattern: str) -> str:
-        if net == "decoder":  # the published levels are in the order in which they run
-            last = count - 1
-            pattern = re.sub(r"(?<=up\\.)\d+", lambda m: str(last - int(m[0])), pattern)
+        # the levels of the published decoder are in the order in which they run
+        pattern = re.sub(r"(?<=up\\.)\d+", lambda m: str(count - 1 - int(m[0])), pattern)
         for ours, theirs in renamed.items():
             pattern = pattern.replace(ours, theirs)
         return pattern
 
-    return vq_rules(net, [rf"{kind}\.{i}" for i in range(count)], published)
+    def coder(net: str) -> list[Rule]:
+        kind = {"decoder": "up", "encoder": "down"}[net]
+        return vq_rules(net, [rf"{kind}\.{i}" for i in range(count)], published)
+
+    used = Ignore(r"quantize\.codebook_used", "statistics of the training run", check_used)
+    return [*vq_table(config, coder), used]

@@ -1,5 +1,5 @@
-"""Where the tensors of Lumina-mGPT go: `varjax.models.lumina.transformer.Lumina`, and those of
-Chameleon's image tokenizer, `varjax.codecs.vq.chameleon.ChameleonVQ`.
+"""Where the tensors of Lumina-mGPT go: `varjax.models.lumina.transformer.Lumina`. Those of
+Chameleon's image tokenizer have our names (`ported_weights.tables.codecs.vq_table`).
 
 The published head has a row for every token of the vocabulary. Ours has a column for every code of
 the image tokenizer, in the order of codes: within an image nothing else may be drawn.
@@ -9,10 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ported_weights.rules import Ignore, Rule, layer
+from ported_weights.rules import Ignore, Rule
 from ported_weights.tables import llama
-from ported_weights.tables.codecs import vq_rules
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
 from varjax.errors import UserError, about
 from varjax.models.lumina.config import PATCH, LuminaConfig, image_ids
 from varjax.storage.manifest import read_json
@@ -122,20 +120,3 @@ def _names(content: object) -> Mapping | None:
     model = content.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     return found if isinstance(found, Mapping) else None
-
-
-# --- the image tokenizer --------------------------------------------------------------------------
-
-
-def tokenizer_rules(config: ChameleonVQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of a tokenizer. Without `has_encoder`, what only the encoder needs is
-    ignored."""
-    rules = [
-        Rule(r"quantize\.embedding\.weight", "embedding"),
-        *layer("post_quant_conv", "post_quant_conv", "kernel", "conv1x1_to_linear"),
-        *vq_rules("decoder"),
-    ]
-    if config.has_encoder:
-        rules += layer("quant_conv", "quant_conv", "kernel", "conv1x1_to_linear")
-        return rules + vq_rules("encoder")
-    return [*rules, Ignore(r"encoder\..*|quant_conv\..*", "the encoder: generation only decodes")]

@@ -63,7 +63,7 @@ RULE_TABLES = {
         "Chameleon tokenizer",
         "--tokenizer_source",
         ("decoder.mid.attn_1.q.weight", "encoder.mid.attn_1.q.weight"),
-        lumina.tokenizer_rules,
+        lambda config, names: codecs.vq_table(config, codecs.vq_rules),
     ),
     "VQVAE": RuleTable(
         "VQVAE tokenizer",

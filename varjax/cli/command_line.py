@@ -48,8 +48,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     try:
         status = _guarded(main, argv, own)
     except Exception as error:
-        told = jax.config.jax_platforms
-        if told and "initialize backend" in str(error):
+        if _has_no_device(error):
+            told = jax.config.jax_platforms
             said = "one of these platforms is not installed or has no device: unset it"
             status = _complain(f"JAX_PLATFORMS={told}: {said}, or install varjax[gpu]", 2)
         elif processes.count() == 1:
@@ -92,6 +92,17 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
         reason = error.strerror or str(error) or type(error).__name__
         paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
         return _complain(f"{reason}: {' -> '.join(paths)}" if paths else reason, 2)
+
+
+def _has_no_device(error: Exception) -> bool:
+    """Whether an error says that there is no device of the platforms that JAX was told to use."""
+    if not jax.config.jax_platforms or "initialize backend" in str(error):
+        return bool(jax.config.jax_platforms)
+    try:
+        jax.devices()
+        return False
+    except Exception:  # each plugin fails in its own way
+        return True
 
 
 def _complain(message: str, status: int) -> int:
