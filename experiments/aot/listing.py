@@ -100,6 +100,8 @@ _ROWS = (
     ("  images/s", _of("floor_images_per_s", "{:.3g}".format)),
     ("kernels started, codes", _of("kernels", "{:.0f}".format, "codes")),
     ("weights copied, codes", _copied),
+    ("command buffers, codes", _of("launches", lambda n: f"{n['buffers']:.0f}", "codes")),
+    ("  kernels outside them", _of("launches", lambda n: f"{n['outside']:.0f}", "codes")),
     ("exchanged", _exchanged),
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, kernels
+from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
 from experiments.generation import ProgramOptions
@@ -117,6 +117,7 @@ def compile_program(
         elapsed = time.perf_counter() - start
         module = Module.parse(compiled.as_text())
         temporaries = buffers.read_dump(Path(folder), module)
+        started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads, cost = times_read(traced.jaxpr)[: len(weights)], program_cost(traced.jaxpr)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
@@ -135,6 +136,7 @@ def compile_program(
                 for b in buffers.largest(temporaries, LISTED)
             ],
             "collectives": kernels.exchanged(module),
+            "launches": started and started._asdict(),
             **kernels.counts(module, cost),
         },
     )
