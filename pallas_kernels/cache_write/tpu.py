@@ -201,15 +201,12 @@ def _quantized(
 ) -> tuple[Float[Array, "rows KV"], Float[Array, "rows two_block_size"]]:
     """Tokens as whole numbers, and their scales, the key's in the first half of the lanes, the
     value's in the second. The numbers are those of `reference.quantize`."""
-    is_key = _is_first_half(kv.shape)
+    is_key = jax.lax.broadcasted_iota(jnp.int32, kv.shape, 1) < kv.shape[1] // 2
     size = jnp.abs(kv)
     k_scale, v_scale = (
         jnp.where(half, size, 0.0).max(axis=1, keepdims=True) / LARGEST_INT8
         for half in (is_key, ~is_key)
     )
     whole = jnp.round(kv * jnp.where(is_key, inverse_scale(k_scale), inverse_scale(v_scale)))
-    return whole, jnp.where(_is_first_half((len(kv), 2 * block_size)), k_scale, v_scale)
-
-
-def _is_first_half(shape):
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < shape[1] // 2
+    of_key = jax.lax.broadcasted_iota(jnp.int32, (len(kv), 2 * block_size), 1) < block_size
+    return whole, jnp.where(of_key, k_scale, v_scale)
