@@ -50,7 +50,11 @@ class StoredBlocks:
             kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
         scales = kv_scale
         if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
-            scales = _scale_lines(kv_scale, table, size)
+            # XLA gathers them in table order: copies inside the kernel would be too short
+            ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
+            both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
+            lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
+            scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
@@ -84,15 +88,6 @@ class StoredBlocks:
             return []
         raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8, head_dim)
         return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
-
-
-def _scale_lines(kv_scale, table: BlockTable, size: int):
-    """float32 [R, N, 2, P]: scales of keys and of values in table order, whole steps."""
-    # XLA gathers them: copies inside the kernel would be too short
-    ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
-    both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
-    lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
-    return mosaic.padded(lines, 3, size, size)
 
 
 @dataclass(frozen=True)

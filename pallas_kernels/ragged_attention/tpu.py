@@ -47,8 +47,8 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import tpu as cache_write
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.reference import in_turn
-from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks, dot, split
+from pallas_kernels.ragged_attention.reference import dot, in_turn
+from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks
 from pallas_kernels.refs import Ref
 from pallas_kernels.tpu_operands import LANES, balanced, rounded
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
@@ -164,7 +164,12 @@ def _see_all_keys(
 
         def stored_step(i, buffer, head=head, which=which):
             kv, valid = blocks.load(head, i, buffer)
-            k, v = split(kv, heads.size)
+            # Where H is no multiple of 128 rows still hold V behind K, so queries need zeros there:
+            # rows are cut where lanes would have to be moved.
+            if heads.size % LANES == 0:
+                k, v = kv[:, : heads.size], kv[:, heads.size :].T
+            else:
+                k, v = kv, kv.T[heads.size :]
             _accumulate(scratch, which, k.astype(dtype), v.astype(dtype), valid)
 
         blocks.for_each_group(head, stored_step)

@@ -58,7 +58,7 @@ from jaxtyping import Array, Int
 from pallas_kernels import estimates
 from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.reference import in_turn
+from pallas_kernels.ragged_attention.reference import dot, in_turn
 from pallas_kernels.refs import Operand
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
@@ -74,15 +74,13 @@ from pallas_kernels.triton_operands import (
 )
 
 LOG2_E = math.log2(math.e)
-# Values of jax_default_matmul_precision that ask for float32; the others leave TF32.
-FULL_PRECISION = ("highest", "float32")
 AT_ONCE = 1024  # numbers that are searched side by side: 8 for each of the 128 threads of 4 warps
 IDS, START, STOP = range(3)  # of a head's tables
 # A program finishes own keys of up to this many numbers by itself: 32 per thread of four warps.
 ONE_STEP = 4096
 
 
-# --- reading what is stored, products, calls with a grid (tiles, heads, rows) ---
+# --- reading what is stored, calls with a grid (tiles, heads, rows) ---
 
 
 @jax.tree_util.register_dataclass
@@ -128,10 +126,6 @@ class StoredSlots:
         )
 
     @property
-    def head_dim(self) -> int:
-        return self.kv_pool.shape[-1] // 2
-
-    @property
     def entries(self) -> int:
         """M."""
         return self.tables.arrays[IDS].shape[-1]
@@ -167,7 +161,7 @@ class StoredSlots:
             scale = None
             if self.kv_scale is not None:
                 scale = load(self.kv_scale, place + half * self.block_size, owned)
-            values = rows_at(self.kv_pool, slot, owned, self.head_dim, half)
+            values = rows_at(self.kv_pool, slot, owned, self.kv_pool.shape[-1] // 2, half)
             found.append((values.astype(dtype), scale))  # bfloat16 holds -127 ... 127 exactly
         return found, owned
 
@@ -185,22 +179,6 @@ def last_true(where, length: int) -> Int[Array, ""]:
         return jnp.maximum(found, jnp.max(jnp.where(where(index, inside), index + 1, 0)))
 
     return jax.lax.fori_loop(0, pl.cdiv(length, size), last, jnp.int32(0))
-
-
-def dot(a: Array, b: Array, transposed: bool = False) -> Array:
-    """a @ b, or a @ b.T, with float32 sums. float32 factors are multiplied in full precision only
-    where JAX's default for matrix products asks for it when the program is traced, else in TF32."""
-    # The setting is read while tracing, so it is part of the compiled program, as for XLA's
-    # products.
-    full = jax.config.jax_default_matmul_precision in FULL_PRECISION
-    exact = full and a.dtype == jnp.float32
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _call(kernel, given, results, *, grid, config, cost, interpret, name) -> list[Array]:
@@ -296,7 +274,7 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
 
 def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: StoredSlots):
     """(maximum, sum of weights, weighted sum of values) of a query tile over all its keys."""
-    size, head_dim = config.block_k, stored.head_dim
+    size, head_dim = config.block_k, q.shape[1]
 
     def own(i, carry):
         key = i * own_step + jnp.arange(own_step, dtype=jnp.int32)
@@ -333,7 +311,7 @@ def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored
 def _step(q, k, v, mask, carry):
     """One step of the online softmax. The maximum is in units of log2."""
     (k, k_scale), (v, v_scale), (maximum, total, sums) = k, v, carry
-    scores = dot(q, k, transposed=True)
+    scores = dot(q, k, (1, 1))
     if k_scale is not None:
         scores *= k_scale[None]  # one per key, so it may leave the sum over H
     # Masked keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly.
@@ -345,7 +323,7 @@ def _step(q, k, v, mask, carry):
     total = total * rescale + jnp.sum(weights, axis=1)
     if v_scale is not None:  # only after `total`, which sums the weights alone
         weights *= v_scale[None]
-    sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v)
+    sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
     return new_maximum, total, sums
 
 
@@ -423,7 +401,7 @@ def _add(size: int, k, factor, queries: Tokens, weight_ref, lse_ref, i, sums):
     inside = query < weight_ref.shape[0]
     weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))
     # keys are rows here, so that the sum over queries runs within a row
-    scores = dot(k, queries.raw(query, inside), transposed=True) * factor
+    scores = dot(k, queries.raw(query, inside), (1, 1)) * factor
     p = jnp.exp2(scores - (lse * LOG2_E)[None])
     p = jnp.where((weight != 0)[None], p, 0)  # padded queries may be NaN, and 0 * NaN is NaN
     found = [p * weight[None]]

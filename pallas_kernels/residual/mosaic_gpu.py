@@ -195,20 +195,17 @@ class Tile:
     def columns(self, ref: Ref) -> Array:
         """A vector [D], repeated in every row, in float32."""
         layout = self.layout.reduce(0) if self.rows else self.layout
-        return self._spread(mosaic.load(ref, layout, plain=True).astype(jnp.float32), 1)
+        return self.spread(mosaic.load(ref, layout, plain=True).astype(jnp.float32), 1)
 
     def numbers(self, ref: Ref, row, first) -> Array:
         """A number of every row from [R, T], repeated along it."""
         if not self.rows:
             return ref[row, first]
         here = self._place(ref, row, first)
-        return self.across(mosaic.load(here, self.layout.reduce(1), plain=True))
+        return self.spread(mosaic.load(here, self.layout.reduce(1), plain=True))
 
-    def across(self, numbers: Array) -> Array:
-        """A number of every row, repeated along it."""
-        return self._spread(numbers, 0)
-
-    def _spread(self, x: Array, axis: int) -> Array:
+    def spread(self, x: Array, axis: int = 0) -> Array:
+        """A number of every row, repeated along it; axis 1: of every column, repeated in it."""
         if not self.rows:
             return x
         found = jax.lax.broadcast_in_dim(x, (self.rows, self.width), [axis])
@@ -238,9 +235,9 @@ def _add_and_normalize(
         rounded = x.astype(out["stream"].dtype)
         tile.put(out["stream"], row, first, rounded)
         x = rounded.astype(jnp.float32)
-    x -= tile.across(x.sum(axis=-1) * (1 / tile.width))
+    x -= tile.spread(x.sum(axis=-1) * (1 / tile.width))
     variance = (x * x).sum(axis=-1) * (1 / tile.width)
-    x *= tile.across(jax.lax.rsqrt(variance + norm.eps))
+    x *= tile.spread(jax.lax.rsqrt(variance + norm.eps))
     vectors = vectors.at[layer[0], row]
     x = x * (1 + tile.columns(vectors.at[norm.scale])) + tile.columns(vectors.at[norm.shift])
     _put(tile, bits, out, row, first, x)
@@ -266,7 +263,7 @@ def _put(tile: Tile, bits: Bits8 | None, out: dict[str, Ref], row, first, x: Arr
     if bits is not None:
         most = jnp.maximum(jnp.abs(x).max(axis=-1), TINY)
         tile.put(out["scale"], row, first, most * (1 / bits.largest))
-        x *= tile.across(bits.largest / most)
+        x *= tile.spread(bits.largest / most)
         if bits.dtype == jnp.int8:
             # to the nearest: the conversion cuts off what is behind the point
             x = jnp.where(x < 0, x - 0.5, x + 0.5).astype(jnp.int32)

@@ -124,6 +124,6 @@ def _parts(numbers) -> list:
 
 
 def _dot(a, b, precision=jax.lax.Precision.DEFAULT):
-    """The precision is always named: see `tpu_blocks.dot`."""
+    """The precision is always named: see `ragged_attention.reference.dot`."""
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
