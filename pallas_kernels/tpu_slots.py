@@ -21,15 +21,8 @@ def plane_bytes(lines: int, width: int, dtype) -> int:
 
 def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     """(rows, heads) of a grid step: several rows with all of their heads, or heads of one row.
-
-    Args:
-      operation: for messages, with its verb.
-      most: bytes that a step may take.
-      more: bytes per head beside its slots.
-
-    Raises:
-      NotImplementedError: what the kernels cannot take.
-    """
+    `NotImplementedError` says what the kernels cannot take, with the verb of `operation`. most:
+    bytes that a step may take. more: bytes per head beside its slots."""
     rows, heads, slots, width = pool.shape
     head = plane_bytes(slots, width, pool.dtype) + more
     for right, takes in (

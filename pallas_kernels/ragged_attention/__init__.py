@@ -5,9 +5,9 @@ from pallas_kernels.ragged_attention.api import (
     QuerySums,
     attend,
     attention_moments,
-    attention_scores,
     store_and_attend,
 )
+from pallas_kernels.ragged_attention.reference import attention_scores
 from pallas_kernels.tables import BlockTable
 
 __all__ = [

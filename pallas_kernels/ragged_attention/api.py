@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.projection import Projection
-from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable, BlockWrites
 
 MODULES = implementations.modules_of(__package__)
@@ -96,25 +95,6 @@ def store_and_attend(
     """
     arguments = (projection, new_length, kv_pool, table, writes, kv_scale)
     return implementations.run(implementation, MODULES, "store_and_attend", *arguments)
-
-
-def attention_scores(
-    q: Float[Array, "R N Q H"],
-    k_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""] | int,
-    kv_pool: Num[Array, "R blocks block_size KV"],
-    table: BlockTable,
-    *,
-    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-) -> Float[Array, "R N Q PT"]:
-    """Scores of a few queries before the softmax, float32, -inf where there is no key.
-
-    The Q queries may be any of the scale's. Queries and own keys are finished. Columns are the P =
-    M * block_size slots of the table in table order, then the T own tokens. The reference computes
-    them on every platform: policies that look through a window of queries need the scores
-    themselves, so there is no memory for a kernel to save.
-    """
-    return reference.attention_scores(q, k_new, new_length, kv_pool, table, kv_scale)
 
 
 def attention_moments(

@@ -66,9 +66,9 @@ from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import (
     Keys,
     Part,
-    Ring,
     StoredBlocks,
     fetch_all,
+    fetch_next,
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.reference import in_turn
@@ -238,13 +238,13 @@ def _attend_tiles(
         row, head, _ = shares.place(begin + i)
         return Keys.of(stored, own, numbers, row, head, given.heads)
 
-    def compute(ring: Ring | None) -> None:
-        """Go through the program's tiles. ring: None: another warpgroup fetches."""
+    def compute(fetch: Callable | None) -> None:
+        """Go through the program's tiles. fetch: `fetch_next`; None: another warpgroup fetches."""
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, ring)
+        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -268,7 +268,10 @@ def _attend_tiles(
                 plgpu.copy_gmem_to_smem(given.turn, *turn)
 
         given.start(Q, *place(0), work)
-        following = ring.fill() if ring else ()
+        following = ()
+        if fetch:  # the first steps
+            following = jnp.int32(0), jnp.int32(0), keys_of(0).steps
+            following = jax.lax.fori_loop(0, config.buffers, fetch, following)
         if given.turn is not None:
             plgpu.barrier_wait(turn[1])
         jax.lax.fori_loop(0, count, serve, (jnp.int32(0), following))
@@ -276,7 +279,7 @@ def _attend_tiles(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if config.warpgroups == 1:
-        compute(Ring(keys_of, count, stored, parts, config.buffers))
+        compute(partial(fetch_next, keys_of, stored, count, parts, config.buffers))
         return
 
     @pl.when(group == config.warpgroups)
@@ -316,7 +319,7 @@ class _Tile:
     group: Scalar
     config: tiles.MosaicConfig
     parts: Sequence[Part]
-    ring: Ring | None  # None: another warpgroup fetches
+    fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
         """((weighted mean of the values [64, H], log-sum-exp [64]) over all keys, carry).
@@ -334,8 +337,8 @@ class _Tile:
 
         def step(i, state):
             state, following = self._step(keys, before + i, i, state[0]), state[1]
-            if self.ring:  # nobody reads the step's place any more
-                following = self.ring.start(before + i + self.config.buffers, following)
+            if self.fetch:  # nobody reads the step's place any more
+                following = self.fetch(before + i + self.config.buffers, following)
             return state, following
 
         # every query sees at least the scale's first token: the maximum is finite after step 0

@@ -50,7 +50,11 @@ class StoredBlocks:
             kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
         scales = kv_scale
         if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
-            scales = _scale_lines(kv_scale, table, size)
+            # XLA gathers them in table order: copies inside the kernel would be too short
+            ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
+            both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
+            lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
+            scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
@@ -84,15 +88,6 @@ class StoredBlocks:
             return []
         raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8, head_dim)
         return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
-
-
-def _scale_lines(kv_scale, table: BlockTable, size: int):
-    """float32 [R, N, 2, P]: scales of keys and of values in table order, whole steps."""
-    # XLA gathers them: copies inside the kernel would be too short
-    ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
-    both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
-    lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
-    return mosaic.padded(lines, 3, size, size)
 
 
 @dataclass(frozen=True)
@@ -281,13 +276,11 @@ class Fetcher:
 
     def wait(self, number) -> None:
         """Wait until the place of a step is free. number: of the step, in the program."""
-
         # A warp waits only where it copies. Nothing would keep it from missing a phase of another
         # barrier, and then it would wait for ever.
-        def of_part(part: Part) -> None:
-            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, self.buffers)])
-
-        self._each_part(of_part)
+        self._each_part(
+            lambda part: plgpu.barrier_wait(part.free.at[jax.lax.rem(number, self.buffers)])
+        )
 
     def start(self, keys: Keys, step, number, own: bool) -> None:
         """Start copying the warp's share of a step, of own or of stored keys, as soon as there is a
@@ -315,46 +308,27 @@ class Fetcher:
         pl.when(jnp.logical_not(own))(lambda: self.start(keys, step, number, own=False))
 
 
-@dataclass(frozen=True)
-class Ring:
-    """Places that the program's only warpgroup fills before it computes, and again after it has
-    used them.
+def fetch_next(
+    keys_of: Callable, stored, count, parts: Sequence[Part], buffers: int, number, following: tuple
+) -> tuple:
+    """Start copying a step to its place, which nobody reads any more, where the warpgroup that
+    computes fetches as well. number: of the step, in the program. following: tile, step, steps of
+    this tile. Returns those of the next step; the other arguments are those of `fetch_all`."""
+    tile, step, steps = following
 
-    keys_of: function from i to the `Keys` of the program's i-th tile.
-    count: tiles.
-    """
+    @pl.when(tile < count)
+    def _():
+        keys = keys_of(tile)
 
-    keys_of: Callable
-    count: Scalar
-    stored: StoredBlocks
-    parts: Sequence[Part]
-    buffers: int
+        @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
+        def _(warp):
+            Fetcher(warp, stored, parts, buffers).start_any(keys, step, number)
 
-    def fill(self) -> tuple:
-        """Start copying the first steps. Returns the next step to copy: tile, step, steps of this
-        tile."""
-        begin = jnp.int32(0), jnp.int32(0), self.keys_of(0).steps
-        return jax.lax.fori_loop(0, self.buffers, self.start, begin)
-
-    def start(self, number, following: tuple) -> tuple:
-        """Start copying the step `following` to its place, as step `number` of the program. Returns
-        the next step to copy."""
-        tile, step, steps = following
-
-        @pl.when(tile < self.count)
-        def _():
-            keys = self.keys_of(tile)
-
-            @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
-            def _(warp):
-                fetcher = Fetcher(warp, self.stored, self.parts, self.buffers)
-                fetcher.start_any(keys, step, number)
-
-        ends = step + 1 >= steps
-        tile = tile + ends.astype(jnp.int32)
-        begins = ends & (tile < self.count)
-        steps = jax.lax.cond(begins, lambda: self.keys_of(tile).steps, lambda: steps)
-        return tile, jnp.where(ends, 0, step + 1), steps
+    ends = step + 1 >= steps
+    tile = tile + ends.astype(jnp.int32)
+    begins = ends & (tile < count)
+    steps = jax.lax.cond(begins, lambda: keys_of(tile).steps, lambda: steps)
+    return tile, jnp.where(ends, 0, step + 1), steps
 
 
 def fetch_all(keys_of, stored, count, parts: Sequence[Part], buffers: int) -> None:

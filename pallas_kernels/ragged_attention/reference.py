@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.cache_write import reference as cache_write
 from pallas_kernels.tables import BlockTable
@@ -59,8 +59,22 @@ def _scores(
     return old, jnp.where(jnp.arange(k_new.shape[-2]) < new_length, new, -jnp.inf)
 
 
-def attention_scores(q, k_new, new_length, kv_pool, table, kv_scale):
-    """See `api.attention_scores`."""
+def attention_scores(
+    q: Float[Array, "R N Q H"],
+    k_new: Float[Array, "R N T H"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
+    table: BlockTable,
+    *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+) -> Float[Array, "R N Q PT"]:
+    """Scores of a few queries before the softmax, float32, -inf where there is no key.
+
+    The Q queries may be any of the scale's. Queries and own keys are finished. Columns are the P =
+    M * block_size slots of the table in table order, then the T own tokens. They are
+    computed so on every platform: policies that look through a window of queries need the scores
+    themselves, so there is no memory for a kernel to save.
+    """
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     return jnp.concatenate(_scores(q, k_old, mask, k_new, new_length), axis=-1)
 
@@ -183,3 +197,21 @@ def _chunks(array: Array, axis: int, size: int) -> Array:
     padded = jnp.pad(array, padding)
     shape = (*array.shape[:axis], -1, size, *array.shape[axis + 1 :])
     return jnp.moveaxis(padded.reshape(shape), axis, 0)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Product inside the kernels for Triton and TPU, over axis contract[0] of a and contract[1] of
+    b, with float32 sums. float32 factors are multiplied in full precision only where JAX's default
+    for matrix products asks for it when the program is traced."""
+    # The setting is read while tracing, so it is part of the compiled program. The precision is
+    # always named, because None means the one that the user set for all products. Another than the
+    # default does not compile for bfloat16, whose products are exact anyway.
+    wanted = jax.config.jax_default_matmul_precision
+    exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

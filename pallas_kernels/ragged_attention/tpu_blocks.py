@@ -23,7 +23,7 @@ from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles_of
 from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS
-from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
+from pallas_kernels.tpu_operands import block_of, block_shape, in_parts
 from pallas_kernels.tpu_projection import Heads, Operands
 
 HEAD_DIMS = (64, 128, 256)
@@ -245,29 +245,3 @@ def _column(row, first: int, size: int):
     here = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
     chosen = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == here
     return jnp.where(chosen, row, 0.0).sum(axis=1, keepdims=True)
-
-
-def split(kv, head_dim: int):
-    """(rows whose first lanes are K, the transpose of V [H, keys]) of rows [keys, 2 H]. Where H is
-    no multiple of 128 the rows still hold V behind K, so queries need zeros there."""
-    if head_dim % LANES == 0:
-        return kv[:, :head_dim], kv[:, head_dim:].T
-    return kv, kv.T[head_dim:]  # rows are cut where lanes would have to be moved
-
-
-# --- products ---
-
-
-def dot(a, b, contract: tuple[int, int]):
-    """Product in float32 over axis contract[0] of a and contract[1] of b."""
-    # The precision is always named, because None means the one that the user set for all products.
-    # Another than the default does not compile for bfloat16, whose products are exact anyway.
-    wanted = jax.config.jax_default_matmul_precision
-    exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

@@ -45,30 +45,167 @@ bytes per moment go out. From the L2 cache every program reads the queries, R N 
 block_k times.
 """
 
+import math
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int
 
 from pallas_kernels import estimates
 from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention import triton_pool
-from pallas_kernels.ragged_attention.reference import in_turn
-from pallas_kernels.ragged_attention.triton_pool import LOG2_E, StoredSlots, dot
+from pallas_kernels.ragged_attention.reference import dot, in_turn
+from pallas_kernels.refs import Operand
+from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
+    HeadTables,
     Tokens,
     check,
     head_spec,
     line_spec,
     load,
     one_number,
+    row_spec,
+    rows_at,
 )
 
+LOG2_E = math.log2(math.e)
+AT_ONCE = 1024  # numbers that are searched side by side: 8 for each of the 128 threads of 4 warps
+IDS, START, STOP = range(3)  # of a head's tables
 # A program finishes own keys of up to this many numbers by itself: 32 per thread of four warps.
 ONE_STEP = 4096
+
+
+# --- reading what is stored, calls with a grid (tiles, heads, rows) ---
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredSlots:
+    """The pool and table of a call as kernel operands.
+
+    The pool is seen as slots [R, P', 2 H] and the scales as lines [R, 2 P'], both without a copy.
+    Inside a kernel they are those of one row. Key g of a head is slot g % block_size of entry g //
+    block_size of its table.
+    """
+
+    tables: HeadTables
+    kv_pool: Operand
+    kv_scale: Operand
+    block_size: int = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "StoredSlots":
+        """The operands of a call. An empty table becomes one empty entry, an empty pool one block,
+        because a kernel cannot have an array without elements."""
+        entries = table.ids, table.start, table.stop
+        if not table.ids.shape[-1]:
+            # start == stop: the entry is empty
+            entries = (jnp.zeros((*table.ids.shape[:-1], 1), jnp.int32),) * 3
+        if not kv_pool.shape[1]:
+            kv_pool = jnp.zeros((kv_pool.shape[0], 1, *kv_pool.shape[2:]), kv_pool.dtype)
+            if kv_scale is not None:
+                kv_scale = jnp.zeros((len(kv_scale), 1, kv_scale.shape[2]), kv_scale.dtype)
+        rows, _, block_size, width = kv_pool.shape
+        # merging adjacent axes moves no data
+        if kv_scale is not None:
+            kv_scale = kv_scale.reshape(rows, -1)
+        tables = HeadTables.of(table.layer, *entries)
+        return cls(tables, kv_pool.reshape(rows, -1, width), kv_scale, block_size)
+
+    @property
+    def specs(self) -> "StoredSlots":
+        """The table of one head and the pool of one row, for a grid (tiles, heads, rows)."""
+        scale = None if self.kv_scale is None else row_spec(self.kv_scale)
+        return replace(
+            self, tables=self.tables.specs, kv_pool=row_spec(self.kv_pool), kv_scale=scale
+        )
+
+    @property
+    def entries(self) -> int:
+        """M."""
+        return self.tables.arrays[IDS].shape[-1]
+
+    # --- inside a kernel ---
+
+    def used(self) -> Int[Array, ""]:
+        """Keys up to the last entry that the head uses."""
+
+        def holds(m, inside):
+            return self.tables.load(STOP, m, inside) > self.tables.load(START, m, inside)
+
+        return last_true(holds, self.entries) * self.block_size
+
+    def slots(self, key: Int[Array, " K"]):
+        """(slot numbers, whether the head owns them, the places of their keys' scales)."""
+        entry, offset = key // self.block_size, key % self.block_size
+        # A step may reach beyond the table, where start = stop = 0 is loaded: no slot is owned.
+        inside = entry < self.entries
+        ids, start, stop = (self.tables.load(i, entry, inside) for i in (IDS, START, STOP))
+        owned = (offset >= start) & (offset < stop)
+        # a block has twice as many scales as slots: those of its keys, then those of its values
+        return ids * self.block_size + offset, owned, ids * 2 * self.block_size + offset
+
+    def read(self, key: Int[Array, " K"], dtype, halves: int = 2):
+        """[(K or V [K, H], its scales [K] or None)], K first, `halves` of them; zero where not
+        owned, and the mask [K]."""
+        # Both loads are masked: NaN in slots that the head does not own, or in their scales, is
+        # replaced by 0 before any arithmetic and costs no traffic.
+        slot, owned, place = self.slots(key)
+        found = []
+        for half in range(halves):
+            scale = None
+            if self.kv_scale is not None:
+                scale = load(self.kv_scale, place + half * self.block_size, owned)
+            values = rows_at(self.kv_pool, slot, owned, self.kv_pool.shape[-1] // 2, half)
+            found.append((values.astype(dtype), scale))  # bfloat16 holds -127 ... 127 exactly
+        return found, owned
+
+
+def last_true(where, length: int) -> Int[Array, ""]:
+    """One more than the last index below `length` for which `where(index, inside)` is true, or 0.
+
+    where: called inside a kernel with some of the indices and whether they are below `length`.
+    """
+    size = min(AT_ONCE, tiles.power_of_two(length))
+
+    def last(i, found):
+        index = i * size + jnp.arange(size, dtype=jnp.int32)
+        inside = index < length
+        return jnp.maximum(found, jnp.max(jnp.where(where(index, inside), index + 1, 0)))
+
+    return jax.lax.fori_loop(0, pl.cdiv(length, size), last, jnp.int32(0))
+
+
+def _call(kernel, given, results, *, grid, config, cost, interpret, name) -> list[Array]:
+    """Run `kernel(given, results)`, which gets references in place of arrays, in a grid of programs
+    per head, heads, rows. given: pairs of an operand and its BlockSpec. results: pairs of a shape
+    with its type and a BlockSpec. config: tiles."""
+    operands, in_specs = zip(*given, strict=True)
+    out_shape, out_specs = zip(*results, strict=True)
+
+    return pl.pallas_call(
+        lambda given, *results: kernel(given, results),
+        # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
+        # It is also the only one that CUDA lets exceed 65,535.
+        grid=grid,
+        in_specs=[in_specs],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(operands)
+
+
+# --- attention ---
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
@@ -87,7 +224,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     tile = pl.BlockSpec((None, config.block_q, None, head_dim), lambda i, n, r: (r, i, n, 0))
     lse = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
-    found = triton_pool.attention_call(
+    found = _call(
         partial(_attend_tile, config, step, tokens),
         [(one_number(new_length), line_spec(1)), *((a, a.specs) for a in given)],
         [(shape, tile)] + [(lse, line)] * return_lse,
@@ -137,7 +274,7 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
 
 def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: StoredSlots):
     """(maximum, sum of weights, weighted sum of values) of a query tile over all its keys."""
-    size, head_dim = config.block_k, stored.head_dim
+    size, head_dim = config.block_k, q.shape[1]
 
     def own(i, carry):
         key = i * own_step + jnp.arange(own_step, dtype=jnp.int32)
@@ -174,7 +311,7 @@ def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored
 def _step(q, k, v, mask, carry):
     """One step of the online softmax. The maximum is in units of log2."""
     (k, k_scale), (v, v_scale), (maximum, total, sums) = k, v, carry
-    scores = dot(q, k, transposed=True)
+    scores = dot(q, k, (1, 1))
     if k_scale is not None:
         scores *= k_scale[None]  # one per key, so it may leave the sum over H
     # Masked keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly.
@@ -186,7 +323,7 @@ def _step(q, k, v, mask, carry):
     total = total * rescale + jnp.sum(weights, axis=1)
     if v_scale is not None:  # only after `total`, which sums the weights alone
         weights *= v_scale[None]
-    sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v)
+    sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
     return new_maximum, total, sums
 
 
@@ -209,7 +346,7 @@ def attention_moments(
     columns = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
-    found = triton_pool.attention_call(
+    found = _call(
         partial(_sum_columns, config, old),
         [
             (one_number(new_length), line_spec(1)),
@@ -243,7 +380,7 @@ def _sum_columns(config, old: int, given, out_refs):
     k += keys.finished(token, new).astype(keys.dtype)
     # Scores and log-sum-exp become powers of two; int8: the scale of a key, own keys have none.
     factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
-    last = triton_pool.last_true(lambda i, inside: load(weight_ref, i, inside) != 0, own)
+    last = last_true(lambda i, inside: load(weight_ref, i, inside) != 0, own)
     # columns without any key make no step, but are written: the result is 0 there, not unspecified
     found = jnp.max((owned | new).astype(jnp.int32))
     steps = jnp.where(found > 0, pl.cdiv(last, config.block_q), 0)
@@ -264,7 +401,7 @@ def _add(size: int, k, factor, queries: Tokens, weight_ref, lse_ref, i, sums):
     inside = query < weight_ref.shape[0]
     weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))
     # keys are rows here, so that the sum over queries runs within a row
-    scores = dot(k, queries.raw(query, inside), transposed=True) * factor
+    scores = dot(k, queries.raw(query, inside), (1, 1)) * factor
     p = jnp.exp2(scores - (lse * LOG2_E)[None])
     p = jnp.where((weight != 0)[None], p, 0)  # padded queries may be NaN, and 0 * NaN is NaN
     found = [p * weight[None]]

@@ -68,28 +68,25 @@ def _rank_heads(given, found, others):
 
     def lanes(number, _):
         here = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
-        _prepare(given, others, here)
+        # All slots of 128 rows go to where they are compared with. Slots outside of `among`, and
+        # those behind the last one, become larger than everything.
+        among = given["among"][:, here] != 0
+        for name, other in others.items():
+            values = given[name][:, here]
+            if name != "part":  # its other values are never reached: their tie is too large
+                largest = jnp.inf if values.dtype == jnp.float32 else LAST
+                behind = other.shape[0] - slots
+                if behind:
+                    filling = jnp.full((behind, LANES), largest, other.dtype)
+                    other[pl.ds(slots, behind), here] = filling
+                values = jnp.where(among, values, jnp.asarray(largest, values.dtype))
+            other[pl.ds(0, slots), here] = values
         for first in range(0, slots, OWN):
             own = pl.ds(first, min(OWN, slots - first))
             found[own, here] = _count({n: given[n][own, here] for n in others}, others, here)
         return 0
 
     jax.lax.fori_loop(0, found.shape[1] // LANES, lanes, 0)
-
-
-def _prepare(given, others, here) -> None:
-    """Copy all slots of 128 rows to where they are compared with. Slots outside of `among`, and
-    those behind the last one, become larger than everything."""
-    slots, among = given["tie"].shape[0], given["among"][:, here] != 0
-    for name, other in others.items():
-        values = given[name][:, here]
-        if name != "part":  # its other values are never reached: their tie is too large
-            largest = jnp.inf if values.dtype == jnp.float32 else LAST
-            behind = other.shape[0] - slots
-            if behind:
-                other[pl.ds(slots, behind), here] = jnp.full((behind, LANES), largest, other.dtype)
-            values = jnp.where(among, values, jnp.asarray(largest, values.dtype))
-        other[pl.ds(0, slots), here] = values
 
 
 def _count(own, others, here):

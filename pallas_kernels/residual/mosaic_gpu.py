@@ -120,8 +120,13 @@ def _launch(
       NotImplementedError: what the kernels cannot take.
     """
     rows, tokens, width = results["normal"].shape
-    fours, single = _tiles(tokens, width, scales=bits is not None)
-    many = tokens // WARPS if fours else 0  # tiles of four tokens
+    if width % (LANES * WARPS):
+        raise NotImplementedError(
+            f"Mosaic takes rows of the residual stream whose width is a multiple of "
+            f"{LANES * WARPS}, not {width}: use implementation='reference' "
+            f"(--attention=reference)"
+        )
+    many = tokens // WARPS if width <= NARROW else 0  # tiles of four tokens, then of single ones
     count = many + tokens - WARPS * many
     mosaic.check_simulator(interpret)
     for kind in kinds:
@@ -138,11 +143,11 @@ def _launch(
         row, number = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
         out = dict(zip(results, refs, strict=True))
         run = partial(body, bits, given, out, row)
-        if fours:
-            pl.when(number < many)(lambda: run(fours, number * WARPS))
+        if many:
+            pl.when(number < many)(lambda: run(Tile(WARPS, width), number * WARPS))
         if count > many:
             first = number + (WARPS - 1) * many
-            pl.when(number >= many)(lambda: run(single, first))
+            pl.when(number >= many)(lambda: run(Tile(0, width), first))
 
     params = plgpu.CompilerParams(
         approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
@@ -164,8 +169,8 @@ def _launch(
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` rows of `width` numbers in the registers of a warpgroup: four, one of each warp; one,
-    of which each warp has all; or 0: one that the warps share, whose sums are scalars."""
+    """`rows` rows of `width` numbers in the registers of a warpgroup: four, one of each warp; or 0:
+    one that the warps share, whose sums are scalars."""
 
     rows: int
     width: int
@@ -177,8 +182,7 @@ class Tile:
         if not self.rows:
             return plgpu.Layout.WG_STRIDED((self.width,), vec_size=side)
         tiling = plgpu.Tiling(((self.rows, LANES * side), (side,)))
-        warps = -3 if self.rows == WARPS else plgpu.Replicated(WARPS)
-        return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
     def _place(self, ref: Ref, row, first) -> Ref:
         return ref.at[row, pl.ds(first, self.rows) if self.rows else first]
@@ -191,20 +195,17 @@ class Tile:
     def columns(self, ref: Ref) -> Array:
         """A vector [D], repeated in every row, in float32."""
         layout = self.layout.reduce(0) if self.rows else self.layout
-        return self._spread(mosaic.load(ref, layout, plain=True).astype(jnp.float32), 1)
+        return self.spread(mosaic.load(ref, layout, plain=True).astype(jnp.float32), 1)
 
     def numbers(self, ref: Ref, row, first) -> Array:
         """A number of every row from [R, T], repeated along it."""
         if not self.rows:
             return ref[row, first]
         here = self._place(ref, row, first)
-        return self.across(mosaic.load(here, self.layout.reduce(1), plain=True))
+        return self.spread(mosaic.load(here, self.layout.reduce(1), plain=True))
 
-    def across(self, numbers: Array) -> Array:
-        """A number of every row, repeated along it."""
-        return self._spread(numbers, 0)
-
-    def _spread(self, x: Array, axis: int) -> Array:
+    def spread(self, x: Array, axis: int = 0) -> Array:
+        """A number of every row, repeated along it; axis 1: of every column, repeated in it."""
         if not self.rows:
             return x
         found = jax.lax.broadcast_in_dim(x, (self.rows, self.width), [axis])
@@ -216,22 +217,6 @@ class Tile:
             mosaic.store(self._place(ref, row, first), x)
         else:
             ref[row, first] = x
-
-
-def _tiles(tokens: int, width: int, scales: bool) -> tuple[Tile | None, Tile]:
-    """The tiles of each row of the batch, in order: those of four tokens, if there are any, then
-    single ones. scales: whether a scale of each row is written."""
-    narrow = width <= NARROW and width % (2 * LANES) == 0
-    whole = width % (LANES * WARPS) == 0
-    # a warp of a narrow tile cannot store the one number of its row
-    if not whole and (not narrow or scales):
-        raise NotImplementedError(
-            f"Mosaic takes rows of the residual stream whose width is a multiple of "
-            f"{LANES * WARPS}, not {width}: use implementation='reference' "
-            f"(--attention=reference)"
-        )
-    fours = Tile(WARPS, width) if narrow and tokens >= WARPS else None
-    return fours, Tile(0 if whole else 1, width)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -250,9 +235,9 @@ def _add_and_normalize(
         rounded = x.astype(out["stream"].dtype)
         tile.put(out["stream"], row, first, rounded)
         x = rounded.astype(jnp.float32)
-    x -= tile.across(x.sum(axis=-1) * (1 / tile.width))
+    x -= tile.spread(x.sum(axis=-1) * (1 / tile.width))
     variance = (x * x).sum(axis=-1) * (1 / tile.width)
-    x *= tile.across(jax.lax.rsqrt(variance + norm.eps))
+    x *= tile.spread(jax.lax.rsqrt(variance + norm.eps))
     vectors = vectors.at[layer[0], row]
     x = x * (1 + tile.columns(vectors.at[norm.scale])) + tile.columns(vectors.at[norm.shift])
     _put(tile, bits, out, row, first, x)
@@ -278,7 +263,7 @@ def _put(tile: Tile, bits: Bits8 | None, out: dict[str, Ref], row, first, x: Arr
     if bits is not None:
         most = jnp.maximum(jnp.abs(x).max(axis=-1), TINY)
         tile.put(out["scale"], row, first, most * (1 / bits.largest))
-        x *= tile.across(bits.largest / most)
+        x *= tile.spread(bits.largest / most)
         if bits.dtype == jnp.int8:
             # to the nearest: the conversion cuts off what is behind the point
             x = jnp.where(x < 0, x - 0.5, x + 0.5).astype(jnp.int32)

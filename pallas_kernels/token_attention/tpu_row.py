@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_attention.tpu_blocks import dot
+from pallas_kernels.ragged_attention.reference import dot
 from pallas_kernels.tpu_operands import LANES
 
 

@@ -28,9 +28,7 @@ LAYERS, LAYER, EPS = 3, 1, 1e-6
 SHAPES = {
     "tiles": (2, 8, 256),
     "overlap": (2, 9, 384),
-    "narrow": (1, 5, 64),
     "single": (3, 1, 128),
-    "single-narrow": (2, 2, 64),
     "wide": (1, 5, 2688),
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}

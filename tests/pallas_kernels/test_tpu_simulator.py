@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
-from pallas_kernels.cache_write.tpu_stores import Stores
+from pallas_kernels.cache_write.tpu import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
