@@ -4,7 +4,6 @@ Tests cut shapes down (`reduced`), ahead-of-time compilation needs no numbers (`
 benchmark runs with random ones (`arguments`).
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -104,7 +103,7 @@ class ArgSpec:
         rng = np.random.default_rng(seed)
         tables = _with_layers(self, *_random_tables(self, rng))
         found = self._arrays(np, rng.standard_normal, *tables)
-        return found.poisoned(self) if poison else found
+        return found.poisoned() if poison else found
 
     def _arrays(self, xp, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
         """The arguments from `normal`, which makes arrays of a shape.
@@ -197,14 +196,16 @@ class Arguments:
 
     def padded_with(self, anything: float) -> "Arguments":
         """The same arguments with `anything` in place of padded tokens."""
-        qkv = _padded(self.projection.qkv, self.length, anything)
+        qkv = self.projection.qkv
+        real = (jnp.arange(qkv.shape[1]) < self.length)[:, None, None, None]
+        qkv = jnp.where(real, qkv, anything).astype(qkv.dtype)
         return replace(self, projection=replace(self.projection, qkv=qkv))
 
-    def poisoned(self, spec: ArgSpec) -> "Arguments":
+    def poisoned(self) -> "Arguments":
         """The same arguments with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
         # a slot that any head of the row may read is spared, whichever head it is
-        slots, mask = map(np.asarray, _slots(self.table, size))
+        slots, mask = (np.asarray(a) for a in (self.table.slots(size), self.table.slot_mask(size)))
         shape = (rows, *slots.shape[-2:])
         slots, mask = np.broadcast_to(slots, shape), np.broadcast_to(mask, shape)
         owned = np.zeros((rows, blocks * size), bool)
@@ -212,25 +213,9 @@ class Arguments:
             owned[row, slots[row][mask[row]]] = True
         owned = owned.reshape(rows, blocks, size)
         if self.kv_scale is None:
-            return replace(self, kv_pool=_nan_unless(owned[..., None], self.kv_pool))
+            return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
         both = np.concatenate([owned, owned], axis=-1)
-        return replace(self, kv_scale=_nan_unless(both, self.kv_scale))
-
-
-@jax.jit
-def _padded(qkv, length, anything):
-    real = (jnp.arange(qkv.shape[1]) < length)[:, None, None, None]
-    return jnp.where(real, qkv, anything).astype(qkv.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _slots(table: BlockTable, size: int):
-    return table.slots(size), table.slot_mask(size)
-
-
-@jax.jit
-def _nan_unless(condition, array):
-    return jnp.where(condition, array, jnp.nan)
+        return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
 
 
 def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):
@@ -316,7 +301,7 @@ def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.nd
 
 # (padded tokens, tokens, entries of blocks of 16 slots) of some scales of each model. The entries
 # are the full cache of the scales before, padded lengths those that the default segments choose.
-_SCALES = {
+SCALES = {
     ("var-d30", 30, 64): [(16, 1, 1), (64, 36, 4), (169, 100, 16), (256, 256, 27)],
     ("var-d36", 36, 64): [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)],
     ("infinity-2b", 16, 128): [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)],
@@ -326,12 +311,12 @@ _SCALES = {
     ("janus-pro-7b", 32, 128): [(1, 1, 36)],
     ("lumina-mgpt-34b", 8, 128): [(1, 1, 151)],
 }
-_GROUPS = {"lumina-mgpt-34b": 8}  # query heads per head of keys and values, 1 in the others
-_SPECS = (
-    ArgSpec(
+GROUPS = {"lumina-mgpt-34b": 8}  # query heads per head of keys and values, 1 in the others
+SPECS = {
+    f"{name}-t{n}": ArgSpec(
         name=f"{name}-t{n}",
         heads=heads,
-        queries_per_head=_GROUPS.get(name, 1),
+        queries_per_head=GROUPS.get(name, 1),
         head_dim=size,
         tokens=t,
         length=n,
@@ -339,7 +324,6 @@ _SPECS = (
         normalised=name.startswith(("var-", "infinity-")),
         rotated=not name.startswith("var-"),
     )
-    for (name, heads, size), scales in _SCALES.items()
+    for (name, heads, size), scales in SCALES.items()
     for t, n, m in scales
-)
-SPECS = {spec.name: spec for spec in _SPECS}
+}

@@ -50,11 +50,7 @@ def attend(
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     # two products, with two FLOPs per pair and number each
-    return pl.CostEstimate(
-        flops=4 * pairs * head_dim,
-        transcendentals=pairs,
-        bytes_accessed=moved + rows * heads * tiles * stored,
-    )
+    return _cost(moved + rows * heads * tiles * stored, 4 * pairs * head_dim, pairs)
 
 
 def attention_moments(
@@ -78,11 +74,8 @@ def attention_moments(
     # one float32 sum per key, for squares a second one
     columns = rows * heads * (table.ids.shape[-1] * kv_pool.shape[2] + tokens)
     stored = blocks * _block_bytes(kv_pool, halves, scales_at_once)
-    return pl.CostEstimate(
-        flops=2 * pairs * head_dim,
-        transcendentals=pairs,
-        bytes_accessed=moved + rows * heads * stored + 4 * columns * (1 + squares),
-    )
+    moved += rows * heads * stored + 4 * columns * (1 + squares)
+    return _cost(moved, 2 * pairs * head_dim, pairs)
 
 
 def write(
@@ -103,8 +96,7 @@ def write(
     read = 2 * head_dim * projection.dtype.itemsize * (tokens if blocks else stored)
     block = _block_bytes(kv_pool, 2, scales_at_once)
     written = 2 * entries * block if blocks else stored * block / size
-    moved = round(rows * heads * (read + written))
-    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+    return _cost(rows * heads * (read + written))
 
 
 def attend_token(query: Query, slots: HeadSlots, stored: int = 0) -> pl.CostEstimate:
@@ -130,11 +122,7 @@ def attend_token(query: Query, slots: HeadSlots, stored: int = 0) -> pl.CostEsti
     if query.probe is not None:
         moved += 4 * (q.size // group + pairs) / query.probe.every
         flops += 2 * pairs * head_dim / query.probe.every
-    return pl.CostEstimate(
-        flops=round(flops),
-        transcendentals=pairs * group,
-        bytes_accessed=round(moved),
-    )
+    return _cost(moved, flops, pairs * group)
 
 
 def token_product(
@@ -157,7 +145,7 @@ def token_product(
     moved = (x.size + weights.size + sum(map(math.prod, results))) * item
     moved += 8 * streams * math.prod(results[0]) + 8 * summed * math.prod(results[0])
     flops = 2 * x.shape[0] * weights.size
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+    return _cost(moved, flops)
 
 
 def rank(tie: Array, score: Array | None, part: Array | None) -> pl.CostEstimate:
@@ -166,11 +154,7 @@ def rank(tie: Array, score: Array | None, part: Array | None) -> pl.CostEstimate
     registers of their own."""
     operations = 4 + 5 * (score is not None) + 3 * (part is not None)
     pairs, arrays = tie.size * tie.shape[-1], 3 + (score is not None) + (part is not None)
-    return pl.CostEstimate(
-        flops=pairs * operations * PER_VECTOR_OPERATION,
-        transcendentals=0,
-        bytes_accessed=4 * arrays * tie.size,
-    )
+    return _cost(4 * arrays * tie.size, pairs * operations * PER_VECTOR_OPERATION)
 
 
 def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEstimate:
@@ -180,7 +164,7 @@ def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEsti
     pairs = rows * heads * queries * pool.shape[2]
     scales = 0 if pool_scale is None else pool_scale.size // 2
     moved = pool.size * pool.dtype.itemsize + q.size * q.dtype.itemsize + 4 * (pairs + scales)
-    return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
+    return _cost(moved, 2 * pairs * head_dim)
 
 
 def sample(logits: Array, noise: Array, top_k: int, top_p: float) -> pl.CostEstimate:
@@ -189,11 +173,9 @@ def sample(logits: Array, noise: Array, top_k: int, top_p: float) -> pl.CostEsti
     the largest take eight."""
     likely = 0 < top_p < 1
     searches = (0 < top_k < noise.shape[-1]) + likely
-    return pl.CostEstimate(
-        flops=noise.size * (searches * 32 * 3 + 8) * PER_VECTOR_OPERATION,
-        transcendentals=noise.size * likely,
-        bytes_accessed=4 * (logits.size + noise.size + noise.size // noise.shape[-1]),
-    )
+    moved = 4 * (logits.size + noise.size + noise.size // noise.shape[-1])
+    flops = noise.size * (searches * 32 * 3 + 8) * PER_VECTOR_OPERATION
+    return _cost(moved, flops, noise.size * likely)
 
 
 def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.CostEstimate:
@@ -204,7 +186,7 @@ def move_slots(pool: Array, places: Array, written: int | None = None) -> pl.Cos
     changed = pool.size // pool.shape[2] * (written or pool.shape[2])
     moved = (pool.size + changed) * pool.dtype.itemsize + places.size * places.dtype.itemsize
     flops = 2 * products * changed * places.shape[-1]
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+    return _cost(moved, flops)
 
 
 def move_some(pools: Sequence[Array], count: int) -> pl.CostEstimate:
@@ -212,7 +194,7 @@ def move_some(pools: Sequence[Array], count: int) -> pl.CostEstimate:
     if all of them moved, and its target is read."""
     (rows, heads, _, width), size = pools[0].shape, pools[0].dtype.itemsize
     moved = len(pools) * rows * heads * count * (2 * width * size + 4)
-    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+    return _cost(moved)
 
 
 def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstimate:
@@ -224,11 +206,7 @@ def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstima
     """
     rows, heads, tokens, head_dim = projection.shape
     numbers = rows * heads * tokens * head_dim
-    return pl.CostEstimate(
-        flops=2 * numbers * turned,
-        transcendentals=0,
-        bytes_accessed=2 * parts * numbers * projection.dtype.itemsize,
-    )
+    return _cost(2 * parts * numbers * projection.dtype.itemsize, 2 * numbers * turned)
 
 
 def finish_and_store(
@@ -242,7 +220,7 @@ def finish_and_store(
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
     stored = 2 * min(tokens, entries * size) * head_dim * kv_pool.dtype.itemsize
     moved = found.bytes_accessed + rows * heads * stored
-    return pl.CostEstimate(found.flops, found.transcendentals, moved)
+    return _cost(moved, found.flops)
 
 
 def add_and_normalize(stream: Array, sums: Sums | None, result) -> pl.CostEstimate:
@@ -255,7 +233,7 @@ def add_and_normalize(stream: Array, sums: Sums | None, result) -> pl.CostEstima
     moved = stream.size * (stream.dtype.itemsize + jnp.dtype(result).itemsize)
     if sums is not None:
         moved += sums.array.size * (sums.array.dtype.itemsize + stream.dtype.itemsize)
-    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+    return _cost(moved)
 
 
 def to_8_bits(sums: Sums, activation: bool) -> pl.CostEstimate:
@@ -263,7 +241,14 @@ def to_8_bits(sums: Sums, activation: bool) -> pl.CostEstimate:
     exponential for every number."""
     size, kind = sums.array.size, sums.array.dtype
     moved = size * (kind.itemsize + 1)
-    return pl.CostEstimate(flops=0, transcendentals=size * activation, bytes_accessed=moved)
+    return _cost(moved, transcendentals=size * activation)
+
+
+def _cost(moved: float, flops: float = 0, transcendentals: int = 0) -> pl.CostEstimate:
+    """moved: bytes."""
+    return pl.CostEstimate(
+        flops=round(flops), transcendentals=transcendentals, bytes_accessed=round(moved)
+    )
 
 
 def _pairs(projection: Projection, kv_pool: Array, blocks: int) -> int:

@@ -69,7 +69,11 @@ def token_arguments(
         reach=reach if sums else None,
         used=None if used is None else jnp.int32(used),
     )
-    return query, _poisoned(held) if poison else held
+    if not poison:
+        return query, held
+    if scale is not None:
+        return query, replace(held, scale=jnp.where(position[:, None] < 0, jnp.nan, scale))
+    return query, replace(held, pool=jnp.where(position[..., None] < 0, jnp.nan, pool))
 
 
 def abstract_token_arguments(spec: ArgSpec, *args, sharding=None, **options) -> Arguments:
@@ -106,19 +110,8 @@ def awaiting_token(query: Query, slots: HeadSlots, slot: int) -> Arguments:
     return query, replace(slots, pool=slots.pool.at[:, :, slot].set(jnp.nan))
 
 
-def _poisoned(slots: HeadSlots) -> HeadSlots:
-    if slots.scale is not None:
-        return replace(slots, scale=_nan_where_empty(slots.position[:, None], slots.scale))
-    return replace(slots, pool=_nan_where_empty(slots.position[..., None], slots.pool))
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def _pool(k, v, dtype):
     """Both in one array, and their scales where it is int8."""
     pool, scale = encode(k, v, dtype)
     return pool, None if scale is None else jnp.moveaxis(scale, -1, 1)
-
-
-@jax.jit
-def _nan_where_empty(position, array):
-    return jnp.where(position < 0, jnp.nan, array)

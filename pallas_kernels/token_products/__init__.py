@@ -8,10 +8,9 @@ from pallas_kernels.token_products.api import (
     start,
     why_not,
 )
-from pallas_kernels.token_products.operands import PIECE, Angles, Norm, QuerySum, Stream
+from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
 
 __all__ = [
-    "PIECE",
     "Angles",
     "Norm",
     "QuerySum",

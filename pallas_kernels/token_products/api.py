@@ -31,8 +31,9 @@ def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | No
     """
     name = implementations.first_choice(implementation, MODULES)
     module = MODULES[name.removesuffix(implementations.SUFFIX)]()
+    widths = {"width": angles.queries, "keys": angles.keys, "gates": hidden}
     try:
-        module.check_layer(dtype, hidden, angles, name.endswith(implementations.SUFFIX))
+        module.check(dtype, widths, name.endswith(implementations.SUFFIX), angles)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -42,7 +42,7 @@ def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
     """See `api.start`. Rows become whole tiles."""
     x = mosaic.padded(x, 0, ROWS)
     rows, width = x.shape
-    _check(dtype, {"width": width}, interpret)
+    check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
     scaled = (x * norm.row.astype(jnp.float32)).astype(dtype)
     return Stream(x, norm, scaled, squares, eps)
@@ -52,7 +52,7 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
     """See `api.project`."""
     rows, columns = len(stream.x), weights.shape[1]
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
-    _check(weights.dtype, widths, interpret, angles)
+    check(weights.dtype, widths, interpret, angles)
     # within a tile every number has the one that it is turned with
     tiles = Tiles.of(weights, rows, columns, max(PIECE, angles.halves * angles.head_dim))
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
@@ -76,7 +76,7 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
 def gate(stream: Stream, weights, *, interpret):
     """See `api.gate`."""
     rows, columns = len(stream.x), weights.shape[1] // 2
-    _check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
+    check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
     tiles = Tiles.of(weights, rows, columns, PIECE, products=2)
     (out,) = _launch(
         partial(_gate, tiles, stream.eps),
@@ -95,7 +95,7 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     """See `api.add`."""
     (rows, width), dtype = stream.x.shape, weights.dtype
     branch = mosaic.padded(branch.astype(dtype), 0, ROWS)
-    _check(dtype, {"width": width, "branch": len(weights)}, interpret)
+    check(dtype, {"width": width, "branch": len(weights)}, interpret)
     tiles = Tiles.of(weights, rows, width, PIECE)
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
@@ -118,14 +118,7 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     return Stream(x, norm, scaled, squares, stream.eps)
 
 
-def check_layer(dtype, hidden: int, angles: Angles, interpret) -> None:
-    """Raise `NotImplementedError` for layers that the kernels cannot take, whatever their rows. The
-    stream is as wide as the queries."""
-    widths = {"width": angles.queries, "keys": angles.keys, "gates": hidden}
-    _check(dtype, widths, interpret, angles)
-
-
-def _check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None) -> None:
+def check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
     kind, sizes = jnp.dtype(dtype).name, " or ".join(map(str, HALVES))
     whole = not any(n % PIECE for n in widths.values()) and widths["width"] <= MOST_WIDE

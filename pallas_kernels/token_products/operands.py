@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -99,7 +98,3 @@ class QuerySum:
     total: Float[Array, "R C"]
     keep: Float[Array, ""]
     weight: Float[Array, ""]
-
-    def plus(self, q: Float[Array, "R C"]) -> Float[Array, "R C"]:
-        before = jnp.where(self.keep > 0, self.total, 0.0)
-        return before + self.weight * q.astype(jnp.float32)

@@ -18,7 +18,10 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None):
     product = jnp.dot(_normal(stream, weights.dtype), weights)
     q, k, v = jnp.split(product, [angles.queries, angles.queries + angles.keys], axis=1)
     q, k = (_turned(q, angles) * angles.scale).astype(q.dtype), _turned(k, angles).astype(k.dtype)
-    return (q, k, v), None if total is None else total.plus(q)
+    if total is None:
+        return (q, k, v), None
+    before = jnp.where(total.keep > 0, total.total, 0.0)
+    return (q, k, v), before + total.weight * q.astype(jnp.float32)
 
 
 def gate(stream: Stream, weights):
