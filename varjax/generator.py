@@ -12,6 +12,7 @@ from varjax import arguments, conditions, jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan, pool_dtype
 from varjax.cache.planner import plan_cache
+from varjax.cache.stages import TokenPlan
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
@@ -67,7 +68,6 @@ class Generator(Runner):
       layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`) and
         fits (`memory.layers_that_fit`). The weights of `model` are arranged accordingly: it can go
         on to be used.
-      unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
       decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
         (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
@@ -98,7 +98,6 @@ class Generator(Runner):
         keep_logits: bool = False,
         keep_contents: bool = False,
         layers: str = "auto",
-        unroll: bool = False,
         decode_batch: int | None = None,
         decode_dtype: str = "auto",
         watch: Callable[[Array, Array], None] | None = None,
@@ -129,10 +128,9 @@ class Generator(Runner):
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
             keep_contents=arguments.flag("keep_contents", keep_contents),
-            unroll=arguments.flag("unroll", unroll),
             watch=watch,
         )
-        how = drawing(
+        spec = drawing(
             model.networks,
             plan,
             sampling,
@@ -162,7 +160,7 @@ class Generator(Runner):
         )
         super().__init__(
             model,
-            how,
+            spec,
             batch_size=batch_size,
             mesh=mesh,
             layers=memory.layers_that_fit(layers, predict_for, memory.device_bytes()),
@@ -183,7 +181,7 @@ class Generator(Runner):
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the scale loop; empty for models that draw token by token."""
-        return self.drawing.segments
+        return self.spec.segments
 
     @property
     def layers(self) -> str:
@@ -203,7 +201,9 @@ class Generator(Runner):
 
     def attention_flops(self) -> dict[str, float]:
         """FLOPs per image of the attention, and of observing it for the policy."""
-        return self.drawing.attention_flops()
+        if isinstance(self.plan, TokenPlan):
+            return cost.token_attention_flops(self.plan)
+        return cost.attention_flops(self.plan, self.spec.segments, self.spec.cache)
 
     # --- running ----------------------------------------------------------------------------------
 

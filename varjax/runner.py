@@ -17,9 +17,10 @@ from varjax import sampling as sampling_lib
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
 from varjax.engine import compilation_cache, device_errors, pixels, program
-from varjax.engine.drawing import Drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
+from varjax.engine.scales import ScaleSpec
+from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import stored
@@ -72,7 +73,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        drawing: Drawing,
+        spec: ScaleSpec | TokenSpec,
         *,
         batch_size: int,
         mesh: MeshSpec,
@@ -81,11 +82,11 @@ class Runner:
         precision: str,
         decoding: Decoding,
     ):
-        self.model, self.drawing, self.plan, self.spec = model, drawing, drawing.plan, drawing.spec
+        self.model, self.spec, self.plan = model, spec, spec.plan
         self.batch_size, self.mesh, self.kv_dtype = batch_size, mesh, kv_dtype
         self.precision, self.decoding, self.timing = precision, decoding, Timing()
         self.networks, self._layers = model.networks, layers
-        drawing.arrange(self.networks, layers, jax.default_backend())
+        spec.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
         weights.check_weights(self.networks, mesh)
         weights.check_widths(self.networks["transformer"], mesh.model)
@@ -112,7 +113,7 @@ class Runner:
         try:
             with self._explained("compiling"), compilation_cache.kept():
                 # another generator of the same model may have arranged the weights differently
-                self.drawing.arrange(self.networks, self._layers, jax.default_backend())
+                self.spec.arrange(self.networks, self._layers, jax.default_backend())
                 state, arguments = self.traced_arguments(condition, given)
                 more = {"precision": self.precision, "auto_layout": automatic}
                 codes = program.trace_codes(
@@ -164,7 +165,7 @@ class Runner:
             self.spec,
             self.networks,
             plans.state_names(self.plan, self.mesh, self.kv_dtype),
-            self.drawing.input_names(inputs),
+            self.spec.input_names(inputs),
             given,
         )
         placed = weights.place(self.networks, self._sharded.shardings[0])
@@ -175,7 +176,7 @@ class Runner:
     @cached_property
     def _shared_inputs(self) -> tuple:
         """Inputs that no batch changes: put on the device once, for all batches."""
-        shared = self.drawing.shared_inputs(self.networks["transformer"])
+        shared = self.spec.shared_inputs(self.networks["transformer"])
         return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
 
     def _arguments(
@@ -187,7 +188,7 @@ class Runner:
         given_scales: int | None,
     ) -> tuple:
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
-        inputs = self.drawing.for_images(self._shared_inputs, image_index)
+        inputs = self.spec.for_images(self._shared_inputs, image_index)
         if given is not None:
             given = Given.of(given, self.plan.geometry.schedule, given_scales)
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
@@ -209,7 +210,7 @@ class Runner:
         """Draws and decodes one full batch (`Generator.run_batch`)."""
         with self._explained("drawing"):
             arguments = self._arguments(condition, image_index, seed, given, given_scales)
-            self.drawing.arrange(self.networks, self._layers, jax.default_backend())
+            self.spec.arrange(self.networks, self._layers, jax.default_backend())
             if self._formats is not None:
                 program.place(self.networks, self._formats)
             if self._sharded is not None:

@@ -213,7 +213,7 @@ class Compilation:
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         types = {"transformer": options.dtype, "codec": "float32"}
         networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
-        self.drawing = drawing(
+        self.spec = drawing(
             networks,
             plan,
             workload.sampling,
@@ -226,16 +226,15 @@ class Compilation:
             mesh=mesh,
             platform=chip.platform,
         )
-        self.spec = self.drawing.spec
         predict_for = partial(workload.predict, batch_size // mesh.data, chip.platform)
         layers = memory.layers_that_fit(options.layers, predict_for, chip.memory)
-        self.drawing.arrange(networks, layers, chip.platform)
+        self.spec.arrange(networks, layers, chip.platform)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
         dtypes = map(jnp.dtype, (options.kv_dtype, options.dtype))
         state = jax.eval_shape(partial(plan.empty_state, batch_size, *dtypes, groups=mesh.model))
         numbers = np.zeros(batch_size, np.int32)
-        inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
+        inputs = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
         arguments = (condition, keys, _on(inputs, None), None)
@@ -247,7 +246,7 @@ class Compilation:
                 self.spec,
                 networks,
                 plans.state_names(workload.plan, options.mesh, options.kv_dtype),
-                self.drawing.input_names(inputs),
+                self.spec.input_names(inputs),
                 None,
             )
         self.networks, self.state, *self.arguments = self._placed(

@@ -119,8 +119,8 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
     timing, code_map = generator.timing, results["code_map"]
     row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
     row["finite"] = bool(np.isfinite(results["images"]).all())
-    shared = generator.drawing.shared_inputs(networks["transformer"])
-    inputs = generator.drawing.for_images(shared, numbers)
+    shared = generator.spec.shared_inputs(networks["transformer"])
+    inputs = generator.spec.for_images(shared, numbers)
     keys = sampling.image_keys(0, jnp.asarray(numbers))
     condition, inputs = jax.device_put((condition, inputs))
 

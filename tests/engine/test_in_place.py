@@ -15,11 +15,12 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.engine import inputs, program
+from varjax.engine import program
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
 from varjax.models.var.transformer import VAR, VARConfig
 from varjax.nn import parameters
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 
@@ -65,9 +66,10 @@ def test_pool_is_never_copied(policy, dtype, layers):
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
     options = program.BuildOptions()
-    spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config, options)
+    greedy, mesh = Sampling(greedy=True), MeshSpec()
+    spec = ScaleSpec.of(plan, segments, greedy, transformer.config, options, mesh)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
-    shared = inputs.shared_inputs([plan], segments, transformer.resampling)
+    shared = spec.shared_inputs(transformer)
     compiled = (
         jax.jit(spec.generate, donate_argnums=1)
         .lower(
@@ -75,7 +77,7 @@ def test_pool_is_never_copied(policy, dtype, layers):
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            inputs.for_images(shared, plan, segments, np.arange(batch)),
+            spec.for_images(shared, np.arange(batch)),
             None,
         )
         .compile()

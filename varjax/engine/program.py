@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,8 +24,12 @@ from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
 from varjax.nn.schemes import INT8
-from varjax.parallel.sharding import ProgramSpec, ShardedProgram
+from varjax.parallel.sharding import ShardedProgram
 from varjax.schedule import Schedule
+
+if TYPE_CHECKING:
+    from varjax.engine.scales import ScaleSpec
+    from varjax.engine.tokens import TokenSpec
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
@@ -46,7 +51,6 @@ class BuildOptions:
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
     keep_contents: also return what the cache holds after every scale (`Generator`).
-    unroll: debug option; unrolls the scans over scales and layers.
     watch: called on the host while images are drawn (`Generator`).
     """
 
@@ -55,7 +59,6 @@ class BuildOptions:
     attention: str | None = None
     keep_logits: bool = False
     keep_contents: bool = False
-    unroll: bool = False
     watch: Callable[[Array, Array], None] | None = None
 
 
@@ -63,7 +66,7 @@ def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: PyTree[Array],
     arguments: tuple,
-    spec: ProgramSpec,
+    spec: "ScaleSpec | TokenSpec",
     *,
     precision: str = "default",
     auto_layout: bool = False,
@@ -114,7 +117,7 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
-    few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
+    few_rows: whether products have the few rows of a token, as `ScaleSpec.few_rows` says of
       programs that draw codes.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """

@@ -13,10 +13,13 @@ their own and are not scanned: a scan would copy every layer's weights and cache
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
@@ -25,37 +28,42 @@ from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import CurrentToken, Heads, RingStep, StageStep, TokenStep
 from varjax.engine.given import Given
 from varjax.engine.program import BuildOptions
+from varjax.engine.segments import Segment
+from varjax.logical_axes import HEADS
 from varjax.models.next_token import NextTokenTransformer
+from varjax.models.transformer import Transformer
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
 from varjax.nn.published import TransformerConfig
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
-from varjax.sequence import TokenSequence
 
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """The static side of a program that draws token by token, and the program itself.
+    """The static side of a program that draws token by token, and the program itself. Every layer
+    has a cache of its own, whose slots follow from a token's number: no tables are shared.
 
+    plan: of the cache.
     layers: how each layer uses its cache.
     period: tokens of a stage; None: there is one stage.
     decided: stages that end with a decision.
-    rows_per_image: 2 with guidance, else 1.
     one_slot: whether one slot stands for the whole condition.
     options: of which `watch` is called with an image token's number and the tokens [B, 1].
     """
 
-    sequence: TokenSequence
+    plan: TokenPlan
     layers: tuple[TokenStep, ...]
     period: int | None
     decided: int
     sampling: Sampling
-    rows_per_image: int
     one_slot: bool
     options: BuildOptions
+    mesh: MeshSpec
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
+    segments: ClassVar[tuple[Segment, ...]] = ()
 
     @classmethod
     def of(
@@ -64,26 +72,47 @@ class TokenSpec:
         sampling: Sampling,
         config: TransformerConfig,
         options: BuildOptions,
-        *,
-        one_slot: bool = False,
+        mesh: MeshSpec,
     ) -> "TokenSpec":
         """The static side for a plan. config: of the transformer.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
+        plan.check_rows(config, sampling)
         period, decided = plan.allocation.decisions(plan.geometry) or (None, 0)
-        layers = range(plan.geometry.num_layers)
-        return cls(
-            sequence=plan.sequence,
-            layers=tuple(token_step(plan, i, options.attention) for i in layers),
-            period=period,
-            decided=decided,
-            sampling=sampling,
-            rows_per_image=plan.check_rows(config, sampling),
-            one_slot=one_slot,
-            options=options,
-        )
+        numbers = range(plan.geometry.num_layers)
+        layers = tuple(token_step(plan, i, options.attention) for i in numbers)
+        # the plan was made for fewer slots than the condition has tokens: one stands for all
+        one_slot = plan.sequence.condition < config.condition_tokens
+        return cls(plan, layers, period, decided, sampling, one_slot, options, mesh)
+
+    def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
+        """Arranges the weights as the program takes them; the modules are changed."""
+        transformer = networks["transformer"]
+        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
+        # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
+        # are divided over devices are multiplied as they lie.
+        turned = platform == "cpu" and self.mesh.model == 1
+        stacked.separate(transformer.blocks, transformer.once, turned=turned)
+
+    def shared_inputs(self, transformer: Transformer) -> tuple:
+        """Host arrays that are the same for every batch: none."""
+        return ()
+
+    def for_images(self, shared: tuple, image_index: np.ndarray) -> tuple:
+        """For each layer what its policy knows beforehand about a batch of images."""
+        found = self.plan.policy_inputs(image_index)
+        return () if found is None else tuple(found)
+
+    def input_names(self, inputs: tuple) -> tuple:
+        """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
+        # the same for all images: `parallel.plans.check_plan` refuses inputs that depend on them
+        # heads are divided along `model`: inputs that differ by head have to be, too
+        axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
+        # in front of what `select` sees lies an axis of stages
+        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), HEADS)
+        return jax.tree.map(lambda _: spec, inputs)
 
     def generate(
         self,
@@ -110,8 +139,8 @@ class TokenSpec:
           read.
         """
         results, state = self.draw(networks, state, condition, keys, inputs, given)
-        if self.sequence.new_lines:
-            results = jax.tree.map(lambda a: a[:, self.sequence.places], results)
+        if self.plan.sequence.new_lines:
+            results = jax.tree.map(lambda a: a[:, self.plan.sequence.places], results)
         with jax.named_scope("codes"):
             grid = networks["transformer"].config.grid
             code_map = networks["codec"].code_map(results["tokens"], grid)
@@ -155,7 +184,7 @@ class TokenSpec:
             # [stages, P, ...] -> [tokens, ...]
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
         # The last stage is shorter than the others, so it is traced on its own.
-        count = self.sequence.steps
+        count = self.plan.sequence.steps
         rest = jnp.arange(self.decided * (self.period or 0), count)
         carry, drawn = jax.lax.scan(
             lambda carry, token: steps.step(carry, token, None, bias), carry, rest
@@ -198,7 +227,8 @@ class _TokenSteps:
         """Runs the condition through all layers. Returns the last token's hidden state, caches that
         hold the condition, and what is added to the score of the first slot."""
         transformer, spec = self.transformer, self.spec
-        self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+        guided = spec.plan.geometry.rows_per_image == 2
+        self.context = transformer.encode_condition(condition, guided=guided)
         x, visible = self.context["condition"], self.context["visible"]
         # The condition counts from -M to -1, so that the rotation of an image token does not depend
         # on the condition's length.
@@ -313,7 +343,7 @@ class _TokenSteps:
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Draws image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
-        sequence = self.spec.sequence
+        sequence = self.spec.plan.sequence
         if sequence.new_lines:
             lines, place = jnp.divmod(index, sequence.line)
             # of a `cond` one branch runs: the head costs only where there is something to draw

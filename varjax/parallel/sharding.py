@@ -8,7 +8,7 @@ exchanged. An image does not depend on how a batch is split.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,41 +31,22 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
     return logical_axes.make_mesh({DATA: spec.data, MODEL: spec.model}, devices)
 
 
-class ProgramSpec(Protocol):
-    """The static side of a program that draws codes (`varjax.engine.drawing`)."""
-
-    options: Any  # `engine.program.BuildOptions`
-    few_rows: bool  # whether products have the rows of a single token
-
-    def generate(
-        self,
-        networks: Mapping[str, nnx.Module],
-        state: PyTree[Array],
-        condition: PyTree,
-        keys: Array,
-        inputs: tuple,
-        given: PyTree[Array],
-    ) -> tuple[dict[str, Array], PyTree[Array]]:
-        """Draw a batch. Return results by name, and the final cache."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """The program of a `ProgramSpec` for a mesh.
+    """The program of a `ScaleSpec` or `TokenSpec` (`varjax.engine`) for a mesh.
 
     specs: `PartitionSpec`s of the arguments (networks, state, condition, keys, inputs, given).
     """
 
     mesh: Mesh
-    spec: ProgramSpec
+    spec: Any
     specs: tuple
 
     @classmethod
     def of(
         cls,
         mesh: Mesh,
-        spec: ProgramSpec,
+        spec: Any,
         networks: Mapping[str, nnx.Module],
         state: PyTree[P],
         inputs: tuple,
@@ -74,7 +55,7 @@ class ShardedProgram:
         """Divide every array by the names of its axes (`varjax.logical_axes.RULES`).
 
         networks, given: may be shapes.
-        state, inputs: trees of names (`plans.state_names`, `Drawing.input_names`).
+        state, inputs: trees of names (`plans.state_names`, `ScaleSpec.input_names`).
         """
         images = P(IMAGES)
         given = jax.tree.map(lambda _: images, given)
