@@ -26,7 +26,7 @@ from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
-from varjax.parallel import plans, processes
+from varjax.parallel import processes, sharding
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -140,7 +140,7 @@ class Generator(Runner):
             platform=jax.default_backend(),
         )
         if mesh.num_devices > 1:
-            plans.check_plan(plan, mesh)
+            sharding.check_plan(plan, mesh)
         mesh = mesh.check(
             batch_size=batch_size,
             num_heads=plan.geometry.num_heads,
@@ -263,33 +263,3 @@ class Generator(Runner):
         contents = results.pop("contents", None)  # has rows, not images
         results = {name: a[: len(index)] for name, a in results.items()}
         return results | ({"contents": contents} if self.keep_contents else {}), state
-
-    @jax_settings.pinned()
-    def run_batch(
-        self,
-        condition: PyTree,
-        image_index: np.ndarray,
-        *,
-        seed: int | np.ndarray = 0,
-        given: np.ndarray | Given | None = None,
-        given_scales: int | None = None,
-        keep_cache: bool = True,
-    ) -> tuple[dict[str, Array], PyTree]:
-        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
-        "logits"?} and the final cache.
-
-        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
-        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
-        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
-          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
-        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
-          Over several devices its rows are those of the first device, then of the next.
-
-        Raises:
-          UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
-        """
-        seed = sampling_lib.check_seeds(seed, self.batch_size)
-        if self.compiled is None:
-            self.compile(condition, given)
-        options = {"given": given, "given_scales": given_scales, "keep_cache": keep_cache}
-        return self.run(condition, image_index, seed=seed, **options)

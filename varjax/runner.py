@@ -24,7 +24,7 @@ from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import stored
-from varjax.parallel import plans, sharding, weights
+from varjax.parallel import sharding, weights
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 
@@ -89,7 +89,6 @@ class Runner:
         spec.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
         weights.check_weights(self.networks, mesh)
-        weights.check_widths(self.networks["transformer"], mesh.model)
         if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
             raise UserError("the weights are on disk, for several devices: give a mesh of these")
         self.compiled = self.compiled_decoder = None
@@ -164,9 +163,9 @@ class Runner:
             sharding.make_mesh(self.mesh, devices),
             self.spec,
             self.networks,
-            plans.state_names(self.plan, self.mesh, self.kv_dtype),
-            self.spec.input_names(inputs),
+            inputs,
             given,
+            self.kv_dtype,
         )
         placed = weights.place(self.networks, self._sharded.shardings[0])
         self.model, self.networks = self.model.abstract(), placed
@@ -197,17 +196,33 @@ class Runner:
         condition, inputs = jax.device_put((condition, inputs))
         return condition, keys, inputs, given
 
-    def run(
+    @jax_settings.pinned()
+    def run_batch(
         self,
         condition: PyTree,
         image_index: np.ndarray,
         *,
-        seed: int | np.ndarray,
-        given: np.ndarray | Given | None,
-        given_scales: int | None,
-        keep_cache: bool,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
+        given_scales: int | None = None,
+        keep_cache: bool = True,
     ) -> tuple[dict[str, Array], PyTree]:
-        """Draws and decodes one full batch (`Generator.run_batch`)."""
+        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
+        "logits"?} and the final cache.
+
+        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
+        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
+          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
+        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+          Over several devices its rows are those of the first device, then of the next.
+
+        Raises:
+          UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
+        """
+        seed = sampling_lib.check_seeds(seed, self.batch_size)
+        if self.compiled is None:
+            self.compile(condition, given)
         with self._explained("drawing"):
             arguments = self._arguments(condition, image_index, seed, given, given_scales)
             self.spec.arrange(self.networks, self._layers, jax.default_backend())

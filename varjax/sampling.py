@@ -72,20 +72,6 @@ class Sampling:
             many = isinstance(value, tuple) and name in LISTS
             for one in value if many else (value,):
                 check(name, one)
-        self._check_lists(num_scales)
-        most = 2**31 - 1 if vocab_size is None else vocab_size
-        if self.top_k < 0 or self.top_k > most:
-            what = "" if vocab_size is None else " (the size of the vocabulary)"
-            raise UserError(f"top_k={self.top_k}: choose 0 (off) to {most}{what}")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
-        if not -1 <= self.cfg_interval < 2**31 - 1:
-            raise UserError(
-                f"cfg_interval={show(self.cfg_interval)}: choose a number of tokens, or -1 for all"
-            )
-        return self
-
-    def _check_lists(self, num_scales: int) -> None:
         for name, low, words in (
             ("cfg", 0, "guidance strength is a finite number"),
             ("tau", SMALLEST_TAU, "the temperature is a finite number (greedy: the largest logit)"),
@@ -106,6 +92,10 @@ class Sampling:
                 f"cfg_insertion_layer={show(self.cfg_insertion_layer)}: give a list of places, as "
                 f"0 (on the logits) or 0,-5"
             )
+        arguments.integer("top_k", self.top_k, 0, 2**31 - 1 if vocab_size is None else vocab_size)
+        arguments.number("top_p", self.top_p, 0, 1, note="; 0 switches it off")
+        arguments.integer("cfg_interval", self.cfg_interval, -1, 2**31 - 2)
+        return self
 
     def check_no_interval(self, model: str) -> None:
         """Raises `UserError` if guidance ends before the last token, which only models that draw

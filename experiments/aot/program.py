@@ -40,7 +40,7 @@ from varjax.engine.program import BuildOptions
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
-from varjax.parallel import plans, sharding
+from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 
@@ -245,9 +245,9 @@ class Compilation:
                 self.mesh,
                 self.spec,
                 networks,
-                plans.state_names(workload.plan, options.mesh, options.kv_dtype),
-                self.spec.input_names(inputs),
+                inputs,
                 None,
+                options.kv_dtype,
             )
         self.networks, self.state, *self.arguments = self._placed(
             (networks, state, *arguments), slice(None)

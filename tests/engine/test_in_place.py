@@ -14,6 +14,7 @@ from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.cache.step import cache_step
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.engine import program
 from varjax.engine.scales import ScaleSpec
@@ -65,9 +66,10 @@ def test_pool_is_never_copied(policy, dtype, layers):
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    options = program.BuildOptions()
-    greedy, mesh = Sampling(greedy=True), MeshSpec()
-    spec = ScaleSpec.of(plan, segments, greedy, transformer.config, options, mesh)
+    how = Sampling(greedy=True), program.BuildOptions(), MeshSpec()
+    spec = ScaleSpec(
+        plan, segments, tuple(cache_step(plan, s.scales, None) for s in segments), *how
+    )
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     shared = spec.shared_inputs(transformer)
     compiled = (

@@ -44,8 +44,6 @@ class CachePlan:
       `compute_dtype`; the caches of `groups` devices, each with a group of heads, side by side.
     kv_arrays(state): the arrays of a cache that hold K and V, and the scales of an int8 pool.
     divide(groups): a plan for each of several groups of heads, all with pools of one size.
-    name_heads(names): names the axes of heads of a cache, which devices divide. names: a cache with
-      names (`varjax.logical_axes`) in place of every array, those of rows already.
     arrays(): what `experiments.plan --save` writes beside sizes and capacities.
     timeline(): lines of text that say what is held when, with a heading.
     _decided(): the arrays that the compiled program reads or depends on.

@@ -5,7 +5,6 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from varjax.cache import allocator
@@ -14,7 +13,6 @@ from varjax.cache.observation import Policy
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.errors import UserError
-from varjax.logical_axes import HEADS, IMAGES
 
 NOT_DIVIDED = (
     "decides on the device what to keep, which does not work with heads on several devices yet"
@@ -90,12 +88,6 @@ class ScalePlan(CachePlan):
         blocks = max(plan.pool_blocks for plan in plans)
         return tuple(replace(plan, pool_blocks=blocks) for plan in plans)
 
-    def name_heads(self, names: KVState) -> KVState:
-        # the pools of groups of heads lie side by side
-        divided = PartitionSpec(IMAGES, HEADS)
-        scale = None if names.kv_scale is None else divided
-        return replace(names, kv_pool=divided, kv_scale=scale)
-
     # --- what the program needs to know statically ------------------------------------------------
 
     @property
@@ -154,17 +146,14 @@ class ScalePlan(CachePlan):
         # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
         # region (even where there is room for all), the prefix gets shorter, or a row holds less
         # than the prefix (ragged).
-        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
+        used = self.stop[scale + 1] > self.start[scale + 1]
+        # an empty entry gets a number that occurs nowhere else, so that only real ones can be equal
+        ids = np.where(used, self.ids[scale + 1], -1 - np.arange(used.shape[-1]))
+        two_runs_in_a_block = (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any()
+        if scale == self.allocation.regroup_scale or two_runs_in_a_block:
             return True
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
         return bool((self.allocation.ragged or shrinks) and self.selects(scale))
-
-    def _two_runs_in_a_block(self, scale: int) -> bool:
-        """Whether some head's table at a scale lists a block twice."""
-        used = self.stop[scale] > self.start[scale]
-        # an empty entry gets a number that occurs nowhere else, so that only real ones can be equal
-        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
-        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         return self.capacity, self.ids, self.start, self.stop, self.write_slots

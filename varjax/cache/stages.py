@@ -15,7 +15,6 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from varjax.cache import token_state
@@ -24,7 +23,6 @@ from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
-from varjax.logical_axes import HEADS, IMAGES
 from varjax.sequence import TokenSequence
 
 BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
@@ -193,21 +191,6 @@ class TokenPlan(CachePlan):
         )
         # All heads of a layer have equally many slots, whatever the policy: groups are alike.
         return (group,) * groups
-
-    def name_heads(self, names: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        by_head = PartitionSpec(IMAGES, HEADS)
-        divided = {"pool", "mass", "reach", "query_sum", "queries", "skipped"}
-        # Where contents are known all heads have the same positions.
-        if not self.static_content:
-            divided |= {"position"}
-
-        def named(layer: LayerCache) -> LayerCache:
-            held = {name: by_head for name in divided if getattr(layer, name) is not None}
-            if layer.scale is not None:  # with an axis for keys and values before that of the heads
-                held["scale"] = PartitionSpec(IMAGES, None, HEADS)
-            return replace(layer, **held)
-
-        return tuple(map(named, names))
 
     # --- for people -------------------------------------------------------------------------------
 

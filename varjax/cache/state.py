@@ -117,12 +117,6 @@ class EncodedTokens:
         flat = state.kv_scale.reshape(len(rows), -1)
         return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
 
-    def take(self, index: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Tokens by their number in each head. A negative number takes an arbitrary token, which
-        the caller must not store."""
-        index = jnp.maximum(index, 0)[..., None]
-        return jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), self)
-
 
 def store(
     state: KVState,

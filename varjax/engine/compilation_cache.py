@@ -6,7 +6,6 @@ commands and, where nobody has chosen one, for a `Generator`; and counts what ca
 
 import collections
 import contextlib
-import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -83,13 +82,8 @@ def _set(folder: str | None) -> None:
     compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
-_events = collections.Counter()  # of this process, since `_listen`
-
-
-@functools.cache
-def _listen() -> None:
-    """Has JAX report its events, once: there is no public way to stop listening."""
-    jax.monitoring.register_event_listener(lambda event, **_: _events.update([event]))
+_events = collections.Counter()  # of this process; there is no public way to stop listening
+jax.monitoring.register_event_listener(lambda event, **_: _events.update([event]))
 
 
 class Watch:
@@ -102,7 +96,6 @@ class Watch:
     verdict = "off"
 
     def __enter__(self) -> "Watch":
-        _listen()
         self._before = _events.copy()
         return self
 

@@ -11,11 +11,12 @@ from flax import nnx
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
+from varjax.cache.step import cache_step
 from varjax.engine import program
 from varjax.engine.program import BuildOptions
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import AUTO, plan_segments
-from varjax.engine.tokens import TokenSpec
+from varjax.engine.tokens import TokenSpec, token_step
 from varjax.errors import UserError, show
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
@@ -40,12 +41,16 @@ def drawing(
     """
     config, schedule = networks["transformer"].config, plan.geometry.schedule
     check_cut(schedule, options.segments, options.layers)
+    plan.check_rows(config, sampling)
     if isinstance(plan, TokenPlan):
-        return TokenSpec.of(plan, sampling, config, options, mesh)
+        numbers = range(plan.geometry.num_layers)
+        layers = tuple(token_step(plan, i, options.attention) for i in numbers)
+        return TokenSpec(plan, layers, sampling, options, mesh)
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
     cuts = program.plan_segments(networks, schedule, options.segments, rows, platform)
-    return ScaleSpec.of(plan, cuts, sampling, config, options, mesh)
+    cache = tuple(cache_step(plan, cut.scales, options.attention) for cut in cuts)
+    return ScaleSpec(plan, cuts, cache, sampling, options, mesh)
 
 
 def check_cut(order: Schedule | TokenSequence, segments: int | str, layers: str) -> None:

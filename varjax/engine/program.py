@@ -92,7 +92,13 @@ def trace_codes(
         # A TPU's compiler would copy stacked weights into another layout in every call: they lie as
         # it likes. The cache lies as the kernels read it, which is not how a TPU puts an array of
         # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
-        networks, state = jax.tree.map(_somewhere, (networks, state))
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+        def somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            where = getattr(leaf, "sharding", None) or here
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        networks, state = jax.tree.map(somewhere, (networks, state))
         weights = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
         cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
         where["in_shardings"] = (weights, cache, *(None,) * len(arguments))
@@ -185,13 +191,6 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
         if any(array.format != where for array, where in pairs):
             placed = [a if a.format == where else jax.device_put(a, where) for a, where in pairs]
             variable.set_value(tree.unflatten(placed))
-
-
-def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape, type and device of an array, whose layout is left open."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    sharding_ = getattr(leaf, "sharding", None) or here
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
 
 
 def compile_codes(

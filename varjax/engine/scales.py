@@ -6,7 +6,7 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.residual import Vectors
-from varjax.cache.layer_inputs import join_heads, layer_inputs
+from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, observed_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
-from varjax.cache.step import CacheStep, cache_step
+from varjax.cache.step import CacheStep
 from varjax.engine.given import Given
-from varjax.engine.inputs import SegmentInputs, observed_inputs
 from varjax.engine.mixture import Mixture, chance_of_ones
 from varjax.engine.program import BuildOptions, arrange_layers
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
@@ -31,7 +30,6 @@ from varjax.logical_axes import HEADS
 from varjax.models.step_inputs import StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
-from varjax.nn.published import TransformerConfig
 from varjax.nn.stream import Stream, has_kernel
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
@@ -57,25 +55,6 @@ class ScaleSpec:
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
 
-    @classmethod
-    def of(
-        cls,
-        plan: ScalePlan,
-        segments: Sequence[Segment],
-        sampling: Sampling,
-        config: TransformerConfig,
-        options: BuildOptions,
-        mesh: MeshSpec,
-    ) -> "ScaleSpec":
-        """The static side for a plan. config: of the transformer.
-
-        Raises:
-          UserError: sampling that the model cannot do, or a plan for another number of rows.
-        """
-        plan.check_rows(config, sampling)
-        cache = tuple(cache_step(plan, s.scales, options.attention) for s in segments)
-        return cls(plan, tuple(segments), cache, sampling, options, mesh)
-
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
         """Arranges the weights as the program takes them; the modules are changed."""
         arrange_layers(networks, how, platform)
@@ -90,7 +69,7 @@ class ScaleSpec:
         schedule = self.plan.geometry.schedule
         found = []
         for s in self.segments:
-            observed = observed_inputs(groups[0], s)
+            observed = observed_inputs(groups[0], s.scales, s.length)
             step = StepInputs.of(schedule, s.scales, s.length, resampling, **observed)
             tables = join_heads([layer_inputs(group, s.scales, s.length) for group in groups])
             found.append(SegmentInputs(step, tables))

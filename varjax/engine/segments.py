@@ -87,11 +87,18 @@ def plan_segments(
     # weights: a scale costs at least as much as `least` tokens.
     tokens, count = tuple(schedule.tokens), None
     if not (isinstance(segments, str) and segments == AUTO):
-        count = _parse_count(segments, schedule.num_scales)
+        digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
+        with contextlib.suppress(UserError):
+            count = integer("segments", int(segments) if digits else segments, 1, len(tokens))
+        if count is None:
+            raise UserError(
+                f"segments={show(segments)} is not valid for a schedule of {len(tokens)} scales: "
+                f"give {AUTO!r} or a whole number from 1 to {len(tokens)}"
+            )
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
     exact = sum(max(n, least) for n in tokens)
-    counts = range(1, schedule.num_scales + 1) if count is None else (count,)
+    counts = range(1, len(tokens) + 1) if count is None else (count,)
     cuts = (_best_cut(tokens, n, least) for n in counts)
     best = next(c for c in cuts if count or padded_tokens(c, least) * than <= exact * more)
     if not rows:
@@ -104,16 +111,6 @@ def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
     """Counts the tokens of all scales of all segments, padding included. least: what a scale counts
     at least."""
     return sum(segment.num_scales * max(segment.length, least) for segment in segments)
-
-
-def _parse_count(segments: int | str, num_scales: int) -> int:
-    digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
-    with contextlib.suppress(UserError):
-        return integer("segments", int(segments) if digits else segments, 1, num_scales)
-    raise UserError(
-        f"segments={show(segments)} is not valid for a schedule of {num_scales} scales: "
-        f"give {AUTO!r} or a whole number from 1 to {num_scales}"
-    )
 
 
 @functools.cache

@@ -34,7 +34,6 @@ from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
-from varjax.nn.published import TransformerConfig
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
@@ -46,46 +45,18 @@ class TokenSpec:
 
     plan: of the cache.
     layers: how each layer uses its cache.
-    period: tokens of a stage; None: there is one stage.
-    decided: stages that end with a decision.
-    one_slot: whether one slot stands for the whole condition.
     options: of which `watch` is called with an image token's number and the tokens [B, 1].
     """
 
     plan: TokenPlan
     layers: tuple[TokenStep, ...]
-    period: int | None
-    decided: int
     sampling: Sampling
-    one_slot: bool
     options: BuildOptions
     mesh: MeshSpec
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
     segments: ClassVar[tuple[Segment, ...]] = ()
-
-    @classmethod
-    def of(
-        cls,
-        plan: TokenPlan,
-        sampling: Sampling,
-        config: TransformerConfig,
-        options: BuildOptions,
-        mesh: MeshSpec,
-    ) -> "TokenSpec":
-        """The static side for a plan. config: of the transformer.
-
-        Raises:
-          UserError: sampling that the model cannot do, or a plan for another number of rows.
-        """
-        plan.check_rows(config, sampling)
-        period, decided = plan.allocation.decisions(plan.geometry) or (None, 0)
-        numbers = range(plan.geometry.num_layers)
-        layers = tuple(token_step(plan, i, options.attention) for i in numbers)
-        # the plan was made for fewer slots than the condition has tokens: one stands for all
-        one_slot = plan.sequence.condition < config.condition_tokens
-        return cls(plan, layers, period, decided, sampling, one_slot, options, mesh)
 
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
         """Arranges the weights as the program takes them; the modules are changed."""
@@ -107,7 +78,7 @@ class TokenSpec:
 
     def input_names(self, inputs: tuple) -> tuple:
         """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
-        # the same for all images: `parallel.plans.check_plan` refuses inputs that depend on them
+        # the same for all images: `parallel.sharding.check_plan` refuses inputs that depend on them
         # heads are divided along `model`: inputs that differ by head have to be, too
         axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
         # in front of what `select` sees lies an axis of stages
@@ -123,39 +94,16 @@ class TokenSpec:
         inputs: tuple,
         given: Given | None,
     ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """Draws a batch of images.
+        """Draws a batch of images, as `ScaleSpec.generate` does. The codec gives the code map.
 
-        Args:
-          networks: "transformer" has the traced steps of `varjax.models.next_token`; and "codec".
-          state: empty caches (`token_state.empty`); donate them.
-          condition: what `encode_condition` takes, for B images.
-          keys: one typed random key per image [B].
-          inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
-          given: tokens that replace the draw, or None.
+        state: empty caches (`token_state.empty`).
+        inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
 
-        Returns:
-          {"tokens": int32 [B, N] without new lines, "logits": float32 [B, N, V] if asked for,
-          "code_map": float32 [B, P, Q, C]} and the caches as they are after the last token that is
-          read.
+        The tokens are int32 [B, N] without new lines, the logits float32 [B, N, V]; the caches are
+        as they are after the last token that is read.
         """
-        results, state = self.draw(networks, state, condition, keys, inputs, given)
-        if self.plan.sequence.new_lines:
-            results = jax.tree.map(lambda a: a[:, self.plan.sequence.places], results)
-        with jax.named_scope("codes"):
-            grid = networks["transformer"].config.grid
-            code_map = networks["codec"].code_map(results["tokens"], grid)
-        return results | {"code_map": code_map}, state
-
-    def draw(
-        self,
-        networks: Mapping[str, nnx.Module],
-        state: tuple[LayerCache, ...],
-        condition: PyTree,
-        keys: Array,
-        inputs: tuple,
-        given: Given | None,
-    ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """The tokens, new lines included, and logits of `generate`."""
+        # without decisions there is one stage
+        period, decided = self.plan.allocation.decisions(self.plan.geometry) or (0, 0)
         steps = _TokenSteps(networks["transformer"], keys, given, self, inputs)
         with jax.named_scope("condition"):
             x, state, bias = steps.condition(condition, state)
@@ -170,22 +118,22 @@ class TokenSpec:
 
         def stage(carry, number):
             def token(carry, place):
-                return steps.step(carry, number * self.period + place, place, bias)
+                return steps.step(carry, number * period + place, place, bias)
 
-            (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(self.period))
+            (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(period))
             # Outside the scan over tokens, so that no token pays for it: deciding within it would
             # take a `cond`, and one that returns the caches may copy them.
             with jax.named_scope("decide"):
                 state = steps.decide(state, number, bias)
             return (tokens, state), drawn
 
-        if self.decided:
-            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(self.decided))
+        if decided:
+            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
             # [stages, P, ...] -> [tokens, ...]
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
         # The last stage is shorter than the others, so it is traced on its own.
         count = self.plan.sequence.steps
-        rest = jnp.arange(self.decided * (self.period or 0), count)
+        rest = jnp.arange(decided * period, count)
         carry, drawn = jax.lax.scan(
             lambda carry, token: steps.step(carry, token, None, bias), carry, rest
         )
@@ -193,7 +141,13 @@ class TokenSpec:
         # steps come first in outputs of scans, images first in results
         results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
         layers, newest = zip(self.layers, carry[1], strict=True), jnp.int32(count - 1)
-        return results, tuple(step.closed(cache, newest) for step, cache in layers)
+        state = tuple(step.closed(cache, newest) for step, cache in layers)
+        if self.plan.sequence.new_lines:
+            results = jax.tree.map(lambda a: a[:, self.plan.sequence.places], results)
+        with jax.named_scope("codes"):
+            grid = networks["transformer"].config.grid
+            code_map = networks["codec"].code_map(results["tokens"], grid)
+        return results | {"code_map": code_map}, state
 
 
 class _TokenSteps:
@@ -239,7 +193,8 @@ class _TokenSteps:
             p = transformer.project(block, rotation, x)
             q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
             x = transformer.post_attention(block, x, dense_attention(q, k, v, mask))
-            if spec.one_slot:
+            # the plan was made for fewer slots than the condition has tokens: one stands for all
+            if spec.plan.sequence.condition < transformer.config.condition_tokens:
                 # every query scores all tokens of such a condition alike, so one slot is exact
                 k, v, bias = transformer.condition_slot(v, visible)
                 seen = jnp.ones((len(v), 1), bool)

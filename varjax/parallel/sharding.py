@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from varjax import logical_axes
-from varjax.logical_axes import DATA, IMAGES, MODEL, mesh_specs
+from varjax.cache.plan import CachePlan
+from varjax.errors import UserError
+from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_specs
 from varjax.nn.stacked import Leaf
 from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
@@ -48,18 +50,18 @@ class ShardedProgram:
         mesh: Mesh,
         spec: Any,
         networks: Mapping[str, nnx.Module],
-        state: PyTree[P],
         inputs: tuple,
         given: PyTree,
+        kv_dtype,
     ) -> "ShardedProgram":
         """Divide every array by the names of its axes (`varjax.logical_axes.RULES`).
 
-        networks, given: may be shapes.
-        state, inputs: trees of names (`plans.state_names`, `ScaleSpec.input_names`).
+        networks, given: may be shapes. kv_dtype: type of the pool.
         """
         images = P(IMAGES)
+        state = _state_names(spec.plan, spec.mesh, kv_dtype)
         given = jax.tree.map(lambda _: images, given)
-        names = (weights.names(networks), state, images, images, inputs, given)
+        names = weights.names(networks), state, images, images, spec.input_names(inputs), given
         return cls(mesh, spec, mesh_specs(names, mesh.axis_names))
 
     def __call__(self, *arguments):
@@ -98,9 +100,51 @@ class ShardedProgram:
     @cached_property
     def shardings(self) -> tuple:
         """The `NamedSharding` of every argument."""
-        return jax.tree.map(
-            partial(NamedSharding, self.mesh), self.specs, is_leaf=lambda s: isinstance(s, P)
+        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
+
+
+def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
+    """Raise `UserError` if a plan cannot be carried out on such a mesh."""
+    if spec.model > 1 and (reason := plan.whole_because):
+        raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
+    taken = plan.allocated_bytes(1, "float32", spec.model)
+    taken /= max(1, plan.dense_bytes(1, "float32"))
+    if plan.accounting == "bytes" and taken > plan.budget + 1e-9:
+        raise UserError(
+            f"mesh {spec}: the plan keeps {plan.budget:.2%} of the full cache on one device, but "
+            f"divided over {spec.model} it would take {taken:.2%}: plan for the mesh "
+            f"(varjax.plan(..., mesh=mesh)), or take accounting=tokens"
         )
+
+    def input_shapes(images: int) -> list[tuple[int, ...]]:
+        index = np.zeros(images, np.int64)  # there may be inputs of one image only
+        return [np.shape(a) for a in jax.tree.leaves(plan.policy_inputs(index))]
+
+    # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
+    if input_shapes(1) != input_shapes(2):
+        raise UserError(
+            f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
+            f"which works on one device only"
+        )
+
+
+def _state_names(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
+    """Return the plan's cache with names of its axes (`varjax.logical_axes`) in place of every
+    array. dtype: type of the pool."""
+    # Axes are found by comparison: that of rows in the cache of two images, those that devices
+    # divide in the cache of one of them. The type of queries and keys that a policy observes does
+    # not change how they are divided.
+    groups, part = spec.model, plan.divide(spec.model)[0]
+    one, two, share = (
+        jax.eval_shape(lambda p=p, n=n, g=g: p.empty_state(n, dtype, groups=g))
+        for p, n, g in ((plan, 1, groups), (plan, 2, groups), (part, 1, 1))
+    )
+
+    def named(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct, share) -> P:
+        sizes = zip(one.shape, two.shape, share.shape, strict=True)
+        return P(*(IMAGES if n != m else HEADS if n != s else None for n, m, s in sizes))
+
+    return jax.tree.map(named, one, two, share)
 
 
 def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:
