@@ -1,4 +1,4 @@
-"""What a command says when the system has asked it to end (`varjax.parallel.stopping.Stop`)."""
+"""What a command says when the system has asked it to end (`varjax.parallel.processes.Stop`)."""
 
 import sys
 

@@ -64,7 +64,7 @@ class Generator(Runner):
       matmul_precision: "default" or "highest", of float32 products.
       keep_logits: also return guided logits.
       keep_contents: also return which tokens the cache holds after every scale, "contents", which
-        `varjax.cache.contents` reads; one device. Token by token the final cache says it.
+        `CachePlan.at_the_end` reads; one device. Token by token the final cache says it.
       layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`) and
         fits (`memory.layers_that_fit`). The weights of `model` are arranged accordingly: it can go
         on to be used.
@@ -162,7 +162,6 @@ class Generator(Runner):
             model,
             spec,
             batch_size=batch_size,
-            mesh=mesh,
             layers=memory.layers_that_fit(layers, predict_for, memory.device_bytes()),
             kv_dtype=kv_type,
             precision=matmul_precision,

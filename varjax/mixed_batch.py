@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from varjax.cache import contents
 from varjax.editing.patch import Patch, given_tokens
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
@@ -44,7 +43,7 @@ class Drawn:
     """A picture uint8 [H, W, 3], its tokens, and the seconds that its batch took.
 
     batch: the same object for all pictures of a batch. kept: bool [L, N, F], which tokens each head
-    held at the end (`varjax.cache.contents`), if that was asked for.
+    held at the end (`CachePlan.at_the_end`), if that was asked for.
     """
 
     picture: np.ndarray
@@ -72,7 +71,7 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
     images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])
     batch, seconds, kept, found = object(), time.perf_counter() - start, None, []
     if first.kept:
-        kept = contents.at_the_end(generator.plan, results.get("contents", state))
+        kept = generator.plan.at_the_end(results.get("contents", state))
     for item, image, own in zip(items, images, tokens, strict=False):
         image = image if item.patch is None else item.patch.finish(image)
         found.append(Drawn(to_uint8(image[None])[0], own, seconds, batch, kept))

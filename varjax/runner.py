@@ -22,11 +22,11 @@ from varjax.engine.pixels import Decoding
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError
+from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import stored
 from varjax.parallel import sharding, weights
 from varjax.parallel.sharding import ShardedProgram
-from varjax.parallel.split import MeshSpec
 
 
 @dataclass
@@ -76,20 +76,19 @@ class Runner:
         spec: ScaleSpec | TokenSpec,
         *,
         batch_size: int,
-        mesh: MeshSpec,
         layers: str,
         kv_dtype,
         precision: str,
         decoding: Decoding,
     ):
         self.model, self.spec, self.plan = model, spec, spec.plan
-        self.batch_size, self.mesh, self.kv_dtype = batch_size, mesh, kv_dtype
+        self.batch_size, self.mesh, self.kv_dtype = batch_size, spec.mesh, kv_dtype
         self.precision, self.decoding, self.timing = precision, decoding, Timing()
         self.networks, self._layers = model.networks, layers
         spec.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
-        weights.check_weights(self.networks, mesh)
-        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
+        weights.check_weights(self.networks, self.mesh)
+        if self.mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
             raise UserError("the weights are on disk, for several devices: give a mesh of these")
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
@@ -160,7 +159,7 @@ class Runner:
         every = jax.devices()  # a smaller mesh takes those of this process
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
         self._sharded = ShardedProgram.of(
-            sharding.make_mesh(self.mesh, devices),
+            make_mesh(vars(self.mesh), devices),
             self.spec,
             self.networks,
             inputs,

@@ -37,10 +37,10 @@ from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
 from varjax.engine.program import BuildOptions
+from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
-from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 
@@ -209,7 +209,7 @@ class Compilation:
         self.workload, self.chip, self.batch_size = workload, chip, batch_size
         model, plan, options = workload.model, workload.plan, workload.program
         mesh, devices = options.mesh, chips.compile_only_devices
-        self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
+        self.mesh = make_mesh(vars(mesh), devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         types = {"transformer": options.dtype, "codec": "float32"}
         networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}

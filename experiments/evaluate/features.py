@@ -14,7 +14,7 @@ from varjax.evaluation.extractors import Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file

@@ -17,7 +17,7 @@ from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.storage import npz
 
 SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'

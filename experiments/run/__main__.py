@@ -42,7 +42,7 @@ from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 

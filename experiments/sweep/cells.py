@@ -29,7 +29,7 @@ from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage.manifest import parse_json
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from experiments.budgets import parse_bytes
 from experiments.generation import Generation, policy_arguments
 from experiments.judges import Judges
+from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -18,7 +19,6 @@ from varjax.calibration.data import Calibration
 from varjax.engine import memory
 from varjax.errors import UserError, about, choose
 from varjax.generator import Generator
-from varjax.key_values import parse_pairs
 from varjax.model import Model
 from varjax.policies import POLICIES, get_policy
 

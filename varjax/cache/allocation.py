@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax import arguments
+from varjax.arguments import parse_pairs
 from varjax.errors import UserError, show
-from varjax.key_values import parse_pairs
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 

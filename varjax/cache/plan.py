@@ -43,6 +43,11 @@ class CachePlan:
       pool in `dtype` (int8 comes with scales), queries and keys that attention sees in
       `compute_dtype`; the caches of `groups` devices, each with a group of heads, side by side.
     kv_arrays(state): the arrays of a cache that hold K and V, and the scales of an int8 pool.
+    at_the_end(found, row): bool [L, N, F], which of the F image tokens that are ever stored (all
+      scales but the last, or all image tokens but the last) each head holds when the last scale or
+      token is drawn. found: scale by scale the "contents" that a generator with `keep_contents`
+      returns; token by token the final cache; not looked at where contents are known. row: of the
+      cache; row i of a batch is its image i with its condition.
     divide(groups): a plan for each of several groups of heads, all with pools of one size.
     arrays(): what `experiments.plan --save` writes beside sizes and capacities.
     timeline(): lines of text that say what is held when, with a heading.

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, PyTree
 
 from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
@@ -40,7 +40,7 @@ class StageAllocation:
     kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
     protected: image tokens from the first on that a ring leaves alone (known contents).
     reads: int64 [L]: tokens of the ring that a query reads, fewer than the ring holds (known
-      contents, `token_offsets`); None: all of them.
+      contents, `OffsetStep`); None: all of them.
     group_stage: the stage after which heads are grouped; before it B - P tokens may stay, whatever
       `kept` says.
     """
@@ -102,7 +102,7 @@ class StageAllocation:
             return self.period, geometry.schedule.stages(self.period)[0]
         if self.reads is None:
             return None
-        # offsets are chosen after every token until the ring has one slot left (`token_offsets`)
+        # offsets are chosen after every token until the ring has one slot left (`OffsetStep`)
         return 1, int(self.slots.max()) - 1
 
     def held(self, geometry: Geometry) -> np.ndarray:
@@ -191,6 +191,23 @@ class TokenPlan(CachePlan):
         )
         # All heads of a layer have equally many slots, whatever the policy: groups are alike.
         return (group,) * groups
+
+    def at_the_end(self, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
+        g, allocation, condition = self.geometry, self.allocation, self.sequence.condition
+        # the last token is drawn and never stored
+        steps = self.sequence.steps
+        kept = np.zeros((g.num_layers, g.num_heads, steps), bool)
+        for layer in range(g.num_layers):
+            if self.static_content:  # a ring of the newest tokens behind those that stay
+                ring = int(allocation.slots[layer]) - allocation.protected
+                token = np.arange(steps)
+                kept[layer] = (token < allocation.protected) | (token >= steps - ring)
+                continue
+            # slots of the condition and empty ones get numbers outside of the image's tokens
+            position = np.asarray(found[layer].position)[row] - condition
+            head, slot = np.nonzero((position >= 0) & (position < steps))
+            kept[layer, head, position[head, slot]] = True
+        return kept
 
     # --- for people -------------------------------------------------------------------------------
 

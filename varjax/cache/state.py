@@ -93,29 +93,18 @@ class KVState:
 # --- storing ---
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class EncodedTokens:
-    """Tokens in the form in which the pool holds them.
-
-    values: [R, N, E, 2 H], key and value of every token in the pool's type.
-    scales: float32 [R, N, E, 2], factors of the key and the value in an int8 pool; else None.
-    """
-
-    values: Array
-    scales: Float[Array, "R N E 2"] | None = None
-
-    @classmethod
-    def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Reads slots without decoding them, so that moving a token never rounds it again."""
-        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
-        rows = jnp.arange(slots.shape[0])[:, None, None]
-        width = state.kv_pool.shape[-1]
-        values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
-        if state.kv_scale is None:
-            return cls(values)
-        flat = state.kv_scale.reshape(len(rows), -1)
-        return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
+def read_encoded(state: KVState, slots: Int[Array, "R N P"]) -> tuple[Array, Array | None]:
+    """Reads slots without decoding them, so that moving a token never rounds it again: key and
+    value of every token [R, N, P, 2 H] in the pool's type, and [R, N, P, 2] the factors of both in
+    an int8 pool, else None (`cache_write.reference.encode`)."""
+    # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
+    rows = jnp.arange(slots.shape[0])[:, None, None]
+    width = state.kv_pool.shape[-1]
+    values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
+    if state.kv_scale is None:
+        return values, None
+    flat = state.kv_scale.reshape(len(rows), -1)
+    return values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)]
 
 
 def store(
@@ -140,13 +129,14 @@ def store(
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 
-def store_encoded(state: KVState, slots: Int[Array, "R N P"], tokens: EncodedTokens) -> KVState:
+def store_encoded(
+    state: KVState, slots: Int[Array, "R N P"], tokens: tuple[Array, Array | None]
+) -> KVState:
     """Writes encoded tokens into slots as they are. Slots outside the pool are skipped: the caller
     names one for every token that stays where it is."""
     flat = jax.tree.map(lambda a: a.reshape(len(slots), -1, a.shape[-1]), tokens)
-    pool, scale = reference.scatter(
-        state.kv_pool, state.kv_scale, slots.reshape(len(slots), -1), flat.values, flat.scales
-    )
+    place = slots.reshape(len(slots), -1)
+    pool, scale = reference.scatter(state.kv_pool, state.kv_scale, place, *flat)
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 

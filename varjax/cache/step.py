@@ -4,9 +4,6 @@ Two strategies behind one interface, chosen per segment by `cache_step`:
 
     StaticStep     contents are known beforehand: the tables say what to read and where to write
     DecidingStep   sizes are known beforehand: a policy decides on the device what fills them
-
-A strategy has `attend_and_store`, the traced step that the engine calls between a layer's
-projection and the rest of the layer.
 """
 
 import enum
@@ -25,7 +22,7 @@ from varjax.cache.layer_inputs import RegionInputs, StaticInputs
 from varjax.cache.observation import Observation, Rule
 from varjax.cache.observe import LayerView
 from varjax.cache.scale_plan import ScalePlan
-from varjax.cache.state import EncodedTokens, KVState, arrange, store, store_encoded
+from varjax.cache.state import KVState, arrange, read_encoded, store, store_encoded
 from varjax.models.step_inputs import StepInputs
 
 
@@ -217,7 +214,7 @@ class DecidingStep:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
             new = reference.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
-            both = EncodedTokens.read(state, view.slots), EncodedTokens(*new)
+            both = read_encoded(state, view.slots), new
             tokens = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *both)
             index = jnp.maximum(contents, 0)[..., None]  # of none an arbitrary one, never stored
             tokens = jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), tokens)

@@ -34,7 +34,7 @@ class LayerCache(HeadSlots):
     query_sum: float32, sum of the queries of the window in this stage; with groups, of the means
       over each group.
     queries: the newest W queries of every query head.
-    skipped: slots of the ring that the newest query left out (`token_offsets`). `mass` is then what
+    skipped: slots of the ring that the newest query left out (`OffsetStep`). `mass` is then what
       the image tokens' offsets got, as slots lie now.
     """
 

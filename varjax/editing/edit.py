@@ -7,7 +7,7 @@
 A mask keeps the picture's tokens where it is black (`varjax.editing.masks`), in every scale, and
 the model draws the others: in-painting, out-painting and class-conditional editing as VAR's
 notebook defines them. Models that draw token by token take masks whose white part is the end of the
-picture. Infinity also edits by text without a mask (`varjax.engine.mixture`).
+picture. Infinity also edits by text without a mask (`varjax.engine.given`).
 """
 
 import os
@@ -22,8 +22,7 @@ from varjax import arguments, conditions, jax_settings
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
-from varjax.engine.given import Given
-from varjax.engine.mixture import Mixture
+from varjax.engine.given import Given, Mixture
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, check_model
@@ -55,7 +54,7 @@ class Edited:
 
 @dataclass(frozen=True, kw_only=True)
 class ByText:
-    """Settings of an edit by text: see `varjax.engine.mixture`.
+    """Settings of an edit by text: see `varjax.engine.given`.
 
     probability: p, which is not published: near 1 the picture stays, at 0.5 it counts for nothing.
     keep_scales: K_c, the first scales, whose bits are the picture's. mix_scales: K_f, up to which

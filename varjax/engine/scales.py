@@ -22,8 +22,7 @@ from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, o
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep
-from varjax.engine.given import Given
-from varjax.engine.mixture import Mixture, chance_of_ones
+from varjax.engine.given import Given, Mixture, chance_of_ones
 from varjax.engine.program import BuildOptions, arrange_layers
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.logical_axes import HEADS

@@ -48,10 +48,6 @@ class Segment:
     length: int
 
     @property
-    def num_scales(self) -> int:
-        return self.stop - self.start
-
-    @property
     def scales(self) -> range:
         return range(self.start, self.stop)
 
@@ -110,7 +106,7 @@ def plan_segments(
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
     """Counts the tokens of all scales of all segments, padding included. least: what a scale counts
     at least."""
-    return sum(segment.num_scales * max(segment.length, least) for segment in segments)
+    return sum(len(segment.scales) * max(segment.length, least) for segment in segments)
 
 
 @functools.cache

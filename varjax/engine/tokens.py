@@ -23,9 +23,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
-from varjax.cache.token_offsets import OffsetStep
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import CurrentToken, Heads, RingStep, StageStep, TokenStep
+from varjax.cache.token_step import CurrentToken, Heads, OffsetStep, RingStep, StageStep, TokenStep
 from varjax.engine.given import Given
 from varjax.engine.program import BuildOptions
 from varjax.engine.segments import Segment

@@ -5,7 +5,7 @@ the feed-forward: every device has a pool of its own for its heads, and two sums
 exchanged. An image does not depend on how a batch is split.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from varjax import logical_axes
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
 from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_specs
@@ -26,11 +25,6 @@ from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
 
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
-
-
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
-    """Return the first devices as a mesh with the axes data and model."""
-    return logical_axes.make_mesh({DATA: spec.data, MODEL: spec.model}, devices)
 
 
 @dataclass(frozen=True, eq=False)

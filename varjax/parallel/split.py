@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.arguments import integer
+from varjax.arguments import integer, parse_pairs
 from varjax.errors import UserError, nearest
-from varjax.key_values import parse_pairs
 from varjax.logical_axes import DATA, MODEL
 
 DIVIDES = {DATA: "images", MODEL: "heads and weights"}  # by axis
@@ -67,23 +66,12 @@ class MeshSpec:
         return cls(**axis_sizes(text, DIVIDES, available))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return (self.data, self.model)
-
-    @property
     def num_devices(self) -> int:
-        return math.prod(self.shape)
+        return self.data * self.model
 
     def check(self, *, batch_size: int, num_heads: int, available: int, where: str) -> "MeshSpec":
-        """Return self.
-
-        Args:
-          available: how many devices there are.
-          where: what has these devices, for the message.
-
-        Raises:
-          UserError: more devices than there are, or a batch or heads that cannot be divided.
-        """
+        """Returns self. `UserError` for more devices than are `available` in `where`, and for a
+        batch or heads that cannot be divided."""
         if self.num_devices > available:
             raise UserError(
                 f"a mesh of {self} takes {self.num_devices} devices, {where} has at most "
