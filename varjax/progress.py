@@ -85,16 +85,9 @@ def show_seconds(seconds: float) -> str:
 
 
 def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable[[int, int], None]:
-    """Turn the argument `progress` of the Python API into a function of (done, total).
-
-    Args:
-      progress: False for a function that does nothing, True for one that prints lines on standard
-        error, or the function itself.
-      what: what is counted, for the lines.
-
-    Raises:
-      UserError: it is none of them.
-    """
+    """Turn the argument `progress` of the Python API into a function of (done, total): False into
+    one that does nothing, True into one that prints lines on standard error; a function stays.
+    `UserError` for anything else. what: what is counted, for the lines."""
     if callable(progress):
         return progress
     if not isinstance(progress, bool):

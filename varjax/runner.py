@@ -113,10 +113,9 @@ class Runner:
                 # another generator of the same model may have arranged the weights differently
                 self.spec.arrange(self.networks, self._layers, jax.default_backend())
                 state, arguments = self.traced_arguments(condition, given)
+                generate = self._sharded or self.spec.generate
                 more = {"precision": self.precision, "auto_layout": automatic}
-                codes = program.trace_codes(
-                    self.networks, state, arguments, self.spec, sharded=self._sharded, **more
-                )
+                codes = program.trace_codes(self.networks, state, arguments, generate, **more)
                 how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
                 self.compiled, self.timing.cache = program.compile_codes(codes, **how)
                 self._make_empty = None

@@ -262,13 +262,13 @@ class Compilation:
 
     def compile_codes(self) -> None:
         """Compile the program that draws codes."""
-        arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
+        generate = self.sharded or self.spec.generate
+        arguments = (self.networks, self.state, tuple(self.arguments), generate)
         trace = partial(
             programs.trace_codes,
             *arguments,
             precision=self.workload.program.matmul_precision,
             auto_layout=self.automatic,
-            sharded=self.sharded,
         )
         stored = self.workload.model.weights_dtype
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}

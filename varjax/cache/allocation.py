@@ -118,14 +118,6 @@ class Geometry:
         return self.schedule.persistent_tokens * self.num_layers * self.num_heads
 
 
-def _distinct(of_heads: np.ndarray) -> np.ndarray:
-    """Undoes the broadcasting of an array [L, N, ...] over layers or heads, so that equal heads are
-    counted once. The result has 1 in place of an L or N that was broadcast."""
-    # NumPy gives axes that it broadcasts a stride of 0: no number is compared here
-    alike = [n > 1 and of_heads.strides[axis] == 0 for axis, n in enumerate(of_heads.shape[:2])]
-    return of_heads[tuple(slice(0, 1) if same else slice(None) for same in alike)]
-
-
 @dataclass(frozen=True, eq=False)
 class StaticAllocation:
     """Contents known before the program starts.
@@ -177,8 +169,11 @@ class StaticAllocation:
     def capacity(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: tokens held when each scale starts."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
-        # heads that share their contents were broadcast from one: it is counted once
-        heads = _distinct(self.last_use)
+        # Layers or heads that share their contents were broadcast from one, which is counted once.
+        # NumPy gives axes that it broadcasts a stride of 0: no number is compared here.
+        sizes, strides = self.last_use.shape[:2], self.last_use.strides
+        layers, heads = (1 if n > 1 and not strides[axis] else n for axis, n in enumerate(sizes))
+        heads = self.last_use[:layers, :heads]
         # how many tokens of each scale are last used at each scale
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         # scale by scale, which takes no array of all pairs of tokens and scales

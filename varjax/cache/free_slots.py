@@ -36,7 +36,12 @@ class OwnRanges:
         # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
         # search is needed then.
         if self._free_before:
-            taken = self._first_free(layer, counts)
+            # the free slots with the lowest numbers in each head's range, for all heads at once
+            edges = self._edges[layer * counts.size :][: counts.size + 1]
+            free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
+            head = np.searchsorted(edges, free, side="right") - 1
+            turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
+            taken = free[turn < counts[head]]
         else:
             ends = np.cumsum(counts)
             first = np.repeat(self._next[layer] - (ends - counts), counts)
@@ -46,14 +51,6 @@ class OwnRanges:
         # `add.at`, because a block occurs as often as it has slots among these
         np.add.at(self._count, taken // self._block_size, 1)
         return taken
-
-    def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
-        """The free slots with the lowest numbers in each head's range, for all heads at once."""
-        edges = self._edges[layer * counts.size :][: counts.size + 1]
-        free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
-        head = np.searchsorted(edges, free, side="right") - 1
-        turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
-        return free[turn < counts[head]]
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots."""
@@ -106,16 +103,13 @@ class CommonSlots:
                 room, block, first = self._by_length[i]
             else:
                 room, block, first = self._by_length[-1]
-            found.append(self._cut(block, first, min(room, count)))
-            count, last = count - found[-1].size, -1
+            size = min(room, count)
+            self._used[block, first : first + size] = True
+            left = [(a + size if a == first else a, b) for a, b in self._runs[block]]
+            self._list(block, [(a, b) for a, b in left if a < b])
+            found.append(block * self._size + np.arange(first, first + size))
+            count, last = count - size, -1
         return found
-
-    def _cut(self, block: int, first: int, count: int) -> np.ndarray:
-        """Takes the first `count` slots of a free run."""
-        self._used[block, first : first + count] = True
-        left = [(a + count if a == first else a, b) for a, b in self._runs[block]]
-        self._list(block, [(a, b) for a, b in left if a < b])
-        return block * self._size + np.arange(first, first + count)
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots. A block without used slots becomes whole again."""

@@ -60,11 +60,9 @@ class RegionInputs:
     policy: PyTree = None
 
     def packed(self, block_size: int) -> "RegionInputs":
-        """The inputs with the table that is read as kernels read it."""
         return replace(self, read=self.read.with_packed(block_size))
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
-        """The inputs of one layer from those of all layers of a scale."""
         capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
         return RegionInputs(
             read=self.read.of_layer(layer),

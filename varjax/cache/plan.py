@@ -9,19 +9,16 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from varjax import arguments
-from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Policy, Rule
 from varjax.errors import UserError
-
-if TYPE_CHECKING:
-    from varjax.cache.stages import StageAllocation
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
@@ -59,7 +56,7 @@ class CachePlan:
     """
 
     geometry: Geometry
-    allocation: "Allocation | StageAllocation"
+    allocation: Any
     block_size: int
     pool_blocks: int
     capacity: np.ndarray
@@ -127,8 +124,8 @@ class CachePlan:
         batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         # One scale for the key and one for the value of a slot. A scale per block would save bytes,
         # but writing a token would then change what its neighbours in the block mean.
-        scales = 2 * item_size("float32") if dtype == "int8" else 0
-        per_row = 2 * g.head_dim * item_size(dtype) + scales
+        scales = 2 * 4 if dtype == "int8" else 0
+        per_row = 2 * g.head_dim * jnp.dtype(dtype).itemsize + scales
         return batch_size * g.rows_per_image * per_row
 
     @property
@@ -204,11 +201,6 @@ def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
     if asked is None:
         return jnp.dtype(dtype)
     return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
-
-
-def item_size(dtype) -> int:
-    """Bytes of one number of a type. NumPy alone does not know bfloat16."""
-    return jnp.dtype(dtype).itemsize
 
 
 def check_block_size(block_size: int) -> int:

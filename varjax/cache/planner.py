@@ -151,7 +151,17 @@ class _Search:
             loose = not policy.shrinks and -kept % block_size > LOST_AT_MOST * kept
             if (asked and share < 1) or (enough and (asked or not loose)):
                 return allocation, block_size
-        raise UserError(self._too_large(asked))
+        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit"
+        problem += f" {self._limit(geometry)} slots" + f" in blocks of {asked}" * bool(asked)
+        for size in BLOCK_SIZES:
+            if self._largest(size) is not None:
+                hint = f"choose block_size={size} or smaller, or accounting=tokens"
+                raise UserError(f"{problem}: {hint}")
+        raise UserError(
+            f"{problem}: after some layer of some scale it holds "
+            f"{wanted / max(1, geometry.dense_tokens):.4f} of the full cache; give that budget, or "
+            f"accounting=tokens"
+        )
 
     def _limit(self, geometry: Geometry) -> int:
         """Slots that the budget pays for; 0.29 * 100 is 29, not 28."""
@@ -190,21 +200,6 @@ class _Search:
             found = attempt(middle)
             low, high, best = (middle, high, found) if found is not None else (low, middle, best)
         return best
-
-    def _too_large(self, asked: int) -> str:
-        """Why no pool fits, and what would."""
-        policy, geometry = self.rule.policy, self.geometry
-        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit"
-        problem += f" {self._limit(geometry)}"
-        problem += f" slots in blocks of {asked}" if asked else " slots"
-        for size in BLOCK_SIZES:
-            if self._largest(size) is not None:
-                return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
-        needed = peak_tokens(geometry, self.allocate(policy.budget)) / max(1, geometry.dense_tokens)
-        return (
-            f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; "
-            f"give that budget, or accounting=tokens"
-        )
 
     def divided(
         self, groups: int, allocation: StaticAllocation, block_size: int

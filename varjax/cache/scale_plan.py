@@ -49,8 +49,6 @@ class ScalePlan(CachePlan):
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
-        stored."""
         return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
 
     @property

@@ -146,17 +146,13 @@ def arrange(
     stays: Bool[Array, "R N"],
     places: Bool[Array, "#R N P"],
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
-    """Chooses the candidate for each place of a head's region. Kept candidates fill the first
-    places, and as few as possible move.
+    """The candidate in each place of a head's region (-1: none), and whether it has to be written
+    there. Kept candidates fill the first places, and as few as possible move.
 
-    Args:
-      keep: candidates to keep. The first `stored` are in the pool already: candidate c is in place
-        c of the region that the head had. The rest are new.
-      stays: whether the head keeps its region.
-      places: which of a table's slots belong to the region.
-
-    Returns:
-      The candidate in every place (-1: none), and whether it has to be written there.
+    keep: candidates to keep. The first `stored` are in the pool already: candidate c is in place c
+      of the region that the head had. The rest are new.
+    stays: whether the head keeps its region.
+    places: which of a table's slots belong to the region.
     """
     # Kept tokens that sit within the first `count` places stay where they are; those beyond move
     # into the holes before them, new tokens take what is left. Order within a region does not

@@ -130,6 +130,7 @@ class RingStep(TokenStep):
         own = jnp.broadcast_to(self.contents(token), (len(cache.pool), 1, self.slots))
         return CurrentToken(
             slot=self.condition + slot,
+            place=place,
             position=jnp.concatenate([cache.position, own], axis=-1),
             # slots behind these are empty, and kernels leave them unread
             used=self.condition + jnp.minimum(token + 1, self.slots),
@@ -184,9 +185,6 @@ class OffsetStep(RingStep):
     def first(self) -> int:
         """The first slot of the ring."""
         return self.condition + self.protected
-
-    def current(self, cache, token, place):
-        return replace(super().current(cache, token, place), place=place)
 
     def attend(self, cache, heads, current):
         # a stage is one token here: after the last decision there is no place in a stage

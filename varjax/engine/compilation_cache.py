@@ -25,15 +25,11 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def use(place: str | None) -> None:
-    """Keeps compiled programs in a folder.
+    """Keeps compiled programs in a folder. `UserError` if the folder named cannot be written.
 
-    Args:
-      place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
-        (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
-        cannot be written there is no cache.
-
-    Raises:
-      UserError: the folder named cannot be written.
+    place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
+      (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
+      cannot be written there is no cache.
     """
     if place == OFF:
         jax.config.update("jax_enable_compilation_cache", False)

@@ -18,16 +18,10 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def explained(doing: str, attention: str) -> Iterator[None]:
-    """Explains errors of the device while `doing` something.
-
-    attention: the implementation of the kernels that the program has.
-
-    Raises:
-      OutOfMemory: the memory of the device does not suffice.
-      NotImplementedError: a kernel cannot take the shapes; passed on as it is.
-      Exception: any other one is a mistake of ours or of a compiler. It is passed on with a note
-        that says how to do without kernels.
-    """
+    """Explains errors of the device while `doing` something: `OutOfMemory` if its memory does not
+    suffice. `NotImplementedError`, of a kernel that cannot take the shapes, is passed on as it is;
+    any other one is a mistake of ours or of a compiler, and gets a note that says how to do without
+    kernels. attention: the implementation of the kernels that the program has."""
     try:
         yield
     except (UserError, NotImplementedError):

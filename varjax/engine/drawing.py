@@ -34,11 +34,8 @@ def drawing(
     mesh: MeshSpec,
     platform: str,
 ) -> ScaleSpec | TokenSpec:
-    """The static side of the program for the model of a plan. batch_size: images on the whole mesh.
-
-    Raises:
-      UserError: segments or sampling that do not fit, or a plan for another number of rows.
-    """
+    """The static side of the program for the model of a plan. `UserError` for segments or sampling
+    that do not fit, or a plan for another number of rows. batch_size: images on the whole mesh."""
     config, schedule = networks["transformer"].config, plan.geometry.schedule
     check_cut(schedule, options.segments, options.layers)
     plan.check_rows(config, sampling)

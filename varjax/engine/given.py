@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from varjax.arguments import integer
 from varjax.models.step_inputs import AnyArray
-from varjax.sampling import Scores
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
@@ -156,9 +155,3 @@ class Mixture(Given):
         mixed = self.mixed[:half, place, None]
         tokens = jnp.where(mixed, found.astype(drawn.dtype), drawn[:half])
         return jnp.concatenate([tokens, tokens])
-
-
-def chance_of_ones(scores: Scores) -> Float[Array, "B T C"]:
-    """The probability that every bit is 1, from the logits that it is drawn from."""
-    logits = scores.guided()
-    return jax.nn.sigmoid(logits[..., 1] - logits[..., 0])

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
-from varjax.cache.plan import CachePlan, item_size
+from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost
@@ -99,7 +99,7 @@ def predict(
     parts = model.config.num_heads // plan.geometry.num_heads
     shapes = {"transformer": parameters.shapes(model.transformer, dtype)}
     held = cost.tree_bytes(cache)
-    condition = model.config.condition_bytes(step.rows, item_size(dtype), text_tokens)
+    condition = model.config.condition_bytes(step.rows, types[0].itemsize, text_tokens)
     return Prediction(
         weights=sharded_weights.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
         kv_pool=held,

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -24,12 +23,7 @@ from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
 from varjax.nn.schemes import INT8
-from varjax.parallel.sharding import ShardedProgram
 from varjax.schedule import Schedule
-
-if TYPE_CHECKING:
-    from varjax.engine.scales import ScaleSpec
-    from varjax.engine.tokens import TokenSpec
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
@@ -66,27 +60,26 @@ def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: PyTree[Array],
     arguments: tuple,
-    spec: "ScaleSpec | TokenSpec",
+    program: Callable,
     *,
     precision: str = "default",
     auto_layout: bool = False,
-    sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """Traces the program `(networks, state, *arguments) -> (results, state)` of a spec.
+    """Traces the program `(networks, state, *arguments) -> (results, state)`.
 
     The state is donated: the program updates the caller's buffers.
 
     Args:
-      arguments: condition, keys, inputs, given (`ScaleSpec.generate`, `TokenSpec.generate`).
+      arguments: condition, keys, inputs, given (`ScaleSpec.generate`).
+      program: `generate` of a `ScaleSpec` or `TokenSpec`, or the `ShardedProgram` of a mesh; shapes
+        then carry its `shardings`.
       precision: "default" or "highest", of float32 products.
-      auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights, so that
-        stacked ones are not copied into another layout in every call; the caller puts them there,
-        see `place`. The cache lies row by row; the caller makes it so (`Compiled.input_formats`).
-      sharded: the program of a mesh, for several devices; shapes then carry its `shardings`.
+      auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
+        caller puts them there, see `place`. The cache lies row by row; the caller makes it so
+        (`Compiled.input_formats`).
     """
     # The pool is the largest buffer. Without donation the program would allocate a second one for
     # its result.
-    program = sharded or spec.generate
     where = {}
     if auto_layout:
         # A TPU's compiler would copy stacked weights into another layout in every call: they lie as

@@ -22,7 +22,7 @@ from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, o
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep
-from varjax.engine.given import Given, Mixture, chance_of_ones
+from varjax.engine.given import Given, Mixture
 from varjax.engine.program import BuildOptions, arrange_layers
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.logical_axes import HEADS
@@ -264,7 +264,9 @@ def _sample(
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.options.keep_logits else {}
         if isinstance(given, Mixture):
-            kept["chances"] = chance_of_ones(scores)
+            # of every bit that it is 1, from the logits that it is drawn from
+            logits = scores.guided()
+            kept["chances"] = jax.nn.sigmoid(logits[..., 1] - logits[..., 0])
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)

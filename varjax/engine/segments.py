@@ -136,14 +136,10 @@ def images_at_once(tokens: int, logits_per_token: int) -> int:
 
 
 def map_in_chunks(function: Callable[[slice | Array], Chunk], images: int, at_once: int) -> Chunk:
-    """Calls `function(index)` for all images, at most `at_once` in a call.
+    """The results of `function(index)` for all images, in order, at most `at_once` in a call.
 
-    Args:
-      function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
-        returns arrays with a leading image axis. The last chunk may repeat the last image.
-
-    Returns:
-      The results of all images, in order.
+    function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
+      returns arrays with a leading image axis. The last chunk may repeat the last image.
     """
     chunks = -(-images // max(1, at_once))
     if chunks == 1:

@@ -58,7 +58,6 @@ class TokenSpec:
     segments: ClassVar[tuple[Segment, ...]] = ()
 
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-        """Arranges the weights as the program takes them; the modules are changed."""
         transformer = networks["transformer"]
         # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
         # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
@@ -76,7 +75,6 @@ class TokenSpec:
         return () if found is None else tuple(found)
 
     def input_names(self, inputs: tuple) -> tuple:
-        """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
         # the same for all images: `parallel.sharding.check_plan` refuses inputs that depend on them
         # heads are divided along `model`: inputs that differ by head have to be, too
         axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
@@ -298,12 +296,20 @@ class _TokenSteps:
         """Draws image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
         sequence = self.spec.plan.sequence
+
+        def new_line(x):
+            """The token at the end of every line, without the head. Its logits are 0."""
+            shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
+            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            token = self.transformer.config.vocab_size
+            return nothing | {"tokens": jnp.full_like(nothing["tokens"], token)}
+
         if sequence.new_lines:
             lines, place = jnp.divmod(index, sequence.line)
             # of a `cond` one branch runs: the head costs only where there is something to draw
             drawn = jax.lax.cond(
                 place == sequence.line - 1,
-                self._new_line,
+                new_line,
                 lambda x: self._drawn(x, index, index - lines),
                 x,
             )
@@ -312,13 +318,6 @@ class _TokenSteps:
         if self.spec.options.watch is not None:
             jax.debug.callback(self.spec.options.watch, index, drawn["tokens"])
         return drawn
-
-    def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
-        """The token at the end of every line, without the head. Its logits are 0."""
-        shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        new_line = self.transformer.config.vocab_size
-        return nothing | {"tokens": jnp.full_like(nothing["tokens"], new_line)}
 
     def _drawn(
         self, x: Float[Array, "R 1 D"], index: Int[Array, ""], place: Int[Array, ""]

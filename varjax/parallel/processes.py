@@ -48,10 +48,8 @@ def start(text: str) -> None:
     """Join the other processes; it waits for all of them. Call it before JAX is used.
 
     text: "auto" (TPU pods, GKE, SLURM, Open MPI), or "COORDINATOR:PORT,PROCESSES,INDEX".
-
-    Raises:
-      UserError: it says something else, or nothing is detected. If the others do not come within
-        `START_S`, JAX ends the process.
+      `UserError` if it says something else, or nothing is detected. If the others do not come
+      within `START_S`, JAX ends the process.
     """
     given = {} if text == AUTO else place(text)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -118,12 +116,9 @@ def wait() -> None:
 
 @contextlib.contextmanager
 def held(folder: Path, message: str, advice: str) -> Iterator[None]:
-    """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs.
-
-    Raises:
-      UserError: in all of them, if another run holds it (`message`), or a process does not see the
-        first one's folder (`advice`).
-    """
+    """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs. `UserError` in
+    all of them if another run holds it (`message`), or a process does not see the first one's
+    folder (`advice`)."""
     with contextlib.ExitStack() as stack:
         with together():
             if is_first():
@@ -193,12 +188,8 @@ def answering() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """What fails inside in one process fails in all of them. It ends when all have come here.
-
-    Raises:
-      AgreedError: a `UserError` or `OSError` was raised here or in another process.
-      LostProcess: another process does not answer.
-    """
+    """What fails inside in one process fails in all of them: `AgreedError` for a `UserError` or
+    `OSError`. It ends when all have come here; `LostProcess` if one does not answer."""
     if count() == 1:
         yield
         return
@@ -218,13 +209,8 @@ def together() -> Iterator[None]:
 
 
 def agree(asked: Mapping[str, object]) -> None:
-    """Check that all processes were asked for the same.
-
-    asked: JSON data by name, in one order.
-
-    Raises:
-      AgreedError: what differs, and in which processes; the same in all of them.
-    """
+    """Check that all processes were asked for the same. `AgreedError` says what differs and in
+    which processes, the same in all of them. asked: JSON data by name, in one order."""
     named = {"settings": list(asked), **asked}
     texts = [json.dumps(value, sort_keys=True, default=str) for value in named.values()]
     hashes = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)

@@ -109,13 +109,10 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
             f"divided over {spec.model} it would take {taken:.2%}: plan for the mesh "
             f"(varjax.plan(..., mesh=mesh)), or take accounting=tokens"
         )
-
-    def input_shapes(images: int) -> list[tuple[int, ...]]:
-        index = np.zeros(images, np.int64)  # there may be inputs of one image only
-        return [np.shape(a) for a in jax.tree.leaves(plan.policy_inputs(index))]
-
-    # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
-    if input_shapes(1) != input_shapes(2):
+    # Inputs of a policy are shared by all devices along `data`; they may not depend on the images,
+    # of which there may be inputs of one only.
+    one, two = (plan.policy_inputs(np.zeros(images, np.int64)) for images in (1, 2))
+    if list(map(np.shape, jax.tree.leaves(one))) != list(map(np.shape, jax.tree.leaves(two))):
         raise UserError(
             f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
             f"which works on one device only"

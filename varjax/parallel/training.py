@@ -122,7 +122,7 @@ class TrainingMesh:
             return (jax.lax.with_sharding_constraint(gradient, divided),)
 
         gather = jax.custom_vjp(whole)
-        # not `gather` again: `_but_gathered` has to see the operation
+        # not `gather` again: `but_gathered` has to see the operation
         gather.defvjp(lambda a: (whole(a), None), summed)
         return gather(array)
 
@@ -140,9 +140,7 @@ class TrainingMesh:
             block, other = inputs
             return self.images(layer(self.images(x), (self.in_use(block, once), other)))
 
-        return jax.checkpoint(divided, policy=None if again else _but_gathered)
+        def but_gathered(primitive, *_, **__) -> bool:
+            return primitive.name != "sharding_constraint"
 
-
-def _but_gathered(primitive, *_, **__) -> bool:
-    """Policy of `jax.checkpoint`: keep everything for gradients but what is gathered."""
-    return primitive.name != "sharding_constraint"
+        return jax.checkpoint(divided, policy=None if again else but_gathered)

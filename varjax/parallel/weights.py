@@ -151,11 +151,8 @@ def place(
 ) -> dict[str, nnx.Module]:
     """Put the networks on a mesh, parameter by parameter. The sections of side-by-side parameters
     (queries, keys, values) are interleaved so that every device's share is contiguous. The host
-    does that, so that no device ever holds more than its share.
-
-    Raises:
-      UserError: files of weights that are on disk are damaged.
-    """
+    does that, so that no device ever holds more than its share. `UserError` if files of weights
+    that are on disk are damaged."""
     tree, places = jax.tree.structure(networks), iter(jax.tree.leaves(shardings))
     found = [
         dataclasses.replace(placing, where=next(places))
