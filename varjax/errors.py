@@ -16,7 +16,7 @@ LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 class UserError(ValueError):
     """The input is wrong. The error is raised before anything is compiled, allocated or written.
     There is one exception: a device turns out to have too little memory
-    (`varjax.engine.device_errors.OutOfMemory`). The middle of a very long message is left out."""
+    (`varjax.engine.program.OutOfMemory`). The middle of a very long message is left out."""
 
     def __init__(self, message: object = ""):
         text, half = str(message), LONGEST_MESSAGE // 2 - 50  # room for the notice

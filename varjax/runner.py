@@ -16,7 +16,7 @@ from varjax import jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
-from varjax.engine import compilation_cache, device_errors, pixels, program
+from varjax.engine import compilation_cache, pixels, program
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.scales import ScaleSpec
@@ -132,7 +132,7 @@ class Runner:
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.options.attention or implementations.preferred()
-        return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
+        return program.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def traced_arguments(
         self, condition: PyTree | None, given: np.ndarray | Given | None
@@ -216,7 +216,7 @@ class Runner:
           Over several devices its rows are those of the first device, then of the next.
 
         Raises:
-          UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
+          UserError: wrong input, or (`engine.program.OutOfMemory`) a device without enough memory.
         """
         seed = sampling_lib.check_seeds(seed, self.batch_size)
         if self.compiled is None:

@@ -18,8 +18,8 @@ from experiments.bench.report import show_time
 from pallas_kernels import bench
 from varjax import sampling
 from varjax.engine import memory
-from varjax.engine.device_errors import OutOfMemory
 from varjax.engine.memory import show_bytes
+from varjax.engine.program import OutOfMemory
 from varjax.errors import choose
 from varjax.generator import Generator
 from varjax.nn.compiled import peak_bytes

@@ -50,11 +50,6 @@ class Geometry:
             # As Python numbers, whatever was given: the text of a geometry is part of the digest
             # that identifies plans.
             object.__setattr__(self, name, value)
-        if self.queries_per_head > 1 and isinstance(self.schedule, Schedule):
-            raise UserError(
-                f"geometry: queries_per_head is {self.queries_per_head}, but models that draw "
-                f"scale by scale have a head of keys and values for every query head: it must be 1"
-            )
         # Tables and searches grow with these numbers: refused before anything is made.
         heads, tokens = self.num_layers * self.num_heads, self.schedule.total_tokens
         scales = self.schedule.num_scales if isinstance(self.schedule, Schedule) else 0

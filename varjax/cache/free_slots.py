@@ -76,40 +76,36 @@ class CommonSlots:
         return len(self._used) - len(self._whole)
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Takes slots for the heads of a layer, head after head.
+        """Takes slots for the heads of a layer, head after head. In this order: behind `last` as
+        far as there is room, blocks that nobody uses, the shortest free run that holds the rest,
+        the longest runs.
 
         counts: int [N], how many slots each head gets.
         last: int [N], the slot behind which a head likes to continue (-1: none).
         """
-        each = zip(counts.tolist(), last.tolist(), strict=True)
-        found = [slots for count, behind in each for slots in self._take(count, behind)]
-        return np.concatenate([np.zeros(0, np.int64), *found])
-
-    def _take(self, count: int, last: int) -> list[np.ndarray]:
-        """Takes slots for one head. In this order: behind `last` as far as there is room, blocks
-        that nobody uses, the shortest free run that holds the rest, the longest runs."""
-        # Every change of block is another table entry, which kernels copy and look up on their own.
-        found: list[np.ndarray] = []
-        while count:
-            block, before = divmod(last, self._size)
-            runs = self._runs.get(block, ()) if last >= 0 else ()
-            room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind `last`
-            if room:
-                first = before + 1
-            elif self._whole:
-                block, first, room = heapq.heappop(self._whole), 0, self._size
-                self._list(block, [(0, room)])
-            elif (i := bisect.bisect_left(self._by_length, (count, -1, -1))) < len(self._by_length):
-                room, block, first = self._by_length[i]
-            else:
-                room, block, first = self._by_length[-1]
-            size = min(room, count)
-            self._used[block, first : first + size] = True
-            left = [(a + size if a == first else a, b) for a, b in self._runs[block]]
-            self._list(block, [(a, b) for a, b in left if a < b])
-            found.append(block * self._size + np.arange(first, first + size))
-            count, last = count - size, -1
-        return found
+        found = [np.zeros(0, np.int64)]
+        for count, behind in zip(counts.tolist(), last.tolist(), strict=True):
+            # Every change of block is another table entry, which kernels copy and look up on their
+            # own.
+            while count:
+                block, before = divmod(behind, self._size)
+                runs = self._runs.get(block, ()) if behind >= 0 else ()
+                room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind it
+                fits = bisect.bisect_left(self._by_length, (count, -1, -1))
+                if room:
+                    first = before + 1
+                elif self._whole:
+                    block, first, room = heapq.heappop(self._whole), 0, self._size
+                    self._list(block, [(0, room)])
+                else:
+                    room, block, first = self._by_length[min(fits, len(self._by_length) - 1)]
+                size = min(room, count)
+                self._used[block, first : first + size] = True
+                left = [(a + size if a == first else a, b) for a, b in self._runs[block]]
+                self._list(block, [(a, b) for a, b in left if a < b])
+                found.append(block * self._size + np.arange(first, first + size))
+                count, behind = count - size, -1
+        return np.concatenate(found)
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots. A block without used slots becomes whole again."""

@@ -10,7 +10,6 @@ There are three strategies (`TokenStep`), chosen by `engine.tokens.token_step`:
 All store a token before they attend for it: a token sees itself.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -63,7 +62,8 @@ class CurrentToken:
 
 
 class TokenStep:
-    """A strategy, as the engine calls it; this one never decides."""
+    """A strategy, as the engine calls it. Those that decide have `at_once` and `decide`, too
+    (`StageDecision`)."""
 
     def current(
         self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None
@@ -89,22 +89,6 @@ class TokenStep:
     def closed(self, cache: LayerCache, token: Int[Array, ""]) -> LayerCache:
         """The cache after the last token that is read, `token`."""
         return cache
-
-    def at_once(self, cache: LayerCache) -> int:
-        """The number of layers that `decide` may be called for together."""
-        return 1
-
-    def decide(
-        self,
-        caches: Sequence[LayerCache],
-        stage: Int[Array, ""],
-        bias: Float[Array, " R"] | None,
-        inputs: Array | None,
-    ) -> tuple[LayerCache, ...]:
-        """Caches of layers after the decision of image stage `stage`, counted from 0. inputs: what
-        the policy knows beforehand about all stages that end with a decision (`Rule.inputs`);
-        layers that have some decide one by one."""
-        return tuple(caches)
 
 
 @dataclass(frozen=True)
