@@ -202,10 +202,8 @@ def parse_pairs(given: str) -> dict[str, str]:
     """Reads `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
 
     Only a comma before `key=` separates two entries, so a value may hold commas and "=". Values
-    stay texts; the caller knows the type of each key.
-
-    Raises:
-      UserError: an entry without `key=value`, an empty value, or a key given twice.
+    stay texts; the caller knows the type of each key. `UserError` for an entry without `key=value`,
+    an empty value, or a key given twice.
     """
     text("key=value,key=value", given)
     pairs = {}

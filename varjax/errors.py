@@ -61,11 +61,8 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def choose(what: str, given: object, allowed: Iterable[str]) -> str:
-    """`given` if it is one of `allowed`; it may have any type.
-
-    Raises:
-      UserError: with the list of allowed values and the nearest one.
-    """
+    """`given` if it is one of `allowed`; it may have any type. Else `UserError` with the list of
+    allowed values and the nearest one."""
     allowed = list(allowed)
     if not isinstance(given, str) or given not in allowed:
         close = nearest(given, allowed) if isinstance(given, str) else ""
@@ -75,10 +72,7 @@ def choose(what: str, given: object, allowed: Iterable[str]) -> str:
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports `module`, which comes with the optional dependencies `extra` of pyproject.toml.
-
-    Raises:
-      MissingExtra: naming the package, what it is needed for (`purpose`) and the pip command.
-    """
+    `MissingExtra` names the package, what it is needed for (`purpose`) and the pip command."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

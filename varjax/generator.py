@@ -22,7 +22,6 @@ from varjax.engine.drawing import drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.program import BuildOptions
-from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
@@ -169,11 +168,6 @@ class Generator(Runner):
         )
 
     # --- what is known ----------------------------------------------------------------------------
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments of the scale loop; empty for models that draw token by token."""
-        return self.spec.segments
 
     @property
     def layers(self) -> str:

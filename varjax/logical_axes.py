@@ -56,11 +56,7 @@ def mesh_specs(names: PyTree[P], axes: Collection[str]) -> PyTree[P]:
 
 def shardings(names: PyTree[P], mesh: Mesh) -> PyTree[NamedSharding]:
     """The place of every array of a tree on a mesh, by its names."""
-
-    def of(spec: P) -> NamedSharding:
-        return NamedSharding(mesh, mesh_spec(spec, mesh.axis_names))
-
-    return jax.tree.map(of, names)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, mesh_spec(spec, mesh.axis_names)), names)
 
 
 def by_longest(shape: Sequence[int], parts: int) -> P:

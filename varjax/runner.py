@@ -58,16 +58,14 @@ class Timing:
 
 class Runner:
     """Two programs: one draws the codes of a batch, one decodes their pixels. Arguments are those
-    of `Generator`.
+    of `Generator`. `UserError` for weights that cannot be divided over the mesh, or that lie on
+    disk without one.
 
     Attributes:
       model: its weights are arranged as the programs take them; once they are divided over several
         devices, it is of shapes alone.
       compiled, compiled_decoder: the programs (`jax.stages.Compiled`), None before `compile`.
       timing: seconds of compiling, and of every batch.
-
-    Raises:
-      UserError: weights that cannot be divided over the mesh, or that lie on disk without one.
     """
 
     def __init__(
@@ -97,14 +95,12 @@ class Runner:
 
     @jax_settings.pinned()
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compiles both programs (codes, pixels) ahead of time.
+        """Compiles both programs (codes, pixels) ahead of time. `UserError` for a kernel that
+        cannot take these shapes, or a device without enough memory.
 
-        condition: arrays of a batch, of the shapes that `Generator.run_batch` will get; None:
-          labels, or texts as long as the model takes.
+        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
+          texts as long as the model takes.
         given: tokens of a batch if some will be given.
-
-        Raises:
-          UserError: a kernel that cannot take these shapes, or a device without enough memory.
         """
         start = time.perf_counter()
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS

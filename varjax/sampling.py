@@ -179,13 +179,10 @@ def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
 def sample(
     scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """Draws tokens, with one key per image.
+    """Tokens drawn with one key per image, and the logits that they were drawn from. These exist
+    only if `greedy` or `more_smooth`, else None: the kernel never writes them to memory.
 
     implementation: name of the kernel; None takes what the platform has.
-
-    Returns:
-      The tokens, and the logits that they were drawn from. These exist only if `greedy` or
-      `more_smooth`, else None: the kernel never writes them to memory.
     """
     if sampling.greedy:
         logits = scores.guided()

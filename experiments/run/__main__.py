@@ -207,7 +207,7 @@ def generate_series(
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
     name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)
-    segments = len(generator.segments)
+    segments = len(generator.spec.segments)
     what = f"{segments} segments" if segments else "the step of a token"
     say(f"{name}: compiling {what} for batches of {run.batch_size}")
     given = run.given_tokens

@@ -126,11 +126,8 @@ class StaticAllocation:
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
         """Makes an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
-        says whether scale s may see token p.
-
-        Raises:
-          UserError: a token is visible before it exists, or comes back after it was dropped.
-        """
+        says whether scale s may see token p. `UserError` if a token is visible before it exists, or
+        comes back after it was dropped."""
         scale = geometry.schedule.scale_of_token
         num_scales = geometry.schedule.num_scales
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)

@@ -123,13 +123,10 @@ def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
         # table that is read; source -1 writes nothing.
         most = max(a.shape[3] for a in arrays)
         fill = -1 if arrays[0].ndim == 5 else 0
-        widths = [[(0, 0)] * a.ndim for a in arrays]
-        for width, array in zip(widths, arrays, strict=True):
-            width[3] = (0, most - array.shape[3])
-        padded = [
-            np.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)
-        ]
-        return np.concatenate(padded, axis=2)
+        rest = [(0, 0)] * (arrays[0].ndim - 4)
+        widths = [[*[(0, 0)] * 3, (0, most - a.shape[3]), *rest] for a in arrays]
+        pairs = zip(arrays, widths, strict=True)
+        return np.concatenate([np.pad(*pair, constant_values=fill) for pair in pairs], axis=2)
 
     return jax.tree.map(join, *groups)
 

@@ -102,13 +102,9 @@ class CachePlan:
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def check_rows(self, config, sampling) -> int:
-        """The cache rows of an image under this sampling: two with guidance, else one.
-
-        config: of the transformer.
-
-        Raises:
-          UserError: the model cannot draw that way, or the plan is for another number of rows.
-        """
+        """The cache rows of an image under this sampling: two with guidance, else one. `UserError`
+        if the model cannot draw that way, or the plan is for another number of rows. config: of the
+        transformer."""
         # guidance runs an unconditional row beside the conditional one, with a cache of its own
         rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
         if self.geometry.rows_per_image != rows:

@@ -33,15 +33,12 @@ def plan_cache(
     geometry: Geometry, policy: Policy, calibration: Any = None, *, groups: int = 1
 ) -> CachePlan:
     """Plans the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
-    model.
+    model. `UserError` if the policy does not serve such a model, or an argument of it cannot work
+    there; if the budget is infeasible (the message names the smallest feasible one), or the block
+    size is.
 
-    Args:
-      calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
-      groups: devices that the heads are divided over; each one's pool keeps the budget by itself.
-
-    Raises:
-      UserError: the policy does not serve such a model, or an argument of it cannot work there; the
-        budget is infeasible (the message names the smallest feasible one), or the block size is.
+    calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
+    groups: devices that the heads are divided over; each one's pool keeps the budget by itself.
     """
     if geometry.num_heads % groups:
         raise UserError(

@@ -211,26 +211,20 @@ class Editor:
         self.generator.policy.check_images(len(condition))
         source = source_tokens(self.model, pictures)
         kept = masks.kept_tokens(self.model, drawn)
-        found = self._run(condition, Given(source, kept), seed)
+        count, images, tokens = len(condition), [], []
+        self._progress(0, count)
+        batches = self.generator.batches(condition, seed=seed, given=Given(source, kept))
+        for index, results in batches:
+            images.append(results["images"])
+            tokens.append(results["tokens"])
+            self._progress(int(index[-1]) + 1, count)
         # with the same program: what is decoded may depend on it in the last bit
         everything = Given(source, np.ones_like(kept))
-        same = self._run(condition, everything, seed, report=False)
-        images = found["images"]
-        images = masks.paste(images, pictures, drawn, feather) if paste else images
-        return Edited(images, same["images"], found["tokens"], source, kept)
-
-    def _run(
-        self, condition: Condition, given: Given, seed: int, *, report: bool = True
-    ) -> dict[str, np.ndarray]:
-        """Images and tokens of all edits."""
-        parts, count = [], len(condition)
-        if report:
-            self._progress(0, count)
-        for index, results in self.generator.batches(condition, seed=seed, given=given):
-            parts.append({name: results[name] for name in ("images", "tokens")})
-            if report:
-                self._progress(int(index[-1]) + 1, count)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        batches = self.generator.batches(condition, seed=seed, given=everything)
+        same = np.concatenate([results["images"] for _, results in batches])
+        found = np.concatenate(images)
+        found = masks.paste(found, pictures, drawn, feather) if paste else found
+        return Edited(found, same, np.concatenate(tokens), source, kept)
 
     def by_text(
         self,

@@ -47,12 +47,8 @@ class Given:
         cls, given: "np.ndarray | Given", order: Schedule | TokenSequence, steps: int | None = None
     ) -> "Given":
         """The first `steps` steps of an array as given (None: all of it); a `Given` as it is.
-
-        given: tokens of every image, all of them or as many as are given.
-
-        Raises:
-          UserError: more steps than there are, or tokens that do not fit an image.
-        """
+        `UserError` for more steps than there are. given: tokens of every image, all of them or as
+        many as are given."""
         drawn = order.num_drawn
         if steps is not None:
             steps = integer(f"given {order.kind}", steps, 0, drawn)

@@ -239,11 +239,8 @@ def choose_batch_size(
     predict_for: Callable[[int], Prediction], asked: int | None, num_images: int, usual: int
 ) -> int:
     """Choose the batch size of a run: as asked, else `usual` cut down to what fits, and never more
-    than the number of images.
-
-    Raises:
-      UserError: the batch asked for, or a single image, does not fit the device.
-    """
+    than the number of images. `UserError` if the batch asked for, or a single image, does not fit
+    the device."""
     available = available_bytes()
     wanted = min(num_images, asked or usual)
     size = largest_batch(predict_for, wanted, available)

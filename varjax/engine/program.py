@@ -198,9 +198,9 @@ def compile_codes(
     options = compiler_options(jax.default_backend(), **how)
     lowered = traced.lower()
     # this program only: helpers compile too quickly to be kept, and look cold
-    with compilation_cache.Watch() as watch:
-        compiled = lowered.compile(compiler_options=options)
-    return compiled, watch.verdict
+    before = compilation_cache.events.copy()
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, compilation_cache.verdict(before)
 
 
 def check_attention(implementation: str | None) -> None:

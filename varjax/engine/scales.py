@@ -54,9 +54,7 @@ class ScaleSpec:
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
 
-    def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-        """Arranges the weights as the program takes them; the modules are changed."""
-        arrange_layers(networks, how, platform)
+    arrange = staticmethod(arrange_layers)  # the weights, as the program takes them
 
     def shared_inputs(self, transformer: Transformer) -> tuple[SegmentInputs, ...]:
         """Host arrays that are the same for every batch: all but what a policy wants to know about
@@ -95,12 +93,10 @@ class ScaleSpec:
         # tables of groups of heads lie side by side along the third axis; all devices need all of
         # what describes the scale itself
         heads = PartitionSpec(None, None, HEADS) if self.mesh.model > 1 else PartitionSpec()
-
-        def named(segment: SegmentInputs) -> SegmentInputs:
-            step = jax.tree.map(lambda _: PartitionSpec(), segment.step)
-            return SegmentInputs(step, jax.tree.map(lambda _: heads, segment.layers))
-
-        return tuple(map(named, inputs))
+        whole = PartitionSpec()
+        steps = (jax.tree.map(lambda _: whole, segment.step) for segment in inputs)
+        tables = (jax.tree.map(lambda _: heads, segment.layers) for segment in inputs)
+        return tuple(map(SegmentInputs, steps, tables))
 
     def generate(
         self,
@@ -111,22 +107,18 @@ class ScaleSpec:
         inputs: tuple[SegmentInputs, ...],
         given: Given | None,
     ) -> tuple[dict[str, Array], KVState]:
-        """Draws all scales of a batch of images.
+        """Draws all scales of a batch of images. Returns {"tokens": int32 [B, L] (bitwise models:
+        uint8 [B, L, bits]), "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] ([B, L,
+        bits, 2]) and "contents" if asked for} and the cache as it is after the last scale.
+        contents: `KVState.position` and `regions` after every scale, an axis of scales in front.
 
-        Args:
-          networks: "transformer" (`varjax.models.next_scale`) and "codec".
-          state: empty cache; donate it.
-          condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
-            `varjax.conditions`).
-          keys: one typed random key per image [B].
-          inputs: `for_images`.
-          given: tokens that replace the draw, or None.
-
-        Returns:
-          {"tokens": int32 [B, L] (bitwise models: uint8 [B, L, bits]), "code_map": float32
-          [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) and "contents" if asked for}
-          and the cache as it is after the last scale. contents: `KVState.position` and `regions`
-          after every scale, with an axis of scales in front.
+        networks: "transformer" (`varjax.models.next_scale`) and "codec".
+        state: empty cache; donate it.
+        condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
+          `varjax.conditions`).
+        keys: one typed random key per image [B].
+        inputs: `for_images`.
+        given: tokens that replace the draw, or None.
         """
         transformer = networks["transformer"]
         # once per image, outside both scans: text and modulation are the same for every scale

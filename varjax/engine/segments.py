@@ -59,25 +59,18 @@ def plan_segments(
     free_rows: int = 0,
     tile: int = TILE,
 ) -> tuple[Segment, ...]:
-    """Cuts the scales into contiguous segments with the fewest padded tokens. For a large program
-    take those that cost least.
+    """Cuts the scales into contiguous segments with the fewest padded tokens, for a large program
+    into those that cost least. Together they cover scales 0..K-1, in order. Among equal cuts the
+    last segment that starts later is taken, so the answer is always the same.
 
-    Args:
-      schedule: the K token maps.
-      segments: how many (an int or its text), or "auto". A small program gets the fewest segments
-        whose padded tokens are at most 1.25x the exact count: another compiled body costs more than
-        padding. A large one gets the fewest that cost at most 1.05x what no padding would.
-      rows: rows that each token has on one device. It is given for a large program, whose products
-        take most of its time. Lengths are then rounded up to whole tiles of rows.
-      free_rows: rows of a product that take as long as one.
-      tile: rows of a tile.
-
-    Returns:
-      The segments in order; together they cover scales 0..K-1. Among equal cuts the last segment
-      that starts later is taken, so the answer is always the same.
-
-    Raises:
-      UserError: not "auto" and not a whole number from 1 to K.
+    segments: how many (an int or its text), or "auto"; `UserError` for anything but a whole number
+      from 1 to K. With "auto" a small program gets the fewest segments whose padded tokens are at
+      most 1.25x the exact count: another compiled body costs more than padding. A large one gets
+      the fewest that cost at most 1.05x what no padding would.
+    rows: rows that each token has on one device. It is given for a large program, whose products
+      take most of its time. Lengths are then rounded up to whole tiles of rows.
+    free_rows: rows of a product that take as long as one.
+    tile: rows of a tile.
     """
     # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
     # weights: a scale costs at least as much as `least` tokens.

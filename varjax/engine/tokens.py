@@ -170,7 +170,8 @@ class _TokenSteps:
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
-        self._decide = {step: jax.jit(step.decide) for step in spec.layers}
+        deciding = (step for step in spec.layers if hasattr(step, "decide"))
+        self._decide = {step: jax.jit(step.decide) for step in deciding}
 
     def condition(
         self, condition: PyTree, state: tuple[LayerCache, ...]

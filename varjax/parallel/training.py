@@ -39,11 +39,8 @@ class TrainingMesh:
     def parse(cls, text: str | None, available: int) -> "TrainingMesh":
         """Read "data=2,fsdp=4"; one axis may be -1: what is left over of the `available` devices.
         Without a text one process trains on one device, and many train on all of theirs.
-
-        Raises:
-          UserError: an unknown axis, no number of devices, more devices than there are, or of many
-            processes fewer.
-        """
+        `UserError` for an unknown axis, no number of devices, more devices than there are, or of
+        many processes fewer."""
         if text is None and processes.count() > 1:
             text = f"{DATA}={REST}"
         found = cls(**axis_sizes(text, AXES, available))

@@ -53,10 +53,9 @@ def map_weights(
 
         return leaf.by_axis(along, split.axis)
 
-    def is_matrix(leaf: object) -> bool:
-        return quantized.is_one(leaf) or isinstance(leaf, Turned)
-
-    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=is_matrix)
+    return jax.tree_util.tree_map_with_path(
+        with_split, networks, is_leaf=lambda a: quantized.is_one(a) or isinstance(a, Turned)
+    )
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
