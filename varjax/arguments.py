@@ -104,11 +104,9 @@ def text(name: str, value: object) -> str:
 
 def texts(name: str, values: object, words: str) -> tuple[str, ...]:
     """Checks a list or tuple of at least one text. words: what to give instead."""
-    if not isinstance(values, (list, tuple)) or not values:
+    given = values if isinstance(values, (list, tuple)) else ()
+    if not given or not all(isinstance(value, str) for value in given):
         raise wrong(name, values, words)
-    for value in values:
-        if not isinstance(value, str):
-            raise wrong(name, values, words)
     return tuple(text(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 

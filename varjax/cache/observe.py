@@ -84,11 +84,6 @@ class LayerView:
         held = slots, live, position, regions, mass
         return cls(projection, step, state, table, *held, implementation)
 
-    @property
-    def tokens(self) -> int:
-        """T, the scale's own tokens with padding."""
-        return self.projection.shape[2]
-
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
         """Scores of some queries before the softmax, -inf where there is no key."""
         return attention_scores(
@@ -106,9 +101,9 @@ def observe_window(obs: Observation, view: LayerView, needs: Needs) -> Observati
     # A window has few queries, so their scores are computed once more by the reference, on every
     # platform: the attention kernel never has a row of scores in memory.
     chosen = view.step.window
-    held = obs.live.shape[-1] - view.tokens
+    held = obs.live.shape[-1] - view.projection.shape[2]
     # a comparison, not a scatter: windows of early scales name a token more than once
-    own = (jnp.arange(view.tokens)[:, None] == chosen).any(-1)
+    own = (jnp.arange(view.projection.shape[2])[:, None] == chosen).any(-1)
     obs = replace(obs, window=obs.live & jnp.pad(own, (held, 0)))
     queries = view.projection.queries()[:, :, chosen]
     if needs.window_mass or needs.window_attention:
@@ -131,7 +126,7 @@ def sum_over_queries(obs: Observation, view: LayerView, needs: Needs) -> Observa
     # Sums over all queries come from a second pass that is given the log-sum-exp of the first: it
     # needs no maximum and no division, and no scores are ever stored.
     # Padded queries attend like others; only their weight keeps them out of the sums.
-    weights = (jnp.arange(view.tokens) < view.step.length).astype(jnp.float32)
+    weights = (jnp.arange(view.projection.shape[2]) < view.step.length).astype(jnp.float32)
     total, squares = attention_moments(
         view.projection,
         view.step.length,
@@ -150,7 +145,7 @@ def sum_over_queries(obs: Observation, view: LayerView, needs: Needs) -> Observa
         obs = replace(obs, query_variance=spread.sum(-1))
     if needs.total_mass:
         # An empty slot may hold the mass of an earlier token: `live` masks it.
-        before = jnp.pad(view.mass, ((0, 0), (0, 0), (0, view.tokens)))
+        before = jnp.pad(view.mass, ((0, 0), (0, 0), (0, view.projection.shape[2])))
         obs = replace(obs, total_mass=jnp.where(obs.live, before, 0) + total)
     return obs
 

@@ -236,7 +236,7 @@ CacheStep = StaticStep | DecidingStep
 
 def _candidates(view: LayerView, layer: Int[Array, ""], inputs: RegionInputs) -> Observation:
     """The plain observation: the candidates are what is held, then the scale's own tokens."""
-    tokens, step = view.tokens, view.step
+    tokens, step = view.projection.shape[2], view.step
     shape = (*view.live.shape[:2], tokens)
     own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
     live = jnp.concatenate([view.live, own], axis=-1)

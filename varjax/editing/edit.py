@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from varjax import arguments, conditions, jax_settings
+from varjax.api import USUAL_BATCH
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
@@ -31,8 +32,6 @@ from varjax.progress import reporter
 from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
-
-USUAL_BATCH = 8
 
 
 @dataclass(frozen=True, eq=False)

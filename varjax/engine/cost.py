@@ -72,15 +72,11 @@ def program_cost(jaxpr: AnyJaxpr) -> Cost:
     return sum(map(_equation_cost, open_jaxpr(jaxpr).eqns), Cost())
 
 
-def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
-    """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
-    return [times > 0 for times in times_read(jaxpr)]
-
-
 def times_read(jaxpr: AnyJaxpr) -> list[int]:
     """The number of times that a program reads each of its inputs: once for every equation that
     takes it, and for every output that it is. A scan that takes it reads it as often as it runs,
-    times the runs of the scans within."""
+    times the runs of the scans within. `jax.jit` leaves those that nothing reads out of the
+    program."""
     # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
     # they match none of its inputs.
     inner = open_jaxpr(jaxpr)
@@ -139,9 +135,9 @@ def _equation_cost(equation: JaxprEqn) -> Cost:
         # Sliced are the inputs whose shape in the body lacks the leading axis (how a scan's
         # parameters say which differs between versions of JAX); unread ones are dropped.
         body = params["jaxpr"]
-        inside, read = (v.aval for v in open_jaxpr(body).invars), used_inputs(body)
-        found = zip(equation.invars, inside, read, strict=True)
-        sliced = (num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape)
+        inside = (v.aval for v in open_jaxpr(body).invars)
+        found = zip(equation.invars, inside, times_read(body), strict=True)
+        sliced = (num_bytes(a) for v, a, times in found if times and v.aval.shape != a.shape)
         once = program_cost(body) + Cost(scanned_bytes=float(sum(sliced)))
         return once.times(params["length"])
     if name == "while":

@@ -68,18 +68,16 @@ def trace_codes(
     precision: str = "default",
     auto_layout: bool = False,
 ) -> jax.stages.Traced:
-    """Traces the program `(networks, state, *arguments) -> (results, state)`.
+    """Traces the program `(networks, state, *arguments) -> (results, state)`. The state is donated:
+    the program updates the caller's buffers.
 
-    The state is donated: the program updates the caller's buffers.
-
-    Args:
-      arguments: condition, keys, inputs, given (`ScaleSpec.generate`).
-      program: `generate` of a `ScaleSpec` or `TokenSpec`, or the `ShardedProgram` of a mesh; shapes
-        then carry its `shardings`.
-      precision: "default" or "highest", of float32 products.
-      auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
-        caller puts them there, see `place`. The cache lies row by row; the caller makes it so
-        (`Compiled.input_formats`).
+    arguments: condition, keys, inputs, given (`ScaleSpec.generate`).
+    program: `generate` of a `ScaleSpec` or `TokenSpec`, or the `ShardedProgram` of a mesh; shapes
+      then carry its `shardings`.
+    precision: "default" or "highest", of float32 products.
+    auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
+      caller puts them there, see `place`. The cache lies row by row; the caller makes it so
+      (`Compiled.input_formats`).
     """
     # The pool is the largest buffer. Without donation the program would allocate a second one for
     # its result.
