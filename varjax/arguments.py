@@ -104,11 +104,9 @@ def text(name: str, value: object) -> str:
 
 def texts(name: str, values: object, words: str) -> tuple[str, ...]:
     """Checks a list or tuple of at least one text. words: what to give instead."""
-    if not isinstance(values, (list, tuple)) or not values:
+    given = values if isinstance(values, (list, tuple)) else ()
+    if not given or not all(isinstance(value, str) for value in given):
         raise wrong(name, values, words)
-    for value in values:
-        if not isinstance(value, str):
-            raise wrong(name, values, words)
     return tuple(text(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
@@ -196,3 +194,23 @@ def measured(name: str, values: object, largest: float) -> np.ndarray:
         if is_wrong:
             raise UserError(f"{name} holds {what}")
     return array
+
+
+def parse_pairs(given: str) -> dict[str, str]:
+    """Reads `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
+
+    Only a comma before `key=` separates two entries, so a value may hold commas and "=". Values
+    stay texts; the caller knows the type of each key. `UserError` for an entry without `key=value`,
+    an empty value, or a key given twice.
+    """
+    text("key=value,key=value", given)
+    pairs = {}
+    for entry in re.split(r",(?=\s*\w+\s*=)", given) if given.strip() else []:
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not (key.isidentifier() and equals and value) or value.endswith(","):
+            where = f"{show(entry.strip())} of {show(given)}"
+            raise UserError(f"cannot read {where}: write key=value,key=value")
+        if key in pairs:
+            raise UserError(f"{key} is given twice in {show(given)}: keep one of them")
+        pairs[key] = value
+    return pairs

@@ -6,15 +6,15 @@ brings its checks, its arguments of the Python API and its file format. This mod
 kinds have in common, and `check`, `fitted` and `resolve`, which ask the kind that a model takes.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from varjax.errors import UserError
 
 MOST_IMAGES = 10**7
+Model = Any  # `varjax.model.Model`, which imports this module
 JSON = Mapping | list | str | int  # what describes a condition in a report
 
 
@@ -41,24 +41,6 @@ class Condition(Protocol):
         """All that decides the images, for JSON."""
 
 
-class TakesCondition(Protocol):
-    """A model, as a kind of condition uses it (`varjax.model.Model`)."""
-
-    name: str
-    directory: str | os.PathLike | None
-
-    @property
-    def config(self): ...
-
-    @property
-    def class_names(self) -> Sequence[str] | None: ...
-
-    @property
-    def family(self): ...
-
-    def with_prompt_tokens(self, count: int | None) -> "TakesCondition": ...
-
-
 class ConditionKind:
     """A kind of condition, as a family of models takes it.
 
@@ -69,42 +51,40 @@ class ConditionKind:
     name: str
     arguments: tuple[str, ...]
 
-    def count(self, model: TakesCondition, **given) -> int:
+    def count(self, model: Model, **given) -> int:
         """The number of images that an argument asks for. `UserError` if it is not usable."""
         raise NotImplementedError
 
-    def resolve(self, model: TakesCondition, **given) -> Condition:
+    def resolve(self, model: Model, **given) -> Condition:
         """The condition that an argument gives. `UserError` if it is not usable."""
         raise NotImplementedError
 
-    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
+    def fitted(self, model: Model, **given) -> Model:
         """The model as it has to be for an argument. `UserError` if there is no such model."""
         return model
 
 
-def check(model: TakesCondition, **given) -> int:
+def check(model: Model, **given) -> int:
     """The number of images that are asked for. given: arguments of the Python API by name, None
     where the caller gave none; `UserError` unless exactly what the model's images are made of is
     given."""
-    kind, chosen = _chosen(model, given)
-    return kind.count(model, **chosen)
+    return _asked("count", model, given)
 
 
-def resolve(model: TakesCondition, **given) -> Condition:
+def resolve(model: Model, **given) -> Condition:
     """The condition of the images. given: as in `check`, which raises the same errors. Prompts are
     encoded by the text encoder of the model's checkpoint: `UserError` if there is none."""
-    kind, chosen = _chosen(model, given)
-    return kind.resolve(model, **chosen)
+    return _asked("resolve", model, given)
 
 
-def fitted(model: TakesCondition, **given) -> TakesCondition:
+def fitted(model: Model, **given) -> Model:
     """The model as it has to be for these images: prompts of token ids decide how many places it
     has for them. given: as in `check`, which raises the same errors."""
-    kind, chosen = _chosen(model, given)
-    return kind.fitted(model, **chosen)
+    return _asked("fitted", model, given)
 
 
-def _chosen(model: TakesCondition, given: Mapping) -> tuple[ConditionKind, dict]:
+def _asked(what: str, model: Model, given: Mapping):
+    """The answer of the model's kind of condition."""
     kind = model.family.conditions[model.config.condition]
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) != 1 or not named.keys() <= set(kind.arguments):
@@ -112,4 +92,4 @@ def _chosen(model: TakesCondition, given: Mapping) -> tuple[ConditionKind, dict]
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
             f"{' or '.join(kind.arguments)}: give exactly that"
         )
-    return kind, named
+    return getattr(kind, what)(model, **named)

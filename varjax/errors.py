@@ -16,7 +16,7 @@ LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 class UserError(ValueError):
     """The input is wrong. The error is raised before anything is compiled, allocated or written.
     There is one exception: a device turns out to have too little memory
-    (`varjax.engine.device_errors.OutOfMemory`). The middle of a very long message is left out."""
+    (`varjax.engine.program.OutOfMemory`). The middle of a very long message is left out."""
 
     def __init__(self, message: object = ""):
         text, half = str(message), LONGEST_MESSAGE // 2 - 50  # room for the notice
@@ -61,11 +61,8 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def choose(what: str, given: object, allowed: Iterable[str]) -> str:
-    """`given` if it is one of `allowed`; it may have any type.
-
-    Raises:
-      UserError: with the list of allowed values and the nearest one.
-    """
+    """`given` if it is one of `allowed`; it may have any type. Else `UserError` with the list of
+    allowed values and the nearest one."""
     allowed = list(allowed)
     if not isinstance(given, str) or given not in allowed:
         close = nearest(given, allowed) if isinstance(given, str) else ""
@@ -75,10 +72,7 @@ def choose(what: str, given: object, allowed: Iterable[str]) -> str:
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports `module`, which comes with the optional dependencies `extra` of pyproject.toml.
-
-    Raises:
-      MissingExtra: naming the package, what it is needed for (`purpose`) and the pip command.
-    """
+    `MissingExtra` names the package, what it is needed for (`purpose`) and the pip command."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

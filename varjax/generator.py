@@ -12,6 +12,7 @@ from varjax import arguments, conditions, jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan, pool_dtype
 from varjax.cache.planner import plan_cache
+from varjax.cache.stages import TokenPlan
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.codecs import arithmetic
@@ -21,11 +22,10 @@ from varjax.engine.drawing import drawing
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
 from varjax.engine.program import BuildOptions
-from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
-from varjax.parallel import plans, processes
+from varjax.parallel import processes, sharding
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -63,11 +63,10 @@ class Generator(Runner):
       matmul_precision: "default" or "highest", of float32 products.
       keep_logits: also return guided logits.
       keep_contents: also return which tokens the cache holds after every scale, "contents", which
-        `varjax.cache.contents` reads; one device. Token by token the final cache says it.
+        `CachePlan.at_the_end` reads; one device. Token by token the final cache says it.
       layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`) and
         fits (`memory.layers_that_fit`). The weights of `model` are arranged accordingly: it can go
         on to be used.
-      unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
       decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
         (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
@@ -98,7 +97,6 @@ class Generator(Runner):
         keep_logits: bool = False,
         keep_contents: bool = False,
         layers: str = "auto",
-        unroll: bool = False,
         decode_batch: int | None = None,
         decode_dtype: str = "auto",
         watch: Callable[[Array, Array], None] | None = None,
@@ -129,10 +127,9 @@ class Generator(Runner):
             attention=attention,
             keep_logits=arguments.flag("keep_logits", keep_logits),
             keep_contents=arguments.flag("keep_contents", keep_contents),
-            unroll=arguments.flag("unroll", unroll),
             watch=watch,
         )
-        how = drawing(
+        spec = drawing(
             model.networks,
             plan,
             sampling,
@@ -142,7 +139,7 @@ class Generator(Runner):
             platform=jax.default_backend(),
         )
         if mesh.num_devices > 1:
-            plans.check_plan(plan, mesh)
+            sharding.check_plan(plan, mesh)
         mesh = mesh.check(
             batch_size=batch_size,
             num_heads=plan.geometry.num_heads,
@@ -162,28 +159,15 @@ class Generator(Runner):
         )
         super().__init__(
             model,
-            how,
+            spec,
             batch_size=batch_size,
-            mesh=mesh,
             layers=memory.layers_that_fit(layers, predict_for, memory.device_bytes()),
             kv_dtype=kv_type,
             precision=matmul_precision,
             decoding=decoding,
         )
 
-    def __repr__(self) -> str:
-        state = "not compiled yet" if self.compiled is None else "compiled"
-        return (
-            f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
-            f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
-        )
-
     # --- what is known ----------------------------------------------------------------------------
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments of the scale loop; empty for models that draw token by token."""
-        return self.drawing.segments
 
     @property
     def layers(self) -> str:
@@ -203,7 +187,9 @@ class Generator(Runner):
 
     def attention_flops(self) -> dict[str, float]:
         """FLOPs per image of the attention, and of observing it for the policy."""
-        return self.drawing.attention_flops()
+        if isinstance(self.plan, TokenPlan):
+            return cost.token_attention_flops(self.plan)
+        return cost.attention_flops(self.plan, self.spec.segments, self.spec.cache)
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -263,33 +249,3 @@ class Generator(Runner):
         contents = results.pop("contents", None)  # has rows, not images
         results = {name: a[: len(index)] for name, a in results.items()}
         return results | ({"contents": contents} if self.keep_contents else {}), state
-
-    @jax_settings.pinned()
-    def run_batch(
-        self,
-        condition: PyTree,
-        image_index: np.ndarray,
-        *,
-        seed: int | np.ndarray = 0,
-        given: np.ndarray | Given | None = None,
-        given_scales: int | None = None,
-        keep_cache: bool = True,
-    ) -> tuple[dict[str, Array], PyTree]:
-        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
-        "logits"?} and the final cache.
-
-        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
-        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
-        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
-          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
-        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
-          Over several devices its rows are those of the first device, then of the next.
-
-        Raises:
-          UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
-        """
-        seed = sampling_lib.check_seeds(seed, self.batch_size)
-        if self.compiled is None:
-            self.compile(condition, given)
-        options = {"given": given, "given_scales": given_scales, "keep_cache": keep_cache}
-        return self.run(condition, image_index, seed=seed, **options)

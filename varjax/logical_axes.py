@@ -45,26 +45,18 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 def mesh_spec(names: P, axes: Collection[str]) -> P:
     """Sends an array's names to axes of a mesh that has these `axes`."""
-    return P(*(None if name is None else _of(name, axes) for name in names))
-
-
-def _of(name: str, axes: Collection[str]) -> str | tuple[str, ...] | None:
-    found = tuple(axis for axis in RULES[name] if axis in axes)
-    return found if len(found) > 1 else next(iter(found), None)
+    found = (None if n is None else tuple(a for a in RULES[n] if a in axes) for n in names)
+    return P(*(a if a is None or len(a) > 1 else next(iter(a), None) for a in found))
 
 
 def mesh_specs(names: PyTree[P], axes: Collection[str]) -> PyTree[P]:
     """`mesh_spec` of every array of a tree."""
-    return jax.tree.map(lambda spec: mesh_spec(spec, axes), names, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: mesh_spec(spec, axes), names)
 
 
 def shardings(names: PyTree[P], mesh: Mesh) -> PyTree[NamedSharding]:
     """The place of every array of a tree on a mesh, by its names."""
-
-    def of(spec: P) -> NamedSharding:
-        return NamedSharding(mesh, mesh_spec(spec, mesh.axis_names))
-
-    return jax.tree.map(of, names, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, mesh_spec(spec, mesh.axis_names)), names)
 
 
 def by_longest(shape: Sequence[int], parts: int) -> P:
@@ -75,7 +67,3 @@ def by_longest(shape: Sequence[int], parts: int) -> P:
         return P()
     axis = list(shape).index(max(fitting))
     return P(*(LONGEST if i == axis else None for i in range(len(shape))))
-
-
-def _is_spec(leaf: object) -> bool:
-    return isinstance(leaf, P)

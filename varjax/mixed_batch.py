@@ -14,11 +14,79 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from varjax.cache import contents
-from varjax.editing.patch import Patch, given_tokens
+from varjax.editing import masks
+from varjax.editing.edit import source_tokens
+from varjax.engine.given import Given
+from varjax.errors import UserError
 from varjax.generator import Generator
+from varjax.io import pictures
 from varjax.io.images import to_uint8
+from varjax.model import Model
 from varjax.previews import Watched
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """The edit of an image: the picture float32 [H, W, 3], and where it is drawn [H, W].
+
+    tokens, kept: of the picture, and which of them stay [L].
+    paste, feather: whether the picture's own pixels come back outside the mask, and how softly.
+    """
+
+    picture: np.ndarray
+    drawn: np.ndarray
+    tokens: np.ndarray
+    kept: np.ndarray
+    paste: bool = True
+    feather: float = 0
+
+    @classmethod
+    def of(
+        cls, model: Model, picture: np.ndarray, drawn: np.ndarray, paste: bool, feather: float = 0
+    ) -> "Patch":
+        """Encodes a picture uint8 [H, W, 3] for an edit. `UserError` if the mask cannot be, or lets
+        no token be drawn."""
+        found, drawn = masks.check_pictures(model, picture, 1), masks.check_masks(model, drawn, 1)
+        kept = masks.kept_tokens(model, drawn)
+        if kept.all() and drawn.any():
+            raise UserError(
+                "too little is to be drawn: not one token lies in the mask by half; paint more"
+            )
+        tokens = source_tokens(model, found)
+        return cls(found[0], drawn[0], tokens[0], kept[0], paste, feather)
+
+    def finish(self, image: np.ndarray) -> np.ndarray:
+        """The drawn image float32 [H, W, 3] with the picture's own pixels where they belong."""
+        if not self.paste:
+            return image
+        return masks.paste(image[None], self.picture[None], self.drawn[None], self.feather)[0]
+
+
+def read_own_size(model: Model, data: bytes, name: str, *, mask: bool = False) -> np.ndarray:
+    """A picture uint8 [H, W, 3] of the model's size, or a mask [H, W] of which some is drawn, from
+    the bytes of a file. `UserError` for others, before a pixel is decoded where the size is wrong.
+    """
+    given, (height, width) = pictures.size(data, name), model.pixels
+    found = None
+    if sorted(given) == sorted(model.pixels):  # a camera may have stored it on its side
+        found = (pictures.read_mask if mask else pictures.read_picture)(data, name)
+    if found is None or found.shape[:2] != model.pixels:
+        words = f"{given[1]}x{given[0]} pixels, the model draws {width}x{height}: resize it"
+        raise UserError(f"{name} has {words}")
+    if mask and (found.all() or not found.any()):
+        what = "white: all would be" if found.any() else "black: nothing would be"
+        raise UserError(f"mask is all {what} drawn; paint what is to be drawn white")
+    return found
+
+
+def given_tokens(model: Model, patches: Sequence[Patch | None]) -> Given:
+    """The tokens that a batch is given; None: an image of which all is drawn."""
+    tokens = np.repeat(model.transformer.no_tokens(1), len(patches), axis=0)
+    where = np.zeros(tokens.shape[:2], bool)
+    for row, patch in enumerate(patches):
+        if patch is not None:
+            tokens[row], where[row] = patch.tokens, patch.kept
+    return Given(tokens, where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +112,7 @@ class Drawn:
     """A picture uint8 [H, W, 3], its tokens, and the seconds that its batch took.
 
     batch: the same object for all pictures of a batch. kept: bool [L, N, F], which tokens each head
-    held at the end (`varjax.cache.contents`), if that was asked for.
+    held at the end (`CachePlan.at_the_end`), if that was asked for.
     """
 
     picture: np.ndarray
@@ -72,7 +140,7 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
     images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])
     batch, seconds, kept, found = object(), time.perf_counter() - start, None, []
     if first.kept:
-        kept = contents.at_the_end(generator.plan, results.get("contents", state))
+        kept = generator.plan.at_the_end(results.get("contents", state))
     for item, image, own in zip(items, images, tokens, strict=False):
         image = image if item.patch is None else item.patch.finish(image)
         found.append(Drawn(to_uint8(image[None])[0], own, seconds, batch, kept))

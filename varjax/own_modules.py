@@ -33,32 +33,31 @@ class Kind:
 
 
 def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module once, and returns the names of what it registers.
+    """Imports a module once, and returns the names of what it registers. `UserError` if it is not
+    there, fails while it is imported, or registers nothing; the registries are then as before.
 
-    Args:
-      kinds: what it may register.
-      path_or_name: a .py file anywhere, or the import name of a module.
-
-    Raises:
-      UserError: it is not there, fails while it is imported, or registers nothing; the registries
-        are then as before.
+    kinds: what it may register.
+    path_or_name: a .py file anywhere, or the import name of a module.
     """
     words = " or ".join(kind.name for kind in kinds)
     given = os.fspath(path(f"{words} module", path_or_name))
     is_file = given.endswith(".py") or os.sep in given
-    key = str(pathlib.Path(given).resolve()) if is_file else given
+    file = pathlib.Path(given).resolve()
+    key = str(file) if is_file else given
+    # files of one name may differ
+    name = f"{file.stem}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     place = (*(kind.name for kind in kinds), key)
     if place not in _LOADED:
         registries = [registry for kind in kinds for registry in kind.registries]
         before = [dict(registry) for registry in registries]
         known = {kind.name: set(kind.registries[0]) for kind in kinds}
         try:
-            module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
+            module = _import_file(file, name) if is_file else importlib.import_module(key)
             found = [  # what is new, or was registered when the module was imported elsewhere
-                name
+                new
                 for kind in kinds
-                for name, entry in kind.registries[0].items()
-                if name not in known[kind.name] or kind.module_of(entry) == module.__name__
+                for new, entry in kind.registries[0].items()
+                if new not in known[kind.name] or kind.module_of(entry) == module.__name__
             ]
             if not found:
                 how = ", or ".join(kind.how for kind in kinds)
@@ -69,33 +68,24 @@ def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, .
                 registry.clear()
                 registry.update(content)
             if is_file:  # what it has registered is gone: it is run again next time
-                sys.modules.pop(_module_name(pathlib.Path(key)), None)
+                sys.modules.pop(name, None)
             if isinstance(error, KeyboardInterrupt):  # anything else is the module's own affair
                 raise
             raise UserError(f"{words} module {given}: {_what_is_wrong(error, key)}") from error
     return _LOADED[place]
 
 
-def _module_name(path: pathlib.Path) -> str:
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
-    return f"{path.stem}_{digest}"
-
-
-def _import_file(path: pathlib.Path) -> ModuleType:
+def _import_file(path: pathlib.Path, name: str) -> ModuleType:
     if not path.is_file():
         raise UserError("there is no such file")
-    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError("it is no Python file: its name has to end in .py")
-    if spec.name in sys.modules:  # it registers something of another kind, too
-        return sys.modules[spec.name]
+    if name in sys.modules:  # it registers something of another kind, too
+        return sys.modules[name]
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
     return module
 
 

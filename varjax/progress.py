@@ -1,6 +1,5 @@
 """Progress lines on standard error, and estimates of the time that is left."""
 
-import inspect
 import sys
 import time
 from collections import deque
@@ -85,34 +84,11 @@ def show_seconds(seconds: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
-def _takes_two(function: object) -> bool:
-    """Whether a function can be called with (done, total), as far as its signature tells.
-
-    A type without a signature, such as int, would make something else of two numbers.
-    """
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(0, 1)
-    except ValueError:  # it has no signature
-        return not isinstance(function, type)
-    except TypeError:
-        return False
-    return True
-
-
 def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable[[int, int], None]:
-    """Turn the argument `progress` of the Python API into a function of (done, total).
-
-    Args:
-      progress: False for a function that does nothing, True for one that prints lines on standard
-        error, or the function itself.
-      what: what is counted, for the lines.
-
-    Raises:
-      UserError: it is none of them.
-    """
-    if _takes_two(progress):
+    """Turn the argument `progress` of the Python API into a function of (done, total): False into
+    one that does nothing, True into one that prints lines on standard error; a function stays.
+    `UserError` for anything else. what: what is counted, for the lines."""
+    if callable(progress):
         return progress
     if not isinstance(progress, bool):
         raise UserError(f"progress={show(progress)}: give True, False, or a function (done, total)")

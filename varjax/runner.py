@@ -16,16 +16,17 @@ from varjax import jax_settings
 from varjax import sampling as sampling_lib
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
-from varjax.engine import compilation_cache, device_errors, pixels, program
-from varjax.engine.drawing import Drawing
+from varjax.engine import compilation_cache, pixels, program
 from varjax.engine.given import Given
 from varjax.engine.pixels import Decoding
+from varjax.engine.scales import ScaleSpec
+from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError
+from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import stored
-from varjax.parallel import plans, sharding, weights
+from varjax.parallel import sharding, weights
 from varjax.parallel.sharding import ShardedProgram
-from varjax.parallel.split import MeshSpec
 
 
 @dataclass
@@ -57,39 +58,35 @@ class Timing:
 
 class Runner:
     """Two programs: one draws the codes of a batch, one decodes their pixels. Arguments are those
-    of `Generator`.
+    of `Generator`. `UserError` for weights that cannot be divided over the mesh, or that lie on
+    disk without one.
 
     Attributes:
       model: its weights are arranged as the programs take them; once they are divided over several
         devices, it is of shapes alone.
       compiled, compiled_decoder: the programs (`jax.stages.Compiled`), None before `compile`.
       timing: seconds of compiling, and of every batch.
-
-    Raises:
-      UserError: weights that cannot be divided over the mesh, or that lie on disk without one.
     """
 
     def __init__(
         self,
         model: Model,
-        drawing: Drawing,
+        spec: ScaleSpec | TokenSpec,
         *,
         batch_size: int,
-        mesh: MeshSpec,
         layers: str,
         kv_dtype,
         precision: str,
         decoding: Decoding,
     ):
-        self.model, self.drawing, self.plan, self.spec = model, drawing, drawing.plan, drawing.spec
-        self.batch_size, self.mesh, self.kv_dtype = batch_size, mesh, kv_dtype
+        self.model, self.spec, self.plan = model, spec, spec.plan
+        self.batch_size, self.mesh, self.kv_dtype = batch_size, spec.mesh, kv_dtype
         self.precision, self.decoding, self.timing = precision, decoding, Timing()
         self.networks, self._layers = model.networks, layers
-        drawing.arrange(self.networks, layers, jax.default_backend())
+        spec.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
-        weights.check_weights(self.networks, mesh)
-        weights.check_widths(self.networks["transformer"], mesh.model)
-        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
+        weights.check_weights(self.networks, self.mesh)
+        if self.mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
             raise UserError("the weights are on disk, for several devices: give a mesh of these")
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None
@@ -98,26 +95,23 @@ class Runner:
 
     @jax_settings.pinned()
     def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
-        """Compiles both programs (codes, pixels) ahead of time.
+        """Compiles both programs (codes, pixels) ahead of time. `UserError` for a kernel that
+        cannot take these shapes, or a device without enough memory.
 
-        condition: arrays of a batch, of the shapes that `Generator.run_batch` will get; None:
-          labels, or texts as long as the model takes.
+        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
+          texts as long as the model takes.
         given: tokens of a batch if some will be given.
-
-        Raises:
-          UserError: a kernel that cannot take these shapes, or a device without enough memory.
         """
         start = time.perf_counter()
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:
             with self._explained("compiling"), compilation_cache.kept():
                 # another generator of the same model may have arranged the weights differently
-                self.drawing.arrange(self.networks, self._layers, jax.default_backend())
+                self.spec.arrange(self.networks, self._layers, jax.default_backend())
                 state, arguments = self.traced_arguments(condition, given)
+                generate = self._sharded or self.spec.generate
                 more = {"precision": self.precision, "auto_layout": automatic}
-                codes = program.trace_codes(
-                    self.networks, state, arguments, self.spec, sharded=self._sharded, **more
-                )
+                codes = program.trace_codes(self.networks, state, arguments, generate, **more)
                 how = {"few_rows": self.spec.few_rows, "weights_dtype": self.model.weights_dtype}
                 self.compiled, self.timing.cache = program.compile_codes(codes, **how)
                 self._make_empty = None
@@ -134,7 +128,7 @@ class Runner:
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         attention = self.spec.options.attention or implementations.preferred()
-        return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
+        return program.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def traced_arguments(
         self, condition: PyTree | None, given: np.ndarray | Given | None
@@ -160,12 +154,12 @@ class Runner:
         every = jax.devices()  # a smaller mesh takes those of this process
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
         self._sharded = ShardedProgram.of(
-            sharding.make_mesh(self.mesh, devices),
+            make_mesh(vars(self.mesh), devices),
             self.spec,
             self.networks,
-            plans.state_names(self.plan, self.mesh, self.kv_dtype),
-            self.drawing.input_names(inputs),
+            inputs,
             given,
+            self.kv_dtype,
         )
         placed = weights.place(self.networks, self._sharded.shardings[0])
         self.model, self.networks = self.model.abstract(), placed
@@ -175,7 +169,7 @@ class Runner:
     @cached_property
     def _shared_inputs(self) -> tuple:
         """Inputs that no batch changes: put on the device once, for all batches."""
-        shared = self.drawing.shared_inputs(self.networks["transformer"])
+        shared = self.spec.shared_inputs(self.networks["transformer"])
         return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
 
     def _arguments(
@@ -187,7 +181,7 @@ class Runner:
         given_scales: int | None,
     ) -> tuple:
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
-        inputs = self.drawing.for_images(self._shared_inputs, image_index)
+        inputs = self.spec.for_images(self._shared_inputs, image_index)
         if given is not None:
             given = Given.of(given, self.plan.geometry.schedule, given_scales)
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
@@ -196,20 +190,36 @@ class Runner:
         condition, inputs = jax.device_put((condition, inputs))
         return condition, keys, inputs, given
 
-    def run(
+    @jax_settings.pinned()
+    def run_batch(
         self,
         condition: PyTree,
         image_index: np.ndarray,
         *,
-        seed: int | np.ndarray,
-        given: np.ndarray | Given | None,
-        given_scales: int | None,
-        keep_cache: bool,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
+        given_scales: int | None = None,
+        keep_cache: bool = True,
     ) -> tuple[dict[str, Array], PyTree]:
-        """Draws and decodes one full batch (`Generator.run_batch`)."""
+        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
+        "logits"?} and the final cache.
+
+        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
+        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
+          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
+        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+          Over several devices its rows are those of the first device, then of the next.
+
+        Raises:
+          UserError: wrong input, or (`engine.program.OutOfMemory`) a device without enough memory.
+        """
+        seed = sampling_lib.check_seeds(seed, self.batch_size)
+        if self.compiled is None:
+            self.compile(condition, given)
         with self._explained("drawing"):
             arguments = self._arguments(condition, image_index, seed, given, given_scales)
-            self.drawing.arrange(self.networks, self._layers, jax.default_backend())
+            self.spec.arrange(self.networks, self._layers, jax.default_backend())
             if self._formats is not None:
                 program.place(self.networks, self._formats)
             if self._sharded is not None:

@@ -4,7 +4,7 @@ What is drawn for an image depends on its own key only, never on the batch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import jax
@@ -67,25 +67,6 @@ class Sampling:
         vocab_size: the most that `top_k` may keep. None: `top_k` may be any number; one that is too
           large keeps everything.
         """
-        for name, check in _KINDS.items():
-            value = getattr(self, name)
-            many = isinstance(value, tuple) and name in LISTS
-            for one in value if many else (value,):
-                check(name, one)
-        self._check_lists(num_scales)
-        most = 2**31 - 1 if vocab_size is None else vocab_size
-        if self.top_k < 0 or self.top_k > most:
-            what = "" if vocab_size is None else " (the size of the vocabulary)"
-            raise UserError(f"top_k={self.top_k}: choose 0 (off) to {most}{what}")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
-        if not -1 <= self.cfg_interval < 2**31 - 1:
-            raise UserError(
-                f"cfg_interval={show(self.cfg_interval)}: choose a number of tokens, or -1 for all"
-            )
-        return self
-
-    def _check_lists(self, num_scales: int) -> None:
         for name, low, words in (
             ("cfg", 0, "guidance strength is a finite number"),
             ("tau", SMALLEST_TAU, "the temperature is a finite number (greedy: the largest logit)"),
@@ -97,7 +78,7 @@ class Sampling:
                     f"give one number, or one for each scale"
                 )
             for one in self.per_scale(name, num_scales):
-                if not low <= one <= LARGEST_CFG:
+                if not low <= arguments.real(name, one) <= LARGEST_CFG:
                     raise UserError(
                         f"{name}={one:g}: {words}, at least {low:g}, at most {LARGEST_CFG:g}"
                     )
@@ -106,6 +87,14 @@ class Sampling:
                 f"cfg_insertion_layer={show(self.cfg_insertion_layer)}: give a list of places, as "
                 f"0 (on the logits) or 0,-5"
             )
+        for place in self.cfg_insertion_layer:
+            arguments.integer("cfg_insertion_layer", place)
+        arguments.integer("top_k", self.top_k, 0, 2**31 - 1 if vocab_size is None else vocab_size)
+        arguments.number("top_p", self.top_p, 0, 1, note="; 0 switches it off")
+        arguments.integer("cfg_interval", self.cfg_interval, -1, 2**31 - 2)
+        for name in ("greedy", "more_smooth"):
+            arguments.flag(name, getattr(self, name))
+        return self
 
     def check_no_interval(self, model: str) -> None:
         """Raises `UserError` if guidance ends before the last token, which only models that draw
@@ -147,25 +136,14 @@ class Sampling:
                 f"recommended sampling is {show(settings)}: it must hold names and values, as"
                 ' {"cfg": 1.5, "top_k": 900}'
             )
+        names = [field.name for field in fields(cls)]
         for name in overrides:
-            if name not in _KINDS:
-                close = nearest(name, _KINDS)
-                raise UserError(f"unknown setting {name!r}: there are {', '.join(_KINDS)}{close}")
+            if name not in names:
+                close = nearest(name, names)
+                raise UserError(f"unknown setting {name!r}: there are {', '.join(names)}{close}")
         chosen = {name: settings[name] for name in RECOMMENDABLE if name in settings}
         chosen |= {name: value for name, value in overrides.items() if value is not None}
         return cls(**chosen)
-
-
-_KINDS = {
-    "cfg": arguments.real,
-    "tau": arguments.real,
-    "cfg_insertion_layer": arguments.integer,
-    "cfg_interval": arguments.integer,
-    "top_k": arguments.integer,
-    "top_p": arguments.real,
-    "greedy": arguments.flag,
-    "more_smooth": arguments.flag,
-}
 
 
 def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
@@ -201,13 +179,10 @@ def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
 def sample(
     scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """Draws tokens, with one key per image.
+    """Tokens drawn with one key per image, and the logits that they were drawn from. These exist
+    only if `greedy` or `more_smooth`, else None: the kernel never writes them to memory.
 
     implementation: name of the kernel; None takes what the platform has.
-
-    Returns:
-      The tokens, and the logits that they were drawn from. These exist only if `greedy` or
-      `more_smooth`, else None: the kernel never writes them to memory.
     """
     if sampling.greedy:
         logits = scores.guided()

@@ -36,13 +36,6 @@ class Schedule:
         if not self.maps:
             raise UserError("a schedule needs at least one scale, for example 1x1;2x2;4x4")
         object.__setattr__(self, "maps", tuple(map(_pair, self.maps)))
-        for h, w in self.maps:
-            if h < 1 or w < 1:
-                raise UserError(f"token map {h}x{w} is empty: heights and widths are at least 1")
-            if h > LARGEST_SIDE or w > LARGEST_SIDE:
-                raise UserError(
-                    f"token map {h}x{w} is too large: heights and widths are at most {LARGEST_SIDE}"
-                )
         if len(self.maps) > LARGEST_COUNT:
             raise UserError(f"{len(self.maps)} scales given: at most {LARGEST_COUNT} work")
 
@@ -123,4 +116,5 @@ class Schedule:
 def _pair(sides: object) -> tuple[int, int]:
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise UserError(f"token map {show(sides)}: give a pair (height, width)")
-    return integer("height of a token map", sides[0]), integer("width of a token map", sides[1])
+    names = "height of a token map", "width of a token map"
+    return tuple(integer(n, side, 1, LARGEST_SIDE) for n, side in zip(names, sides, strict=True))

@@ -17,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 
 from varjax.arguments import integer
-from varjax.errors import UserError
 from varjax.schedule import Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
@@ -54,11 +53,6 @@ class TokenSequence:
             object.__setattr__(self, name, value)
         line = self.line or max(1, math.isqrt(self.image_tokens))
         object.__setattr__(self, "line", min(line, self.image_tokens))
-        if self.new_lines and (self.image_tokens % self.line or self.line < 2):
-            raise UserError(
-                f"token sequence: {self.image_tokens} tokens are no lines of {self.line}, which "
-                f"include a new line each"
-            )
 
     def __str__(self) -> str:
         return f"{self.condition}+{self.image_tokens}"

@@ -43,7 +43,7 @@ def describe(case: Compilation) -> dict:
     products = (n * k.flops for k, n in codes.cost.kernels.items() if k.name in OF_WEIGHTS)
     kernels = sum(products)
     if codes.cost.kernels:
-        kernels += attention_flops(plan, case.drawing.segments) * batch / devices
+        kernels += attention_flops(plan, case.spec.segments) * batch / devices
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
     moved = codes.cost.scanned_bytes + _weights(case)
     if plan.pool_tokens:

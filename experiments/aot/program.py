@@ -35,10 +35,10 @@ from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
 from varjax.engine.program import BuildOptions
+from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import parameters, stacked
 from varjax.nn.compiled import peak_bytes
-from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 
@@ -218,11 +218,11 @@ class Compilation:
         self.workload, self.chip, self.batch_size = workload, chip, batch_size
         model, plan, options = workload.model, workload.plan, workload.program
         mesh, devices = options.mesh, chips.compile_only_devices
-        self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
+        self.mesh = make_mesh(vars(mesh), devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         types = {"transformer": options.dtype, "codec": "float32"}
         networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
-        self.drawing = drawing(
+        self.spec = drawing(
             networks,
             plan,
             workload.sampling,
@@ -235,16 +235,15 @@ class Compilation:
             mesh=mesh,
             platform=chip.platform,
         )
-        self.spec = self.drawing.spec
         predict_for = partial(workload.predict, batch_size // mesh.data, chip.platform)
         layers = memory.layers_that_fit(options.layers, predict_for, chip.memory)
-        self.drawing.arrange(networks, layers, chip.platform)
+        self.spec.arrange(networks, layers, chip.platform)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
         dtypes = map(jnp.dtype, (options.kv_dtype, options.dtype))
         state = jax.eval_shape(partial(plan.empty_state, batch_size, *dtypes, groups=mesh.model))
         numbers = np.zeros(batch_size, np.int32)
-        inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
+        inputs = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
         arguments = (condition, keys, _on(inputs, None), None)
@@ -255,9 +254,9 @@ class Compilation:
                 self.mesh,
                 self.spec,
                 networks,
-                plans.state_names(workload.plan, options.mesh, options.kv_dtype),
-                self.drawing.input_names(inputs),
+                inputs,
                 None,
+                options.kv_dtype,
             )
         self.networks, self.state, *self.arguments = self._placed(
             (networks, state, *arguments), slice(None)
@@ -272,13 +271,13 @@ class Compilation:
 
     def compile_codes(self) -> None:
         """Compile the program that draws codes."""
-        arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
+        generate = self.sharded or self.spec.generate
+        arguments = (self.networks, self.state, tuple(self.arguments), generate)
         trace = partial(
             programs.trace_codes,
             *arguments,
             precision=self.workload.program.matmul_precision,
             auto_layout=self.automatic,
-            sharded=self.sharded,
         )
         stored = self.workload.model.weights_dtype
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}

@@ -169,7 +169,7 @@ def described(case: Compilation) -> dict:
         "status": "compiled",
         "batch_size": case.batch_size,
         "attention": case.spec.options.attention or "auto",
-        "segments": [[s.start, s.stop, s.length] for s in case.drawing.segments],
+        "segments": [[s.start, s.stop, s.length] for s in case.spec.segments],
         "layers": case.layers,
         "decode_dtype": workload.program.decoding.dtype,
         "devices": mesh.num_devices,

@@ -26,8 +26,8 @@ from experiments.bench.measured import columns, show_time
 from pallas_kernels import bench
 from varjax import sampling
 from varjax.engine import memory
-from varjax.engine.device_errors import OutOfMemory
 from varjax.engine.memory import show_bytes
+from varjax.engine.program import OutOfMemory
 from varjax.errors import choose
 from varjax.generator import Generator
 from varjax.nn.compiled import peak_bytes
@@ -123,8 +123,8 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
     timing, code_map = generator.timing, results["code_map"]
     row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
     row["finite"] = bool(np.isfinite(results["images"]).all())
-    shared = generator.drawing.shared_inputs(networks["transformer"])
-    inputs = generator.drawing.for_images(shared, numbers)
+    shared = generator.spec.shared_inputs(networks["transformer"])
+    inputs = generator.spec.for_images(shared, numbers)
     keys = sampling.image_keys(0, jnp.asarray(numbers))
     condition, inputs = jax.device_put((condition, inputs))
 

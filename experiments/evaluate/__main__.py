@@ -51,8 +51,8 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import processes
+from varjax.parallel.processes import Stop
 from varjax.parallel.split import MeshSpec
-from varjax.parallel.stopping import Stop
 from varjax.storage.atomic import check_new_file, new_folder, write_text
 
 PAIRED = ("psnr", "ssim", "lpips")

@@ -18,7 +18,7 @@ from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network
 from varjax.evaluation.pictures import paired
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.storage import npz
 
 MEASURES = {"psnr": pixels.psnr, "ssim": pixels.ssim}  # of a picture and the full cache's

@@ -20,7 +20,7 @@ from varjax.evaluation.statistics import (
     inception_scores,
     precision_recall,
 )
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file

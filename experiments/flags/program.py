@@ -25,7 +25,7 @@ from varjax.generator import MATMUL_PRECISIONS
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
-from varjax.parallel import plans, processes, weights
+from varjax.parallel import processes, sharding, weights
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -218,13 +218,12 @@ class ProgramFlags:
             heads = model.config.num_heads
             mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
             weights.check_weights(model.networks, mesh)
-            weights.check_widths(model.transformer, mesh.model)
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""
         if mesh.num_devices > 1:
             with about(self._mesh):
-                plans.check_plan(plan, mesh)
+                sharding.check_plan(plan, mesh)
 
     def sizing(self, options: ProgramOptions, model: Model, condition: Condition) -> Sizing:
         """Return what bytes of a cache mean on this machine, for --batch_size or, if it is not

@@ -41,7 +41,7 @@ from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -206,7 +206,7 @@ def generate_series(
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
     name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)
-    segments = len(generator.segments)
+    segments = len(generator.spec.segments)
     what = f"{segments} segments" if segments else "the step of a token"
     say(f"{name}: compiling {what} for batches of {run.batch_size}")
     given = run.given_tokens

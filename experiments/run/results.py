@@ -120,7 +120,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             "compilation_cache": timing.cache,
             "runs": timing.runs,
         },
-        "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
+        "segments_used": [[s.start, s.stop, s.length] for s in generator.spec.segments],
         "layers_used": generator.layers,
     }
 

@@ -18,10 +18,9 @@ from jaxtyping import PyTree
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
 from experiments.serve.requests import EditRequest, ImageRequest, gone
-from varjax.editing.patch import Patch, read_own_size
 from varjax.errors import UserError, choose, show
 from varjax.io import pictures
-from varjax.mixed_batch import Drawn, Item
+from varjax.mixed_batch import Drawn, Item, Patch, read_own_size
 from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.previews import Preview, Previews

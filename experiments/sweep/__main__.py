@@ -53,7 +53,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 from varjax.storage import ordinary

@@ -27,7 +27,7 @@ from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory

@@ -5,7 +5,6 @@ import pytest
 
 from tests import models_under_test as models
 from tests.often import often
-from varjax.cache import contents
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.parallel.split import MeshSpec
@@ -29,7 +28,7 @@ def test_what_a_policy_decided_by_scales(policy):
     plan, g = generator.plan, generator.plan.geometry
     whole = np.asarray(state.position)
     for row in range(2 * len(LABELS)):
-        found = contents.at_the_end(plan, results["contents"], row)
+        found = plan.at_the_end(results["contents"], row)
         expected = np.zeros_like(found)
         for layer, head in np.ndindex(g.num_layers, g.num_heads):
             region = head if state.regions is None else int(state.regions[layer, row, head])
@@ -44,8 +43,8 @@ def test_what_a_policy_decided_by_scales(policy):
     # however the loop over scales is cut, and without changing what is drawn
     _, other, _ = drawn(model, policy, segments=1, keep_contents=True)
     np.testing.assert_array_equal(
-        contents.at_the_end(plan, other["contents"]),
-        contents.at_the_end(plan, results["contents"]),
+        plan.at_the_end(other["contents"]),
+        plan.at_the_end(results["contents"]),
     )
     _, plain, _ = drawn(model, policy, segments=1)
     np.testing.assert_array_equal(plain["tokens"], other["tokens"])
@@ -55,9 +54,9 @@ def test_what_a_policy_decided_by_scales(policy):
 def test_contents_known_beforehand_need_no_program():
     model = models.fixture_model("c_k5_nol2norm")
     plan = Generator(model, "streaming", 0.6, batch_size=1).plan
-    found = contents.at_the_end(plan, None)
+    found = plan.at_the_end(None)
     np.testing.assert_array_equal(found.sum(-1), plan.capacity[-1])
-    assert contents.at_the_end(Generator(model, "full", batch_size=1).plan, None).all()
+    assert Generator(model, "full", batch_size=1).plan.at_the_end(None).all()
 
 
 @pytest.mark.parametrize("policy", often(("h2o",), ("streaming", "h2o")))
@@ -66,7 +65,7 @@ def test_token_by_token(policy):
     model = models.fixture_model("llamagen_c2i")
     generator, _, state = drawn(model, policy)
     plan = generator.plan
-    found = contents.at_the_end(plan, state, row=1)
+    found = plan.at_the_end(state, row=1)
     assert found.shape[-1] == plan.sequence.steps and found[..., -1].all()
     most = plan.allocation.slots[:, None]
     assert (found.sum(-1) <= most).all() and (found.sum(-1) >= most - plan.allocation.period).all()

@@ -1,4 +1,4 @@
-"""What plans, models and generators say of themselves."""
+"""What plans, models and policies say of themselves."""
 
 import pytest
 
@@ -15,9 +15,8 @@ def test_a_plan_fits_a_screen(model, policy):
     assert str(plan.num_bytes(1, "bfloat16")) in repr(plan)
 
 
-def test_generators_and_models_fit_a_screen():
+def test_models_and_policies_fit_a_screen():
     model = describe("demo")
-    generator = varjax.Generator(model, "swa", 0.25, batch_size=2)
-    for shown in (repr(model), repr(generator), repr(generator.policy)):
+    policy = varjax.policies.SlidingWindow(budget=0.25)
+    for shown in (repr(model), repr(policy)):
         assert len(shown.splitlines()) <= 10 and len(shown) < 1000
-    assert "batches of 2" in repr(generator) and "not compiled" in repr(generator)

@@ -5,7 +5,7 @@ import pytest
 
 import varjax
 from tests.models_under_test import fixture_model
-from varjax.engine import device_errors, pixels, program
+from varjax.engine import pixels, program
 from varjax.errors import UserError
 
 # XLA's words for GPUs and CPUs, for TPUs that compile, and that run
@@ -62,7 +62,7 @@ def test_too_little_memory(place, message, generator, monkeypatch):
 
 def test_too_little_memory_while_drawing(generator, monkeypatch):
     monkeypatch.setattr(generator, "compiled", failing(MEMORY[0]))
-    with pytest.raises(device_errors.OutOfMemory, match="out of memory drawing a batch of 2"):
+    with pytest.raises(program.OutOfMemory, match="out of memory drawing a batch of 2"):
         generator([0, 1])
 
 
@@ -77,7 +77,7 @@ def test_other_failures_keep_their_kind(place, message, generator, monkeypatch):
 @pytest.mark.parametrize("message", OTHER)
 def test_kernels_can_be_done_without(message):
     with pytest.raises(jax.errors.JaxRuntimeError) as failure:
-        with device_errors.explained("compiling", "tpu"):
+        with program.explained("compiling", "tpu"):
             failing(message)()
     [note] = failure.value.__notes__
     assert "compiling failed with kernels (tpu)" in note and "--attention=reference" in note

@@ -14,12 +14,14 @@ from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.cache.step import cache_step
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.engine import inputs, program
+from varjax.engine import program
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
 from varjax.models.var.transformer import VAR, VARConfig
 from varjax.nn import parameters
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 
@@ -64,10 +66,12 @@ def test_pool_is_never_copied(policy, dtype, layers):
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    options = program.BuildOptions()
-    spec = ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config, options)
+    how = Sampling(greedy=True), program.BuildOptions(), MeshSpec()
+    spec = ScaleSpec(
+        plan, segments, tuple(cache_step(plan, s.scales, None) for s in segments), *how
+    )
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
-    shared = inputs.shared_inputs([plan], segments, transformer.resampling)
+    shared = spec.shared_inputs(transformer)
     compiled = (
         jax.jit(spec.generate, donate_argnums=1)
         .lower(
@@ -75,7 +79,7 @@ def test_pool_is_never_copied(policy, dtype, layers):
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            inputs.for_images(shared, plan, segments, np.arange(batch)),
+            spec.for_images(shared, np.arange(batch)),
             None,
         )
         .compile()

@@ -34,7 +34,7 @@ def check_cover(schedule, segments):
     """Segments are contiguous, cover all scales and are as long as their longest scale."""
     assert [k for segment in segments for k in segment.scales] == list(range(schedule.num_scales))
     for segment in segments:
-        assert segment.num_scales == segment.stop - segment.start >= 1
+        assert len(segment.scales) == segment.stop - segment.start >= 1
         assert segment.length == max(schedule.tokens[segment.start : segment.stop])
 
 
@@ -118,7 +118,7 @@ def test_index_maps(name, how):
     for segment in plan_segments(schedule, how):
         step = StepInputs.of(schedule, segment.scales, segment.length)
         index, real = step.token_index, step.length
-        assert index.shape == (segment.num_scales, segment.length)
+        assert index.shape == (len(segment.scales), segment.length)
         assert index.dtype == real.dtype == np.int32
         for row, k in enumerate(segment.scales):
             assert real[row] == schedule.tokens[k]

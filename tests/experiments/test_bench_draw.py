@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import draw
-from varjax.engine.device_errors import OutOfMemory
+from varjax.engine.program import OutOfMemory
 from varjax.generator import Generator
 
 NAMES = ("var-d30-b1", "llamagen-xl-streaming-b8")

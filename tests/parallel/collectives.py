@@ -38,7 +38,7 @@ def main() -> None:
         generator.compile()
         programs = {"codes": generator.compiled, "pixels": generator.compiled_decoder}
         counts = {key: count(value) for key, value in programs.items()}
-        found[f"{name} {mesh}"] = {**counts, "segments": len(generator.segments)}
+        found[f"{name} {mesh}"] = {**counts, "segments": len(generator.spec.segments)}
     print(json.dumps(found))
 
 

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import varjax
-from varjax.logical_axes import shardings
+from varjax.logical_axes import make_mesh, shardings
 from varjax.models import registry
 from varjax.nn import parameters, quantized, stacked
 from varjax.parallel import weights
-from varjax.parallel.sharding import make_mesh
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
@@ -82,7 +81,7 @@ def measure(folder: Path, layers: str, weights_dtype: str | None) -> dict:
     leaves = [v.get_value().shape for v in quantized.matrices(model.transformer).values()]
     leaves += [leaf.origin.shape for leaf in jax.tree.leaves(networks)]
     largest = 2 * max(map(math.prod, leaves))
-    mesh = make_mesh(MeshSpec(model=MODEL), jax.devices())
+    mesh = make_mesh(vars(MeshSpec(model=MODEL)), jax.devices())
     where, most = shardings(weights.names(networks), mesh), collections.Counter()
     put = jax.device_put
 

@@ -18,7 +18,7 @@ from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.nn import parameters, stacked
-from varjax.parallel import plans, weights
+from varjax.parallel import sharding, weights
 from varjax.parallel.split import MeshSpec
 
 
@@ -61,16 +61,16 @@ def test_every_device_keeps_the_budget(name, groups):
     alone, plan = varjax.plan(model, policy), varjax.plan(model, policy, mesh=mesh)
     share = plan.allocated_bytes(2, "float32", groups) / plan.dense_bytes(2, "float32")
     assert 0.85 * policy.budget <= share <= policy.budget
-    plans.check_plan(plan, mesh)
+    sharding.check_plan(plan, mesh)
     uneven = len({part.capacity.sum() for part in alone.divide(groups)}) > 1
     assert uneven == (name == "heatkv")
     if uneven:
         with pytest.raises(UserError, match=r"would take (1\d|2\d)\.\d+%: plan for the mesh"):
-            plans.check_plan(alone, mesh)
+            sharding.check_plan(alone, mesh)
     else:
         np.testing.assert_array_equal(plan.allocation.last_use, alone.allocation.last_use)
     loose = dataclasses.replace(policy, accounting="tokens")
-    plans.check_plan(varjax.plan(model, loose, mesh=mesh), mesh)  # which promises no bytes
+    sharding.check_plan(varjax.plan(model, loose, mesh=mesh), mesh)  # which promises no bytes
 
 
 def test_given_contents_that_do_not_fit_a_mesh_are_refused(tmp_path):
@@ -97,9 +97,9 @@ def test_given_contents_that_do_not_fit_a_mesh_are_refused(tmp_path):
 )
 def test_contents_that_stay_with_one_group_of_heads(name, policy, message):
     plan = varjax.plan(fixture_model(name), policy)
-    plans.check_plan(plan, MeshSpec(data=2))
+    sharding.check_plan(plan, MeshSpec(data=2))
     with pytest.raises(UserError, match=message):
-        plans.check_plan(plan, MeshSpec(model=2))
+        sharding.check_plan(plan, MeshSpec(model=2))
 
 
 @pytest.mark.parametrize("name", ["a_k10", "llamagen_c2i"])
@@ -119,9 +119,9 @@ def test_contents_of_single_images_stay_on_one_device(name, images, tmp_path):
         varjax.plan(model, policies.Table(path=str(tmp_path / path)))
         for path in ("rows.npz", "all.npz")
     )
-    plans.check_plan(for_all, MeshSpec(data=2))
+    sharding.check_plan(for_all, MeshSpec(data=2))
     with pytest.raises(UserError, match="'table' treats the images of a batch differently"):
-        plans.check_plan(by_row, MeshSpec(data=2))
+        sharding.check_plan(by_row, MeshSpec(data=2))
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():

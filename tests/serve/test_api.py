@@ -14,7 +14,6 @@ from PIL import Image
 
 from tests import models_under_test as models
 from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
-from varjax.cache import contents
 from varjax.generator import Generator
 from varjax.io import pictures
 from varjax.io.images import to_uint8
@@ -145,7 +144,7 @@ def test_a_policy_of_a_request(client, service):
     kept = found["data"][0]["kept"]
     bits = np.unpackbits(np.frombuffer(base64.b64decode(kept["b64"]), np.uint8))
     shape = kept["layers"], kept["heads"], kept["tokens"]
-    expected = contents.at_the_end(plan, results["contents"])
+    expected = plan.at_the_end(results["contents"])
     np.testing.assert_array_equal(bits[: np.prod(shape)].reshape(shape), expected)
     tokens = found["data"][0]["tokens"]
     numbers = np.frombuffer(base64.b64decode(tokens["b64"]), "<i4").reshape(tokens["shape"])

@@ -14,6 +14,7 @@ from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.engine import tokens as engine
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, Scores
 from varjax.sequence import TokenSequence
 
@@ -48,7 +49,7 @@ class StandIn:
     v: np.ndarray
     visible: np.ndarray
 
-    config = SimpleNamespace(check_sampling=lambda s: s, is_guided=lambda s: False)
+    config = SimpleNamespace(condition_tokens=1, grid=None)
 
     def token_products(self, implementation: str | None) -> None:
         """None: its layers are what they are."""
@@ -128,7 +129,9 @@ def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8, group=1)
 def traced(model: StandIn, plan, dtype="float32", decide=None, attention="reference"):
     """The jitted program of a plan, and its arguments. decide: wraps every layer's strategy."""
     options = engine.BuildOptions(attention=attention, keep_logits=True)
-    spec = engine.TokenSpec.of(plan, GREEDY, model.config, options)
+    numbers = range(plan.geometry.num_layers)
+    layers = tuple(engine.token_step(plan, i, attention) for i in numbers)
+    spec = engine.TokenSpec(plan, layers, GREEDY, options, MeshSpec())
     if decide is not None:
         spec = dataclasses.replace(spec, layers=tuple(map(decide, spec.layers)))
     rows = model.q.shape[1]
@@ -141,8 +144,9 @@ def traced(model: StandIn, plan, dtype="float32", decide=None, attention="refere
     inputs = () if inputs is None else tuple(map(jnp.asarray, inputs))
 
     def program(state, keys):
-        networks = {"transformer": model}
-        return spec.draw(networks, state, None, keys, inputs, None)
+        codec = SimpleNamespace(code_map=lambda tokens, grid: tokens)
+        networks = {"transformer": model, "codec": codec}
+        return spec.generate(networks, state, None, keys, inputs, None)
 
     return jax.jit(program, donate_argnums=0), (state, keys)
 

@@ -125,15 +125,16 @@ def test_a_batch_is_its_rows_alone(name):
 def test_condition_and_newest_tokens_stay(name):
     """After the last decision: the condition as it was, and the newest tokens of the window."""
     plan, model, _, state = run_of(name)
+    main = plan.allocation.slots[0] - plan.allocation.period
     if name == "h2o":
-        window = int(plan.policy.recent_share * plan.allocation.main[0])
+        window = int(plan.policy.recent_share * main)
     else:
         window = plan.policy.window
     decided, last = plan.sequence.stages(plan.allocation.period)
     newest = set(range(decided * plan.allocation.period - window, plan.sequence.steps))
     for (layer, row, head), numbers in held(state, 3).items():
         assert newest <= numbers
-        assert len(numbers) == plan.allocation.main[0] + last
+        assert len(numbers) == main + last
         assert (np.asarray(state[layer].position)[row, head, :3] >= 0).tolist() == (
             model.visible[row].tolist()
         )

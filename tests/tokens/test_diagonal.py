@@ -14,7 +14,7 @@ from varjax import policies
 from varjax.cache import token_decision
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.cache.token_offsets import OffsetStep
+from varjax.cache.token_step import OffsetStep
 from varjax.engine.tokens import token_step
 from varjax.errors import UserError
 

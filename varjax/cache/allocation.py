@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax import arguments
+from varjax.arguments import parse_pairs
 from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
@@ -49,11 +50,6 @@ class Geometry:
             # As Python numbers, whatever was given: the text of a geometry is part of the digest
             # that identifies plans.
             object.__setattr__(self, name, value)
-        if self.queries_per_head > 1 and isinstance(self.schedule, Schedule):
-            raise UserError(
-                f"geometry: queries_per_head is {self.queries_per_head}, but models that draw "
-                f"scale by scale have a head of keys and values for every query head: it must be 1"
-            )
         # Tables and searches grow with these numbers: refused before anything is made.
         heads, tokens = self.num_layers * self.num_heads, self.schedule.total_tokens
         scales = self.schedule.num_scales if isinstance(self.schedule, Schedule) else 0
@@ -73,12 +69,20 @@ class Geometry:
         """Reads `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`, or for a model that draws
         token by token `"layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24"`. Such a
         model may have `queries_per_head=8`; `heads` are those of keys and values."""
-        arguments.text("geometry", text)
-        names = [name for name, _, _ in (part.partition("=") for part in text.split(","))]
-        by_token = "tokens" in map(str.strip, names)
+        given = parse_pairs(text)
+        by_token = "tokens" in given
         needed = ("layers", "heads", "head_dim", "tokens" if by_token else "schedule")
         optional = ("condition", "line", "queries_per_head") if by_token else ()
-        given = _parse_parts(text, (*needed, *optional))
+        for name, value in given.items():
+            if name not in (*needed, *optional):
+                known = ", ".join(f"{known}=..." for known in (*needed, *optional))
+                raise UserError(f"cannot read {name} of geometry {show(text)}: give {known}")
+            # more digits would not fit 64 bits, and Python may refuse to read them at all
+            if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
+                raise UserError(
+                    f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
+                )
+            given[name] = Schedule.parse(value) if name == "schedule" else int(value)
         if missing := [name for name in needed if name not in given]:
             raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
         sizes = {"num_layers": given.pop("layers"), "num_heads": given.pop("heads")}
@@ -109,35 +113,6 @@ class Geometry:
         return self.schedule.persistent_tokens * self.num_layers * self.num_heads
 
 
-def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
-    """Reads a text of name=value; names are those of `known`."""
-    given = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in known or not value:
-            raise UserError(
-                f"cannot read {show(part)} of geometry {show(text)}: give "
-                f"{', '.join(k + '=...' for k in known)}"
-            )
-        if name in given:
-            raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
-        # more digits would not fit 64 bits, and Python may refuse to read them at all
-        if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
-            raise UserError(
-                f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
-            )
-        given[name] = Schedule.parse(value) if name == "schedule" else int(value)
-    return given
-
-
-def distinct(of_heads: np.ndarray) -> np.ndarray:
-    """Undoes the broadcasting of an array [L, N, ...] over layers or heads, so that equal heads are
-    counted once. The result has 1 in place of an L or N that was broadcast."""
-    # NumPy gives axes that it broadcasts a stride of 0: no number is compared here
-    alike = [n > 1 and of_heads.strides[axis] == 0 for axis, n in enumerate(of_heads.shape[:2])]
-    return of_heads[tuple(slice(0, 1) if same else slice(None) for same in alike)]
-
-
 @dataclass(frozen=True, eq=False)
 class StaticAllocation:
     """Contents known before the program starts.
@@ -151,11 +126,8 @@ class StaticAllocation:
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
         """Makes an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
-        says whether scale s may see token p.
-
-        Raises:
-          UserError: a token is visible before it exists, or comes back after it was dropped.
-        """
+        says whether scale s may see token p. `UserError` if a token is visible before it exists, or
+        comes back after it was dropped."""
         scale = geometry.schedule.scale_of_token
         num_scales = geometry.schedule.num_scales
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
@@ -188,26 +160,24 @@ class StaticAllocation:
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: tokens held when each scale starts."""
-        counts = distinct(self.tokens_by_last_use(geometry))
-        # stored by scales before s, less what was used for the last time before s
-        change = counts.sum(-1, dtype=np.int32) - counts.sum(-2, dtype=np.int32)
-        held = np.cumsum(change, -1, dtype=np.int32) - change
-        shape = (*self.last_use.shape[:2], geometry.schedule.num_scales)
-        return np.ascontiguousarray(np.moveaxis(np.broadcast_to(held, shape), -1, 0))
-
-    def tokens_by_last_use(self, geometry: Geometry) -> np.ndarray:
-        """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
-        are never stored count nowhere."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
-        # heads that share their contents were broadcast from one: it is counted once
-        heads = distinct(self.last_use)
+        # Layers or heads that share their contents were broadcast from one, which is counted once.
+        # NumPy gives axes that it broadcasts a stride of 0: no number is compared here.
+        sizes, strides = self.last_use.shape[:2], self.last_use.strides
+        layers, heads = (1 if n > 1 and not strides[axis] else n for axis, n in enumerate(sizes))
+        heads = self.last_use[:layers, :heads]
+        # how many tokens of each scale are last used at each scale
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         # scale by scale, which takes no array of all pairs of tokens and scales
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):
                 counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)
-        return np.broadcast_to(counts, (*self.last_use.shape[:2], num_scales, num_scales))
+        # stored by scales before s, less what was used for the last time before s
+        change = counts.sum(-1, dtype=np.int32) - counts.sum(-2, dtype=np.int32)
+        held = np.cumsum(change, -1, dtype=np.int32) - change
+        shape = (*self.last_use.shape[:2], num_scales)
+        return np.ascontiguousarray(np.moveaxis(np.broadcast_to(held, shape), -1, 0))
 
 
 @dataclass(frozen=True, eq=False)

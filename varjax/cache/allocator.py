@@ -42,14 +42,8 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
 
 
 class PoolLayout:
-    """Slots of every scale, layer and head, as `build_plan` needs them.
-
-    ids, start, stop: int [K, L, N, M], runs of slots that a scale reads: block, first slot, last
-      slot + 1.
-    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
-      decides.
-    blocks_in_use: int64 [K, L], right after each store.
-    """
+    """Slots of every scale, layer and head: `ids`, `start`, `stop` and `write_slots` of a
+    `ScalePlan`, and `blocks_in_use`, int64 [K, L], right after each store."""
 
     def __init__(self, geometry: Geometry, allocation: Allocation, block_size: int):
         self.geometry, self.allocation, self.block_size = geometry, allocation, block_size
@@ -89,7 +83,11 @@ class PoolLayout:
                 gone = gone[gone >= 0]
                 self.pool.give(gone)
                 owner[gone] = -1
-                head, token = _stored(last_use[layer, :, mine], s)
+                # Tokens that are used longest come first. Tokens that end together then lie
+                # together, and blocks become free as a whole.
+                head, token = np.nonzero(last_use[layer, :, mine] > s)
+                order = np.lexsort((-last_use[layer, :, mine][head, token].astype(int), head))
+                head, token = head[order], token[order]
                 counts = np.bincount(head, minlength=g.num_heads)
                 found = self.pool.take(layer, counts, newest[layer])
                 slots[layer, :, mine][head, token] = found
@@ -161,12 +159,3 @@ class PoolLayout:
             for array, value in zip(found, values, strict=True):
                 array[s, head, place] = value
         return [array.reshape(len(scales), g.num_layers, g.num_heads, most) for array in found]
-
-
-def _stored(last_use: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns head and token of everything that a layer stores after `scale`, head after head."""
-    # Tokens that are used longest come first. Tokens that end together then lie together, and
-    # blocks become free as a whole.
-    head, token = np.nonzero(last_use > scale)
-    order = np.lexsort((-last_use[head, token].astype(int), head))
-    return head[order], token[order]

@@ -36,7 +36,12 @@ class OwnRanges:
         # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
         # search is needed then.
         if self._free_before:
-            taken = self._first_free(layer, counts)
+            # the free slots with the lowest numbers in each head's range, for all heads at once
+            edges = self._edges[layer * counts.size :][: counts.size + 1]
+            free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
+            head = np.searchsorted(edges, free, side="right") - 1
+            turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
+            taken = free[turn < counts[head]]
         else:
             ends = np.cumsum(counts)
             first = np.repeat(self._next[layer] - (ends - counts), counts)
@@ -46,14 +51,6 @@ class OwnRanges:
         # `add.at`, because a block occurs as often as it has slots among these
         np.add.at(self._count, taken // self._block_size, 1)
         return taken
-
-    def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
-        """The free slots with the lowest numbers in each head's range, for all heads at once."""
-        edges = self._edges[layer * counts.size :][: counts.size + 1]
-        free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
-        head = np.searchsorted(edges, free, side="right") - 1
-        turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
-        return free[turn < counts[head]]
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots."""
@@ -79,43 +76,36 @@ class CommonSlots:
         return len(self._used) - len(self._whole)
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Takes slots for the heads of a layer, head after head.
+        """Takes slots for the heads of a layer, head after head. In this order: behind `last` as
+        far as there is room, blocks that nobody uses, the shortest free run that holds the rest,
+        the longest runs.
 
         counts: int [N], how many slots each head gets.
         last: int [N], the slot behind which a head likes to continue (-1: none).
         """
-        each = zip(counts.tolist(), last.tolist(), strict=True)
-        found = [slots for count, behind in each for slots in self._take(count, behind)]
-        return np.concatenate([np.zeros(0, np.int64), *found])
-
-    def _take(self, count: int, last: int) -> list[np.ndarray]:
-        """Takes slots for one head. In this order: behind `last` as far as there is room, blocks
-        that nobody uses, the shortest free run that holds the rest, the longest runs."""
-        # Every change of block is another table entry, which kernels copy and look up on their own.
-        found: list[np.ndarray] = []
-        while count:
-            block, before = divmod(last, self._size)
-            runs = self._runs.get(block, ()) if last >= 0 else ()
-            room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind `last`
-            if room:
-                first = before + 1
-            elif self._whole:
-                block, first, room = heapq.heappop(self._whole), 0, self._size
-                self._list(block, [(0, room)])
-            elif (i := bisect.bisect_left(self._by_length, (count, -1, -1))) < len(self._by_length):
-                room, block, first = self._by_length[i]
-            else:
-                room, block, first = self._by_length[-1]
-            found.append(self._cut(block, first, min(room, count)))
-            count, last = count - found[-1].size, -1
-        return found
-
-    def _cut(self, block: int, first: int, count: int) -> np.ndarray:
-        """Takes the first `count` slots of a free run."""
-        self._used[block, first : first + count] = True
-        left = [(a + count if a == first else a, b) for a, b in self._runs[block]]
-        self._list(block, [(a, b) for a, b in left if a < b])
-        return block * self._size + np.arange(first, first + count)
+        found = [np.zeros(0, np.int64)]
+        for count, behind in zip(counts.tolist(), last.tolist(), strict=True):
+            # Every change of block is another table entry, which kernels copy and look up on their
+            # own.
+            while count:
+                block, before = divmod(behind, self._size)
+                runs = self._runs.get(block, ()) if behind >= 0 else ()
+                room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind it
+                fits = bisect.bisect_left(self._by_length, (count, -1, -1))
+                if room:
+                    first = before + 1
+                elif self._whole:
+                    block, first, room = heapq.heappop(self._whole), 0, self._size
+                    self._list(block, [(0, room)])
+                else:
+                    room, block, first = self._by_length[min(fits, len(self._by_length) - 1)]
+                size = min(room, count)
+                self._used[block, first : first + size] = True
+                left = [(a + size if a == first else a, b) for a, b in self._runs[block]]
+                self._list(block, [(a, b) for a, b in left if a < b])
+                found.append(block * self._size + np.arange(first, first + size))
+                count, behind = count - size, -1
+        return np.concatenate(found)
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots. A block without used slots becomes whole again."""

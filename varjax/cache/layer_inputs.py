@@ -1,4 +1,5 @@
-"""Inputs of a layer's cache step at a scale: tables of the slots that it reads and writes, and
+"""Inputs of the scale loop: for every scale its `StepInputs`, padded to the longest of its segment,
+and for every layer what its cache step reads: tables of the slots that it reads and writes, and
 facts that its policy knows beforehand. These are host arrays; the program scans over their scales
 and indexes them by layer."""
 
@@ -12,7 +13,8 @@ from jaxtyping import Array, Int, PyTree
 from pallas_kernels.cache_write import BlockWrites, block_writes
 from pallas_kernels.ragged_attention import BlockTable
 from varjax.cache.scale_plan import ScalePlan
-from varjax.models.step_inputs import AnyArray
+from varjax.codecs.maps import bilinear_neighbours
+from varjax.models.step_inputs import AnyArray, StepInputs
 
 
 @jax.tree_util.register_dataclass
@@ -58,11 +60,9 @@ class RegionInputs:
     policy: PyTree = None
 
     def packed(self, block_size: int) -> "RegionInputs":
-        """The inputs with the table that is read as kernels read it."""
         return replace(self, read=self.read.with_packed(block_size))
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
-        """The inputs of one layer from those of all layers of a scale."""
         capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
         return RegionInputs(
             read=self.read.of_layer(layer),
@@ -73,6 +73,19 @@ class RegionInputs:
 
 
 LayerInputs = StaticInputs | RegionInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SegmentInputs:
+    """Inputs of the scan over a segment's scales.
+
+    step: what a scale reads; leading axis [scales].
+    layers: what the caches of its layers read; leading axes [scales, layers].
+    """
+
+    step: StepInputs
+    layers: LayerInputs
 
 
 def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
@@ -110,13 +123,10 @@ def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
         # table that is read; source -1 writes nothing.
         most = max(a.shape[3] for a in arrays)
         fill = -1 if arrays[0].ndim == 5 else 0
-        widths = [[(0, 0)] * a.ndim for a in arrays]
-        for width, array in zip(widths, arrays, strict=True):
-            width[3] = (0, most - array.shape[3])
-        padded = [
-            np.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)
-        ]
-        return np.concatenate(padded, axis=2)
+        rest = [(0, 0)] * (arrays[0].ndim - 4)
+        widths = [[*[(0, 0)] * 3, (0, most - a.shape[3]), *rest] for a in arrays]
+        pairs = zip(arrays, widths, strict=True)
+        return np.concatenate([np.pad(*pair, constant_values=fill) for pair in pairs], axis=2)
 
     return jax.tree.map(join, *groups)
 
@@ -131,3 +141,22 @@ def _read_table(plan: ScalePlan, scales: np.ndarray) -> BlockTable:
         for a in (plan.ids, plan.start, plan.stop)
     )
     return BlockTable(ids, start, stop)
+
+
+def observed_inputs(plan: ScalePlan, scales: range, length: int) -> dict[str, np.ndarray]:
+    """The fields of `StepInputs` that the plan's policy asks for (`Needs`)."""
+    rule, maps = plan.rule, plan.geometry.schedule.maps
+    found = {}
+    if rule.needs.window and not plan.static_content:
+        # every scale has a window of the same length, so that one program serves a segment
+        windows = [rule.window_tokens(*maps[s]) for s in scales]
+        found["window"] = np.stack([np.asarray(w, np.int32) for w in windows])
+    if rule.needs.key_similarity:
+        # The first scale has none before it: its own map stands in, and the result is not used.
+        # All scales of a segment are padded to one length; padding gets token 0 with weight 0.
+        pairs = [bilinear_neighbours(maps[max(s - 1, 0)], maps[s]) for s in scales]
+        names = ("neighbours", "neighbour_weights")
+        for name, arrays in zip(names, zip(*pairs, strict=True), strict=True):
+            padding = [((0, 0), (0, length - a.shape[1])) for a in arrays]
+            found[name] = np.stack([np.pad(a, p) for a, p in zip(arrays, padding, strict=True)])
+    return found

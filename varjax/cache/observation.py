@@ -1,14 +1,11 @@
-"""Policies, as the cache knows them: the interface of their rules (`Rule`), and what a rule may
-observe on the device. A rule names its wishes in `Needs` and is shown an `Observation`."""
+"""What the rule of a policy may observe on the device. It names its wishes in `Needs` and is shown
+an `Observation`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
-
-from varjax.cache.allocation import Geometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,43 +113,6 @@ class Observation:
     implementation: str | None = field(default=None, metadata=dict(static=True))
 
 
-class Rule(Protocol):
-    """A policy's part on one kind of model, as planner, cache and engine call it;
-    `varjax.policies.rule` says what each member means. Models that draw token by token are never
-    asked for `window_tokens`, `init_state` and `update_state`, the others never for `local_window`,
-    `slots`, `minimum_slots`, `compares_heads` and `inputs_heads`."""
-
-    policy: "Policy"
-    needs: Needs
-    compares_heads: str | None
-    inputs_heads: int | None
-    selects: bool
-    local_window: int | None
-
-    # on the host, before anything is compiled
-    def prepare(self, geometry: Geometry, calibration: Any) -> "Policy": ...
-    def check(self, geometry: Geometry) -> None: ...
-    def check_budget(self, geometry: Geometry) -> None: ...
-    def minimum_budget(self, geometry: Geometry) -> float: ...
-    def slots(self, geometry: Geometry, budget: float) -> int: ...
-    def minimum_slots(self, geometry: Geometry) -> int: ...
-    def allocate(self, geometry: Geometry, budget: float) -> Any: ...
-    def inputs(self, geometry: Geometry, allocation: Any, image_index: np.ndarray) -> PyTree: ...
-    def window_tokens(self, height: int, width: int) -> np.ndarray: ...
-    def init_state(self, geometry: Geometry, rows: int) -> PyTree: ...
-    # traced: the rest runs on the device, per row
-    def update_state(self, obs: Observation) -> PyTree[Array]: ...
-    def regroup(self, obs: Observation) -> Int[Array, "R N"]: ...
-    def select(self, obs: Observation) -> Bool[Array, "R N K"]: ...
-
-
-class Policy(Protocol):
-    """A policy, as the planner asks it (`varjax.policies.Policy`)."""
-
-    name: str
-    budget: float
-    accounting: str
-    block_size: int
-    shrinks: bool
-
-    def rule(self, kind: str) -> Rule: ...
+# `varjax.policies.rule.Rule` and `varjax.policies.Policy`, which say what each member means. They
+# import this package, so their types cannot be named here.
+Rule = Policy = Any

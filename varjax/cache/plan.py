@@ -9,19 +9,16 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from varjax import arguments
-from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Policy, Rule
 from varjax.errors import UserError
-
-if TYPE_CHECKING:
-    from varjax.cache.stages import StageAllocation
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
@@ -43,9 +40,12 @@ class CachePlan:
       pool in `dtype` (int8 comes with scales), queries and keys that attention sees in
       `compute_dtype`; the caches of `groups` devices, each with a group of heads, side by side.
     kv_arrays(state): the arrays of a cache that hold K and V, and the scales of an int8 pool.
+    at_the_end(found, row): bool [L, N, F], which of the F image tokens that are ever stored (all
+      scales but the last, or all image tokens but the last) each head holds when the last scale or
+      token is drawn. found: scale by scale the "contents" that a generator with `keep_contents`
+      returns; token by token the final cache; not looked at where contents are known. row: of the
+      cache; row i of a batch is its image i with its condition.
     divide(groups): a plan for each of several groups of heads, all with pools of one size.
-    name_heads(names): names the axes of heads of a cache, which devices divide. names: a cache with
-      names (`varjax.logical_axes`) in place of every array, those of rows already.
     arrays(): what `experiments.plan --save` writes beside sizes and capacities.
     timeline(): lines of text that say what is held when, with a heading.
     _decided(): the arrays that the compiled program reads or depends on.
@@ -56,7 +56,7 @@ class CachePlan:
     """
 
     geometry: Geometry
-    allocation: "Allocation | StageAllocation"
+    allocation: Any
     block_size: int
     pool_blocks: int
     capacity: np.ndarray
@@ -102,13 +102,9 @@ class CachePlan:
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def check_rows(self, config, sampling) -> int:
-        """The cache rows of an image under this sampling: two with guidance, else one.
-
-        config: of the transformer.
-
-        Raises:
-          UserError: the model cannot draw that way, or the plan is for another number of rows.
-        """
+        """The cache rows of an image under this sampling: two with guidance, else one. `UserError`
+        if the model cannot draw that way, or the plan is for another number of rows. config: of the
+        transformer."""
         # guidance runs an unconditional row beside the conditional one, with a cache of its own
         rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
         if self.geometry.rows_per_image != rows:
@@ -124,8 +120,8 @@ class CachePlan:
         batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         # One scale for the key and one for the value of a slot. A scale per block would save bytes,
         # but writing a token would then change what its neighbours in the block mean.
-        scales = 2 * item_size("float32") if dtype == "int8" else 0
-        per_row = 2 * g.head_dim * item_size(dtype) + scales
+        scales = 2 * 4 if dtype == "int8" else 0
+        per_row = 2 * g.head_dim * jnp.dtype(dtype).itemsize + scales
         return batch_size * g.rows_per_image * per_row
 
     @property
@@ -201,11 +197,6 @@ def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
     if asked is None:
         return jnp.dtype(dtype)
     return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
-
-
-def item_size(dtype) -> int:
-    """Bytes of one number of a type. NumPy alone does not know bfloat16."""
-    return jnp.dtype(dtype).itemsize
 
 
 def check_block_size(block_size: int) -> int:

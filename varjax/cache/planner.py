@@ -33,15 +33,12 @@ def plan_cache(
     geometry: Geometry, policy: Policy, calibration: Any = None, *, groups: int = 1
 ) -> CachePlan:
     """Plans the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
-    model.
+    model. `UserError` if the policy does not serve such a model, or an argument of it cannot work
+    there; if the budget is infeasible (the message names the smallest feasible one), or the block
+    size is.
 
-    Args:
-      calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
-      groups: devices that the heads are divided over; each one's pool keeps the budget by itself.
-
-    Raises:
-      UserError: the policy does not serve such a model, or an argument of it cannot work there; the
-        budget is infeasible (the message names the smallest feasible one), or the block size is.
+    calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
+    groups: devices that the heads are divided over; each one's pool keeps the budget by itself.
     """
     if geometry.num_heads % groups:
         raise UserError(
@@ -88,13 +85,12 @@ def choose(
         tokens = peak_tokens(geometry, allocation)
         block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
-        allocation, block_size = _Search(geometry, rule, allocate).run()
-    check_block_size(block_size)
-    charged = policy.accounting == "bytes" and isinstance(allocation, StaticAllocation)
-    if groups > 1 and charged:  # others are not divided, or have heads of one size
-        parts = _Groups(geometry, rule, allocate, groups)
-        allocation, block_size = parts.fitted(allocation, block_size)
-    return policy, allocation, block_size
+        search = _Search(geometry, rule, allocate)
+        allocation, block_size = search.run()
+        # others are not divided
+        if groups > 1 and isinstance(allocation, StaticAllocation):
+            allocation, block_size = search.divided(groups, allocation, block_size)
+    return policy, allocation, check_block_size(block_size)
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
@@ -152,82 +148,84 @@ class _Search:
             loose = not policy.shrinks and -kept % block_size > LOST_AT_MOST * kept
             if (asked and share < 1) or (enough and (asked or not loose)):
                 return allocation, block_size
-        raise UserError(self._too_large(asked))
+        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit"
+        problem += f" {self._limit(geometry)} slots" + f" in blocks of {asked}" * bool(asked)
+        for size in BLOCK_SIZES:
+            if self._largest(size) is not None:
+                hint = f"choose block_size={size} or smaller, or accounting=tokens"
+                raise UserError(f"{problem}: {hint}")
+        raise UserError(
+            f"{problem}: after some layer of some scale it holds "
+            f"{wanted / max(1, geometry.dense_tokens):.4f} of the full cache; give that budget, or "
+            f"accounting=tokens"
+        )
 
-    @property
-    def _limit(self) -> int:
+    def _limit(self, geometry: Geometry) -> int:
         """Slots that the budget pays for; 0.29 * 100 is 29, not 28."""
-        return int(self.rule.policy.budget * self.geometry.dense_tokens + 1e-6)
+        return int(self.rule.policy.budget * geometry.dense_tokens + 1e-6)
 
     def _largest(self, block_size: int) -> Allocation | None:
-        """Bisects the budget handed to the policy until its rounded pool fits the limit."""
+        """What the policy keeps at the largest budget whose rounded pool fits the limit."""
+
+        def attempt(budget: float) -> Allocation | None:
+            found = self.allocate(budget)
+            fits = pool_slots(self.geometry, found, block_size) <= self._limit(self.geometry)
+            return found if fits else None
+
+        return self._bisected(attempt)
+
+    def _bisected(
+        self,
+        attempt: Callable[[float], Allocation | None],
+        full: Callable[[Allocation], bool] | None = None,
+    ) -> Allocation | None:
+        """Bisects the budget handed to the policy; above the policy's own only where `full` says
+        when a pool is full enough. attempt: the allocation of a budget, None if it does not fit."""
         policy = self.rule.policy
-        best = self._attempt(policy.budget, block_size)
-        if best is not None or not policy.shrinks:
+        best, low, high = attempt(policy.budget), policy.budget, 1.0
+        if not policy.shrinks or (best is not None and full is None):
             return best
+        if best is None:
+            low, high = self.rule.minimum_budget(self.geometry), policy.budget
+            best = attempt(low)
         # What a policy keeps grows with its budget, but in whole tokens, so the search is over real
         # numbers; it stops after so many halvings that less than a token per head is left to find.
-        low, high = self.rule.minimum_budget(self.geometry), policy.budget
-        best = self._attempt(low, block_size)
         for _ in range(SEARCH_STEPS if best is not None else 0):
+            if full is not None and full(best):
+                break
             middle = (low + high) / 2
-            found = self._attempt(middle, block_size)
+            found = attempt(middle)
             low, high, best = (middle, high, found) if found is not None else (low, middle, best)
         return best
 
-    def _attempt(self, budget: float, block_size: int) -> Allocation | None:
-        """The allocation of a budget, or None if its pool exceeds the limit."""
-        allocation = self.allocate(budget)
-        fits = pool_slots(self.geometry, allocation, block_size) <= self._limit
-        return allocation if fits else None
+    def divided(
+        self, groups: int, allocation: StaticAllocation, block_size: int
+    ) -> tuple[Allocation, int]:
+        """Returns what every device has room for where heads lie on several, each of which has a
+        pool for its own heads and its share of the budget, in blocks of at most `block_size`.
 
-    def _too_large(self, asked: int) -> str:
-        """Why no pool fits, and what would."""
-        policy, geometry = self.rule.policy, self.geometry
-        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit {self._limit}"
-        problem += f" slots in blocks of {asked}" if asked else " slots"
-        for size in BLOCK_SIZES:
-            if self._largest(size) is not None:
-                return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
-        needed = peak_tokens(geometry, self.allocate(policy.budget)) / max(1, geometry.dense_tokens)
-        return (
-            f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; "
-            f"give that budget, or accounting=tokens"
-        )
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The search where heads lie on several devices, each of which has a pool for its own heads,
-    and its share of the budget.
-
-    Heads of one device may ask for more than its share, as HeatKV's do. Every device's heads then
-    keep what the policy gives them at a budget of their own, with which their pool is full.
-    """
-
-    geometry: Geometry
-    rule: Rule
-    allocate: Callable[[float], Allocation]
-    groups: int
-
-    def fitted(self, allocation: StaticAllocation, block_size: int) -> tuple[Allocation, int]:
-        """Returns what every device has room for, in blocks of at most `block_size`. Nothing
-        changes where that is all."""
-        if all(self._fits(part, block_size) for part in self._parts(allocation)):
+        Heads of one device may ask for more than its share, as HeatKV's do. Every device's heads
+        then keep what the policy gives them at a budget of their own, with which their pool is
+        full.
+        """
+        own = replace(self.geometry, num_heads=self.geometry.num_heads // groups)
+        parts = _parts(allocation, groups)
+        if all(pool_slots(own, part, block_size) <= self._limit(own) for part in parts):
             return allocation, block_size
         policy, asked = self.rule.policy, self.rule.policy.block_size
-        least = self._filled(1)  # nothing is rounded up in blocks of one slot
-        most, smaller = self._kept(least), [b for b in BLOCK_SIZES if b <= block_size]
+        least = self._filled(own, groups, 1)  # nothing is rounded up in blocks of one slot
+        most = sum(peak_tokens(own, part) for part in least)
+        smaller = [b for b in BLOCK_SIZES if b <= block_size]
         # Large blocks come first: kernels read them with the fewest copies and table entries.
         for size in (asked,) if asked else smaller:
-            found = self._filled(size)
-            enough = asked or self._kept(found) >= (1 - LOST_AT_MOST) * most
-            if len(found) == self.groups and enough:
+            found = self._filled(own, groups, size)
+            kept = sum(peak_tokens(own, part) for part in found)
+            if len(found) == groups and (asked or kept >= (1 - LOST_AT_MOST) * most):
                 return StaticAllocation(np.concatenate([p.last_use for p in found], 1)), size
         problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit with heads on"
-        problem += f" {self.groups} devices"
-        for size in smaller if asked and len(least) == self.groups else ():
-            if len(self._filled(size)) == self.groups:
+        problem += f" {groups} devices"
+        for size in smaller if asked and len(least) == groups else ():
+            if len(self._filled(own, groups, size)) == groups:
                 problem += f" in blocks of {asked}: choose block_size={size} or smaller"
                 raise UserError(f"{problem}, or accounting=tokens")
         raise UserError(
@@ -235,58 +233,28 @@ class _Groups:
             f"another budget, or fewer devices along model"
         )
 
-    @property
-    def _own(self) -> Geometry:
-        """The geometry of a device's heads."""
-        return replace(self.geometry, num_heads=self.geometry.num_heads // self.groups)
-
-    @property
-    def _limit(self) -> int:
-        """Slots of a device that the budget pays for."""
-        return int(self.rule.policy.budget * self._own.dense_tokens + 1e-6)
-
-    def _parts(self, allocation: StaticAllocation) -> list[StaticAllocation]:
-        split = np.split(allocation.last_use, self.groups, axis=1)
-        return [StaticAllocation(part) for part in split]
-
-    def _fits(self, part: StaticAllocation, block_size: int) -> bool:
-        return pool_slots(self._own, part, block_size) <= self._limit
-
-    def _kept(self, parts: list[StaticAllocation]) -> int:
-        return sum(peak_tokens(self._own, part) for part in parts)
-
-    def _filled(self, block_size: int) -> list[StaticAllocation]:
-        """The fullest that fits of every device; fewer if one has no room for the least."""
+    def _filled(self, own: Geometry, groups: int, block_size: int) -> list[StaticAllocation]:
+        """The fullest that fits of every device; fewer if one has no room for the least. own: the
+        geometry of a device's heads."""
         # The searches of all devices begin with the same budgets: the policy is asked once for
         # each.
-        known: dict[float, list[StaticAllocation]] = {}
-        found = []
-        for number in range(self.groups):
+        known, found, limit = {}, [], self._limit(own)
+
+        def full(part: StaticAllocation) -> bool:
+            # what a further halving can find is less than rounding may cost
+            return peak_tokens(own, part) >= (1 - LOST_AT_MOST / 4) * limit
+
+        for number in range(groups):
 
             def attempt(budget: float, number=number) -> StaticAllocation | None:
                 if budget not in known:
-                    known[budget] = self._parts(self.allocate(budget))
+                    known[budget] = _parts(self.allocate(budget), groups)
                 part = known[budget][number]
-                return part if self._fits(part, block_size) else None
+                return part if pool_slots(own, part, block_size) <= limit else None
 
-            found += filter(None, [self._fullest(attempt)])
+            found += filter(None, [self._bisected(attempt, full)])
         return found
 
-    def _fullest(self, attempt: Callable[[float], StaticAllocation | None]):
-        """Bisects the budget that fills a device's pool."""
-        policy = self.rule.policy
-        best = attempt(policy.budget)
-        if not policy.shrinks:
-            return best
-        low, high = policy.budget, 1.0
-        if best is None:
-            low, high = self.rule.minimum_budget(self.geometry), policy.budget
-            best = attempt(low)
-        for _ in range(SEARCH_STEPS if best else 0):
-            # full enough: what a further halving can find is less than rounding may cost
-            if peak_tokens(self._own, best) >= (1 - LOST_AT_MOST / 4) * self._limit:
-                break
-            middle = (low + high) / 2
-            found = attempt(middle)
-            low, high, best = (middle, high, found) if found else (low, middle, best)
-        return best
+
+def _parts(allocation: StaticAllocation, groups: int) -> list[StaticAllocation]:
+    return [StaticAllocation(part) for part in np.split(allocation.last_use, groups, axis=1)]

@@ -5,8 +5,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, PyTree
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
@@ -14,7 +13,6 @@ from varjax.cache.observation import Policy
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.errors import UserError
-from varjax.logical_axes import HEADS, IMAGES
 
 NOT_DIVIDED = (
     "decides on the device what to keep, which does not work with heads on several devices yet"
@@ -51,8 +49,6 @@ class ScalePlan(CachePlan):
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
-        stored."""
         return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
 
     @property
@@ -89,12 +85,6 @@ class ScalePlan(CachePlan):
         # One program serves all devices: their pools have the size of the fullest.
         blocks = max(plan.pool_blocks for plan in plans)
         return tuple(replace(plan, pool_blocks=blocks) for plan in plans)
-
-    def name_heads(self, names: KVState) -> KVState:
-        # the pools of groups of heads lie side by side
-        divided = PartitionSpec(IMAGES, HEADS)
-        scale = None if names.kv_scale is None else divided
-        return replace(names, kv_pool=divided, kv_scale=scale)
 
     # --- what the program needs to know statically ------------------------------------------------
 
@@ -154,20 +144,40 @@ class ScalePlan(CachePlan):
         # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
         # region (even where there is room for all), the prefix gets shorter, or a row holds less
         # than the prefix (ragged).
-        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
+        used = self.stop[scale + 1] > self.start[scale + 1]
+        # an empty entry gets a number that occurs nowhere else, so that only real ones can be equal
+        ids = np.where(used, self.ids[scale + 1], -1 - np.arange(used.shape[-1]))
+        two_runs_in_a_block = (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any()
+        if scale == self.allocation.regroup_scale or two_runs_in_a_block:
             return True
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
         return bool((self.allocation.ragged or shrinks) and self.selects(scale))
 
-    def _two_runs_in_a_block(self, scale: int) -> bool:
-        """Whether some head's table at a scale lists a block twice."""
-        used = self.stop[scale] > self.start[scale]
-        # an empty entry gets a number that occurs nowhere else, so that only real ones can be equal
-        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
-        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
-
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         return self.capacity, self.ids, self.start, self.stop, self.write_slots
+
+    def at_the_end(self, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
+        g, last = self.geometry, self.geometry.schedule.num_scales - 1
+        if self.static_content:
+            return self.allocation.visible(g, last)[..., : g.schedule.persistent_tokens]
+        kept = np.zeros((g.num_layers, g.num_heads, g.schedule.persistent_tokens), bool)
+        if last == 0:
+            return kept
+        # after the scale before the last one: the last one reads that cache and stores nothing
+        position = np.asarray(found["position"])[last - 1, row]
+        regions = np.broadcast_to(np.arange(g.num_heads), kept.shape[:2])
+        if found["regions"] is not None:
+            regions = np.asarray(found["regions"])[last - 1, :, row]
+        # slots of every region, [L, N, table entries x slots of a block], and which of them it uses
+        inside = np.arange(self.block_size)
+        slots = self.ids[last][..., None] * self.block_size + inside
+        used = (inside >= self.start[last][..., None]) & (inside < self.stop[last][..., None])
+        slots, used = (a.reshape(*kept.shape[:2], -1) for a in (slots, used))
+        layer, head, place = np.nonzero(np.take_along_axis(used, regions[..., None], axis=1))
+        token = position[slots[layer, regions[layer, head], place]]
+        there = token >= 0  # rows may hold fewer tokens than their regions have room for
+        kept[layer[there], head[there], token[there]] = True
+        return kept
 
     # --- for people -------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, PyTree
 
 from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
@@ -24,7 +23,6 @@ from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
-from varjax.logical_axes import HEADS, IMAGES
 from varjax.sequence import TokenSequence
 
 BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
@@ -42,7 +40,7 @@ class StageAllocation:
     kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
     protected: image tokens from the first on that a ring leaves alone (known contents).
     reads: int64 [L]: tokens of the ring that a query reads, fewer than the ring holds (known
-      contents, `token_offsets`); None: all of them.
+      contents, `OffsetStep`); None: all of them.
     group_stage: the stage after which heads are grouped; before it B - P tokens may stay, whatever
       `kept` says.
     """
@@ -92,11 +90,6 @@ class StageAllocation:
         slots = np.full(geometry.num_layers, slots)
         return cls(slots, period, decides=False, protected=protected, reads=reads)
 
-    @property
-    def main(self) -> np.ndarray:
-        """int64 [L]: image slots outside the buffer."""
-        return self.slots - self.period
-
     def decisions(self, geometry: Geometry) -> tuple[int, int] | None:
         """The tokens between two decisions, and how many decisions there are; None where nothing is
         decided."""
@@ -104,7 +97,7 @@ class StageAllocation:
             return self.period, geometry.schedule.stages(self.period)[0]
         if self.reads is None:
             return None
-        # offsets are chosen after every token until the ring has one slot left (`token_offsets`)
+        # offsets are chosen after every token until the ring has one slot left (`OffsetStep`)
         return 1, int(self.slots.max()) - 1
 
     def held(self, geometry: Geometry) -> np.ndarray:
@@ -116,10 +109,11 @@ class StageAllocation:
         # When a stage starts its buffer is empty, so a cache that decides holds P tokens less than
         # it has slots. Known contents have no buffer.
         if self.decides:
-            kept = self.main if self.kept is None else self.kept
+            main = self.slots - self.period
+            kept = main if self.kept is None else self.kept
             # Until heads are grouped nothing has to leave but what does not fit.
             first = 0 if self.group_stage is None else self.group_stage
-            limit = np.where(stage - 1 > first, kept, self.main)
+            limit = np.where(stage - 1 > first, kept, main)
         held = np.minimum(drawn, limit)
         return np.concatenate([np.zeros((1, held.shape[1]), np.int64), held])
 
@@ -194,20 +188,22 @@ class TokenPlan(CachePlan):
         # All heads of a layer have equally many slots, whatever the policy: groups are alike.
         return (group,) * groups
 
-    def name_heads(self, names: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        by_head = PartitionSpec(IMAGES, HEADS)
-        divided = {"pool", "mass", "reach", "query_sum", "queries", "skipped"}
-        # Where contents are known all heads have the same positions.
-        if not self.static_content:
-            divided |= {"position"}
-
-        def named(layer: LayerCache) -> LayerCache:
-            held = {name: by_head for name in divided if getattr(layer, name) is not None}
-            if layer.scale is not None:  # with an axis for keys and values before that of the heads
-                held["scale"] = PartitionSpec(IMAGES, None, HEADS)
-            return replace(layer, **held)
-
-        return tuple(map(named, names))
+    def at_the_end(self, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
+        g, allocation, condition = self.geometry, self.allocation, self.sequence.condition
+        # the last token is drawn and never stored
+        steps = self.sequence.steps
+        kept = np.zeros((g.num_layers, g.num_heads, steps), bool)
+        for layer in range(g.num_layers):
+            if self.static_content:  # a ring of the newest tokens behind those that stay
+                ring = int(allocation.slots[layer]) - allocation.protected
+                token = np.arange(steps)
+                kept[layer] = (token < allocation.protected) | (token >= steps - ring)
+                continue
+            # slots of the condition and empty ones get numbers outside of the image's tokens
+            position = np.asarray(found[layer].position)[row] - condition
+            head, slot = np.nonzero((position >= 0) & (position < steps))
+            kept[layer, head, position[head, slot]] = True
+        return kept
 
     # --- for people -------------------------------------------------------------------------------
 
@@ -277,40 +273,34 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
 def fit_slots(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
 ) -> tuple[StageAllocation, int]:
-    """The allocation that is left when the slots of every head are rounded to blocks, and the size
-    of these blocks.
+    """The allocation that is left when the slots of every head are rounded to blocks of a size that
+    kernels like, and the size of these blocks. What papers count is not rounded, nor a full cache.
 
-    allocate: the allocation of a budget. Raises `UserError` as `_rounded`.
+    allocate: the allocation of a budget. `UserError` where too few slots are left.
     """
-    policy, budget = rule.policy, rule.policy.budget
-    wanted = rule.slots(geometry, budget)
-    slots, size = _rounded(geometry, rule, wanted)
-    # The rule divides a budget by itself, so it is told one that pays for the rounded slots.
-    if slots < wanted and policy.shrinks:
-        budget = (slots + geometry.schedule.condition) / geometry.schedule.persistent_tokens
-    allocation = allocate(budget)
-    if ((allocation.slots + geometry.schedule.condition) % size).any():
-        size = 1  # sizes that the policy was given, not the planner
-    return allocation, size
-
-
-def _rounded(geometry: Geometry, rule: Rule, slots: int) -> tuple[int, int]:
-    """Image slots of a head, fewer than wanted if that makes all of its slots a multiple of some
-    size that kernels like, and that size. What papers count is not rounded, nor a full cache."""
     policy, sequence = rule.policy, geometry.schedule
-    total, asked = slots + sequence.condition, policy.block_size
-    exact = policy.accounting == "tokens" or slots == sequence.steps
+    wanted, asked = rule.slots(geometry, policy.budget), policy.block_size
+    total = wanted + sequence.condition
+    exact = policy.accounting == "tokens" or wanted == sequence.steps
     # The largest size that loses at most 1 % of the slots is the best one for kernels; a size that
     # was asked for may lose more.
+    most = 0 if exact else total if asked else LOST_AT_MOST * total
     for size in (check_block_size(asked),) if asked and not exact else BLOCK_SIZES:
         lost = total % size
-        fits = slots - lost >= rule.minimum_slots(geometry)
-        if fits and lost <= (0 if exact else total if asked else LOST_AT_MOST * total):
-            return slots - lost, size
-    raise UserError(
-        f"policy {policy.name!r} at budget {policy.budget:g} has {total} slots per head, which are "
-        f"too few in blocks of {asked}: choose a smaller block_size, or accounting=tokens"
-    )
+        if lost <= most and wanted - lost >= rule.minimum_slots(geometry):
+            break
+    else:
+        raise UserError(
+            f"policy {policy.name!r} at budget {policy.budget:g} has {total} slots per head, which "
+            f"are too few in blocks of {asked}: choose a smaller block_size, or accounting=tokens"
+        )
+    # The rule divides a budget by itself, so it is told one that pays for the rounded slots.
+    rounded = lost and policy.shrinks
+    budget = (total - lost) / sequence.persistent_tokens if rounded else policy.budget
+    allocation = allocate(budget)
+    if ((allocation.slots + sequence.condition) % size).any():
+        size = 1  # sizes that the policy was given, not the planner
+    return allocation, size
 
 
 def build_plan(

@@ -93,35 +93,18 @@ class KVState:
 # --- storing ---
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class EncodedTokens:
-    """Tokens in the form in which the pool holds them.
-
-    values: [R, N, E, 2 H], key and value of every token in the pool's type.
-    scales: float32 [R, N, E, 2], factors of the key and the value in an int8 pool; else None.
-    """
-
-    values: Array
-    scales: Float[Array, "R N E 2"] | None = None
-
-    @classmethod
-    def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Reads slots without decoding them, so that moving a token never rounds it again."""
-        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
-        rows = jnp.arange(slots.shape[0])[:, None, None]
-        width = state.kv_pool.shape[-1]
-        values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
-        if state.kv_scale is None:
-            return cls(values)
-        flat = state.kv_scale.reshape(len(rows), -1)
-        return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
-
-    def take(self, index: Int[Array, "R N P"]) -> "EncodedTokens":
-        """Tokens by their number in each head. A negative number takes an arbitrary token, which
-        the caller must not store."""
-        index = jnp.maximum(index, 0)[..., None]
-        return jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), self)
+def read_encoded(state: KVState, slots: Int[Array, "R N P"]) -> tuple[Array, Array | None]:
+    """Reads slots without decoding them, so that moving a token never rounds it again: key and
+    value of every token [R, N, P, 2 H] in the pool's type, and [R, N, P, 2] the factors of both in
+    an int8 pool, else None (`cache_write.reference.encode`)."""
+    # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
+    rows = jnp.arange(slots.shape[0])[:, None, None]
+    width = state.kv_pool.shape[-1]
+    values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
+    if state.kv_scale is None:
+        return values, None
+    flat = state.kv_scale.reshape(len(rows), -1)
+    return values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)]
 
 
 def store(
@@ -146,13 +129,14 @@ def store(
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 
-def store_encoded(state: KVState, slots: Int[Array, "R N P"], tokens: EncodedTokens) -> KVState:
+def store_encoded(
+    state: KVState, slots: Int[Array, "R N P"], tokens: tuple[Array, Array | None]
+) -> KVState:
     """Writes encoded tokens into slots as they are. Slots outside the pool are skipped: the caller
     names one for every token that stays where it is."""
     flat = jax.tree.map(lambda a: a.reshape(len(slots), -1, a.shape[-1]), tokens)
-    pool, scale = reference.scatter(
-        state.kv_pool, state.kv_scale, slots.reshape(len(slots), -1), flat.values, flat.scales
-    )
+    place = slots.reshape(len(slots), -1)
+    pool, scale = reference.scatter(state.kv_pool, state.kv_scale, place, *flat)
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 
@@ -162,17 +146,13 @@ def arrange(
     stays: Bool[Array, "R N"],
     places: Bool[Array, "#R N P"],
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
-    """Chooses the candidate for each place of a head's region. Kept candidates fill the first
-    places, and as few as possible move.
+    """The candidate in each place of a head's region (-1: none), and whether it has to be written
+    there. Kept candidates fill the first places, and as few as possible move.
 
-    Args:
-      keep: candidates to keep. The first `stored` are in the pool already: candidate c is in place
-        c of the region that the head had. The rest are new.
-      stays: whether the head keeps its region.
-      places: which of a table's slots belong to the region.
-
-    Returns:
-      The candidate in every place (-1: none), and whether it has to be written there.
+    keep: candidates to keep. The first `stored` are in the pool already: candidate c is in place c
+      of the region that the head had. The rest are new.
+    stays: whether the head keeps its region.
+    places: which of a table's slots belong to the region.
     """
     # Kept tokens that sit within the first `count` places stay where they are; those beyond move
     # into the holes before them, new tokens take what is left. Order within a region does not

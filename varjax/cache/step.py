@@ -4,9 +4,6 @@ Two strategies behind one interface, chosen per segment by `cache_step`:
 
     StaticStep     contents are known beforehand: the tables say what to read and where to write
     DecidingStep   sizes are known beforehand: a policy decides on the device what fills them
-
-A strategy has `attend_and_store`, the traced step that the engine calls between a layer's
-projection and the rest of the layer.
 """
 
 import enum
@@ -19,12 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.cache_write import BlockWrites, reference
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
-from pallas_kernels.ragged_attention import BlockTable, attend, store_and_attend
+from pallas_kernels.ragged_attention import attend, store_and_attend
+from varjax.cache import observe
 from varjax.cache.layer_inputs import RegionInputs, StaticInputs
 from varjax.cache.observation import Observation, Rule
-from varjax.cache.observe import AttentionView, observe
+from varjax.cache.observe import LayerView
 from varjax.cache.scale_plan import ScalePlan
-from varjax.cache.state import EncodedTokens, KVState, arrange, store, store_encoded
+from varjax.cache.state import KVState, arrange, read_encoded, store, store_encoded
 from varjax.models.step_inputs import StepInputs
 
 
@@ -148,12 +146,13 @@ class DecidingStep:
     # --- the step ---------------------------------------------------------------------------------
 
     def attend_and_store(self, projection, *, step, layer, state: KVState, inputs: RegionInputs):
-        held = HeldTokens.read(state, inputs.read, layer, self.ragged)
+        how = {"ragged": self.ragged, "implementation": self.attention}
+        view = LayerView.of(projection, step, state, inputs.read, layer, **how)
         found = attend(
             projection,
             step.length,
             state.kv_pool,
-            held.table,
+            view.table,
             kv_scale=state.kv_scale,
             return_lse=self.sums_attention,
             implementation=self.attention,
@@ -161,22 +160,19 @@ class DecidingStep:
         out, lse = found if self.sums_attention else (found, None)
         if not self.observes:
             return out, state
-        view = AttentionView(projection, lse, state, held.table, step, self.attention)
-        obs = _candidates(held, view, layer, inputs)
-        obs = observe(
-            obs,
-            view,
-            held.mass,
-            layer,
-            self.rule.needs,
-            decides=self.decides,
-            sums_attention=self.sums_attention,
-        )
+        view, needs = replace(view, lse=lse), self.rule.needs
+        obs = _candidates(view, layer, inputs)
+        if self.decides and needs.window:
+            obs = observe.observe_window(obs, view, needs)
+        if self.sums_attention:
+            obs = observe.sum_over_queries(obs, view, needs)
+        if needs.key_similarity:
+            obs = replace(obs, key_similarity=observe.key_similarity(view, layer))
         # before the decision: `select` sees the newest state
         obs = replace(obs, state=self.rule.update_state(obs))
         keep, obs = self._decide(obs, inputs)
         if self.stores:
-            state = self._store(keep, obs, held, view, out, layer, inputs)
+            state = self._store(keep, obs, view, out, layer, inputs)
         return out, _carry_over(state, obs, projection, layer)
 
     def _decide(
@@ -198,8 +194,7 @@ class DecidingStep:
         self,
         keep: Bool[Array, "R N K"],
         obs: Observation,
-        held: "HeldTokens",
-        view: AttentionView,
+        view: LayerView,
         out: Float[Array, "R T N H"],
         layer: Int[Array, ""],
         inputs: RegionInputs,
@@ -207,21 +202,23 @@ class DecidingStep:
         """Puts kept tokens into the slots of their (new) regions, once the attention output `out`
         has read them, and records where they are."""
         state, projection = view.state, view.projection
-        count, following = held.slots.shape[-1], inputs.following.for_rows(obs.regions)
+        count, following = view.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
-        stays = obs.regions == held.regions
+        stays = obs.regions == view.regions
         places = following.slot_mask(state.block_size)
         contents, fresh = arrange(keep, count, stays, places)
         # Every write below depends on `contents`, so all of them wait for the read.
         contents = order_after(contents, out)
-        state = _update_positions(state, held, obs, slots, contents)
+        state = _update_positions(state, view, obs, slots, contents)
         if self.update == Update.MOVE:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
             new = reference.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
-            both = EncodedTokens.read(state, held.slots), EncodedTokens(*new)
+            both = read_encoded(state, view.slots), new
             tokens = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *both)
-            tokens = jax.lax.optimization_barrier(tokens.take(contents))
+            index = jnp.maximum(contents, 0)[..., None]  # of none an arbitrary one, never stored
+            tokens = jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), tokens)
+            tokens = jax.lax.optimization_barrier(tokens)
             state = store_encoded(state, jnp.where(fresh, slots, state.num_slots), tokens)
         else:
             # Stored tokens keep their slots, so only the scale's own ones are written. Candidates
@@ -237,70 +234,21 @@ class DecidingStep:
 CacheStep = StaticStep | DecidingStep
 
 
-@dataclass(frozen=True)
-class HeldTokens:
-    """Tokens of a layer's heads when the scale starts, per row: P places of each head's region.
-
-    table: the slots of the regions, per row.
-    slots: the slot of every place.
-    live: whether the place holds a token.
-    position: the token in the place, -1 for none.
-    regions: the region that each head uses.
-    mass: attention that the token has received so far, if it is kept.
-    """
-
-    table: BlockTable
-    slots: Int[Array, "R N P"]
-    live: Bool[Array, "R N P"]
-    position: Int[Array, "R N P"]
-    regions: Int[Array, "R N"]
-    mass: Float[Array, "R N P"] | None
-
-    @classmethod
-    def read(
-        cls, state: KVState, table: BlockTable, layer: Int[Array, ""], ragged: bool
-    ) -> "HeldTokens":
-        """Looks up what the cache holds for a layer. table: its regions.
-
-        ragged: whether the table has to be cut to the tokens that each row really holds.
-        """
-        rows, heads = state.kv_pool.shape[0], table.ids.shape[-2]
-        if state.regions is None:
-            regions = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), (rows, heads))
-            table = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), table.sliced())
-        else:
-            regions = state.regions[layer]
-            table = table.for_rows(regions)
-        slots = table.slots(state.block_size)
-        # Explicit row numbers: with a slice or vmap over rows XLA changes the layout of the whole
-        # array in every layer on TPU.
-        row = jnp.arange(rows)[:, None, None]
-        position = state.position[row, slots]
-        # a place may be in the table and empty: rows may hold fewer tokens than the capacity
-        live = table.slot_mask(state.block_size) & (position >= 0)
-        mass = None if state.total_mass is None else state.total_mass[row, slots]
-        if ragged:
-            table = table.filled_to(live.sum(-1))
-        return cls(table, slots, live, position, regions, mass)
-
-
-def _candidates(
-    held: HeldTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
-) -> Observation:
+def _candidates(view: LayerView, layer: Int[Array, ""], inputs: RegionInputs) -> Observation:
     """The plain observation: the candidates are what is held, then the scale's own tokens."""
-    tokens, step = view.tokens, view.step
-    shape = (*held.live.shape[:2], tokens)
+    tokens, step = view.projection.shape[2], view.step
+    shape = (*view.live.shape[:2], tokens)
     own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
-    live = jnp.concatenate([held.live, own], axis=-1)
+    live = jnp.concatenate([view.live, own], axis=-1)
     position = jnp.broadcast_to(step.token_index, shape)
-    position = jnp.concatenate([held.position, position], axis=-1)
+    position = jnp.concatenate([view.position, position], axis=-1)
     return Observation(
         scale=step.scale,
         live=live,
-        own=jnp.arange(live.shape[-1]) >= held.live.shape[-1],
+        own=jnp.arange(live.shape[-1]) >= view.live.shape[-1],
         position=jnp.where(live, position, 0),
-        capacity=inputs.capacity[held.regions],
-        regions=held.regions,
+        capacity=inputs.capacity[view.regions],
+        regions=view.regions,
         inputs=inputs.policy,
         state=jax.tree.map(lambda a: a[layer], view.state.policy_state),
     )
@@ -308,7 +256,7 @@ def _candidates(
 
 def _update_positions(
     state: KVState,
-    held: HeldTokens,
+    view: LayerView,
     obs: Observation,
     slots: Int[Array, "R N P"],
     contents: Int[Array, "R N P"],
@@ -320,7 +268,7 @@ def _update_positions(
     chosen = jnp.maximum(contents, 0)
     # Slots become empty before others are filled: a head may take over, in this very step, a slot
     # that another head leaves.
-    vacated = jnp.where(held.live, held.slots, none)
+    vacated = jnp.where(view.live, view.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
     # The barrier makes the read happen before anything changes: XLA would fuse it into the second
     # scatter, and then copy the array that both use.

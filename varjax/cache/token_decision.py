@@ -8,7 +8,6 @@ is many small operations, and a GPU starts each of them as a kernel. Pools stay 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +26,6 @@ TOGETHER = {"cpu": 0, "gpu": 16 * 2**20, "tpu": 16 * 2**20}
 TOGETHER_SINCE_HOPPER = 40 * 2**20
 HOPPER = 9  # major compute capability
 MOST_CHOSEN = 32  # tokens of a buffer that a GPU compares with a slot one by one
-
-
-class Moves(NamedTuple):
-    """The ways of image tokens after a decision.
-
-    stays, filled: slots outside of the buffer whose token stays, and slots that get a new one.
-    fits: tokens of the buffer that find a slot.
-    turn, number: a token goes to the slot whose turn is its number. Both are negative for slots
-      that are not free and tokens that do not come, which never meet.
-    """
-
-    stays: Bool[Array, "LR N B"]
-    filled: Bool[Array, "LR N B"]
-    fits: Bool[Array, "LR N P"]
-    turn: Int[Array, "LR N B"]
-    number: Int[Array, "LR N P"]
-
-    @property
-    def goes(self) -> Bool[Array, "LR N P B"]:
-        """Which token of the buffer goes to which slot."""
-        return self.turn[..., None, :] == self.number[..., None]
 
 
 @dataclass(frozen=True)
@@ -87,8 +65,9 @@ class StageDecision:
         """Positions of the tokens of a stage."""
         return self.condition + stage * self.period + jnp.arange(self.period, dtype=jnp.int32)
 
-    def at_once(self, cache):
-        """As many layers as `TOGETHER` allows; one where policies look at keys, which are large."""
+    def at_once(self, cache: LayerCache) -> int:
+        """The number of layers that `decide` may be called for together: as many as `TOGETHER`
+        allows; one where policies look at keys, which are large."""
         if self.needs.keys:
             return 1
         size = cache.position.size * cache.position.dtype.itemsize
@@ -99,8 +78,17 @@ class StageDecision:
                 most *= 2  # nothing is copied
         return max(1, most // size)
 
-    def decide(self, caches, stage, bias, inputs):
-        """For a policy, the rows of all these layers are rows like any others."""
+    def decide(
+        self,
+        caches: Sequence[LayerCache],
+        stage: Int[Array, ""],
+        bias: Float[Array, " R"] | None,
+        inputs: Array | None,
+    ) -> tuple[LayerCache, ...]:
+        """Caches of layers after the decision of image stage `stage`, counted from 0. For a policy,
+        the rows of all these layers are rows like any others. inputs: what it knows beforehand
+        about all stages that end with a decision (`Rule.inputs`); layers that have some decide one
+        by one."""
         short = [c.position.astype(self._short(self.positions)) for c in caches]
         held = _made_once(_together(short))
         position = held.astype(jnp.int32)
@@ -232,63 +220,67 @@ class StageDecision:
         )
 
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:
-        """Caches in which kept tokens of the buffer lie in the first slots that others have
-        left."""
-        moves = self._moves(_made_once(keep))
-        place = jnp.arange(self.main, dtype=jnp.int32)
-        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
-        # slots outside the array are skipped; numbers are unique there, too
-        outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        # once, and not in every layer's move
-        slot = jax.lax.optimization_barrier(jnp.where(moves.fits, slot, outside))
-        # the buffer awaits the tokens of the next stage, whose positions are known
-        position = self._moved(moves, position, -1, self.coming(stage + 1))
-        if mass is not None and self.needs.total_mass:
-            mass = self._moved(moves, mass, 0.0, jnp.float32(0))
-        elif mass is not None:
-            mass = jnp.zeros_like(mass)  # the next stage has sums of its own
-        moved = slot_moves.move_all(caches, slot, below=self.buffer, implementation=self.attention)
-        layers = (_apart(array, len(caches)) for array in (position, mass))
-        return tuple(
-            replace(cache, position=position, mass=mass)
-            for cache, position, mass in zip(moved, *layers, strict=True)
-        )
-
-    def _moves(self, keep) -> Moves:
-        """The first token that comes takes the first free slot, and so on."""
+        """Caches in which kept tokens of the buffer lie in the slots that others have left: the
+        first token that comes takes the first free slot, and so on."""
+        keep = _made_once(keep)
         stays, comes = keep[..., : self.main], keep[..., self.main :]
         free, count = ~stays, self._short(self.buffer + self.period)
         turn, number = (jnp.cumsum(a, axis=-1, dtype=count) - count(1) for a in (free, comes))
         # a table may keep nothing, and then has no slots outside of the buffer
         most = turn[..., -1:] if self.main else -1
+        # slots outside of the buffer that get a new token, and tokens of the buffer that find one
         filled, fits = free & (turn <= number[..., -1:]), comes & (number <= most)
-        # numbers that differ, so that only free slots and tokens that come meet
+        # A token goes to the slot whose turn is its number. Both are negative for slots that are
+        # not free and tokens that do not come, and differ, so that these never meet.
         turn, number = jnp.where(free, turn, count(-1)), jnp.where(comes, number, count(-2))
-        return Moves(stays, filled, fits, _made_once(turn), _made_once(number))
+        turn, number = _made_once(turn), _made_once(number)
+
+        def goes() -> Bool[Array, "LR N P B"]:
+            """Which token of the buffer goes to which slot."""
+            return turn[..., None, :] == number[..., None]
+
+        def moved(values, nothing, buffer):
+            """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots
+            hold that are left empty. buffer: what the buffer holds afterwards."""
+            image = values[:, :, self.condition :]
+            last = image[..., self.main :]
+            if target.platform() != "gpu" or self.period > MOST_CHOSEN:
+                # at most one token goes to a slot, so the sum is its number
+                found = jnp.where(goes(), last[..., None], 0).sum(-2)
+            else:  # XLA for GPUs makes and cuts this by one kernel, but a sum by one for each layer
+                found = jnp.zeros((), last.dtype)
+                for token in range(self.period):
+                    here = turn == number[..., token, None]
+                    found = jnp.where(here, last[..., token, None], found)
+            left = jnp.where(filled, found, nothing)
+            stay = jnp.where(stays, image[..., : self.main], left)
+            buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
+            return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
+
+        place = jnp.arange(self.main, dtype=jnp.int32)
+        slot = self.condition + (goes() * place).sum(-1, dtype=jnp.int32)
+        # slots outside the array are skipped; numbers are unique there, too
+        outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
+        # once, and not in every layer's move
+        slot = jax.lax.optimization_barrier(jnp.where(fits, slot, outside))
+        # the buffer awaits the tokens of the next stage, whose positions are known
+        position = moved(position, -1, self.coming(stage + 1))
+        if mass is not None and self.needs.total_mass:
+            mass = moved(mass, 0.0, jnp.float32(0))
+        elif mass is not None:
+            mass = jnp.zeros_like(mass)  # the next stage has sums of its own
+        caches = slot_moves.move_all(caches, slot, below=self.buffer, implementation=self.attention)
+        layers = (_apart(array, len(caches)) for array in (position, mass))
+        return tuple(
+            replace(cache, position=position, mass=mass)
+            for cache, position, mass in zip(caches, *layers, strict=True)
+        )
 
     @staticmethod
     def _short(count: int):
         """The type of numbers below `count`, and of -1 and -2. On GPUs it is a short one, because a
         decision waits for memory there."""
         return jnp.int16 if target.platform() == "gpu" and count < 2**15 else jnp.int32
-
-    def _moved(self, moves: Moves, values, nothing, buffer):
-        """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
-        that are left empty. buffer: what the buffer holds afterwards."""
-        image = values[:, :, self.condition :]
-        last = image[..., self.main :]
-        if target.platform() != "gpu" or self.period > MOST_CHOSEN:
-            # at most one token goes to a slot, so the sum is its number
-            found = jnp.where(moves.goes, last[..., None], 0).sum(-2)
-        else:  # XLA for GPUs makes and cuts this by one kernel, but a sum by one for each layer
-            found = jnp.zeros((), last.dtype)
-            for token in range(self.period):
-                here = moves.turn == moves.number[..., token, None]
-                found = jnp.where(here, last[..., token, None], found)
-        left = jnp.where(moves.filled, found, nothing)
-        stay = jnp.where(moves.stays, image[..., : self.main], left)
-        buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
-        return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
 
 
 def _made_once(array: Array) -> Array:

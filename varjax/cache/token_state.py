@@ -34,7 +34,7 @@ class LayerCache(HeadSlots):
     query_sum: float32, sum of the queries of the window in this stage; with groups, of the means
       over each group.
     queries: the newest W queries of every query head.
-    skipped: slots of the ring that the newest query left out (`token_offsets`). `mass` is then what
+    skipped: slots of the ring that the newest query left out (`OffsetStep`). `mass` is then what
       the image tokens' offsets got, as slots lie now.
     """
 
@@ -77,42 +77,33 @@ def empty(
 
 
 def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> LayerCache:
-    g = plan.geometry
-    shape = (rows, g.num_heads, slots)
+    """The cache of a layer with what the policy of the plan asks for."""
+    g, needs, size = plan.geometry, plan.rule.needs, plan.geometry.head_dim
+    heads = rows, g.num_heads
     # key and value of a slot side by side, as kernels read them: half as many copies
-    pool, scale = jnp.zeros((*shape, 2 * g.head_dim), dtype), None
+    pool, found = jnp.zeros((*heads, slots, 2 * size), dtype), {}
     if pool.dtype == jnp.int8:
-        scale = jnp.zeros((rows, 2, g.num_heads, slots), jnp.float32)
+        found["scale"] = jnp.zeros((rows, 2, g.num_heads, slots), jnp.float32)
     if plan.static_content:
         # filled by `LayerCache.with_condition`; image tokens follow from their number
-        condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
-        cache = LayerCache(pool, condition, scale)
-        if plan.allocation.reads is None:
-            return cache
-        # the condition and protected tokens are always read, so they have no offsets to skip
-        ring = slots - plan.sequence.condition - plan.allocation.protected
-        skipped = jnp.zeros((*shape[:2], ring), bool)
-        return replace(cache, mass=jnp.zeros(shape, jnp.float32), skipped=skipped)
-    cache = LayerCache(pool, jnp.full(shape, -1, jnp.int32), scale)
-    return _with_observed(cache, plan, compute_dtype)
-
-
-def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCache:
-    """The cache with what the policy of the plan asks for."""
-    needs, groups = plan.rule.needs, plan.allocation.group_stage is not None
-    rows, heads, slots, _ = cache.pool.shape
-    size = plan.geometry.head_dim
+        position = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
+        if plan.allocation.reads is not None:
+            # the condition and protected tokens are always read, so they have no offsets to skip
+            ring = slots - plan.sequence.condition - plan.allocation.protected
+            found["skipped"] = jnp.zeros((*heads, ring), bool)
+            found["mass"] = jnp.zeros((*heads, slots), jnp.float32)
+        return LayerCache(pool, position, **found)
     # one array for all kinds of sums: they differ in weights and in when they begin anew
     if needs.total_mass or needs.scale_mass or needs.window_mass:
-        cache = replace(cache, mass=jnp.zeros((rows, heads, slots), jnp.float32))
+        found["mass"] = jnp.zeros((*heads, slots), jnp.float32)
     # scores are linear in the query, so the sum of the window's queries is enough
     if needs.window_logits:
-        cache = replace(cache, query_sum=jnp.zeros((rows, heads, size), jnp.float32))
+        found["query_sum"] = jnp.zeros((*heads, size), jnp.float32)
     # heads are grouped by the attention of the newest query
+    groups = plan.allocation.group_stage is not None
     kept = needs.window if needs.window_scores else int(groups and needs.newest_mass)
     if kept:
-        shape = rows, plan.geometry.query_heads, kept, size
-        cache = replace(cache, queries=jnp.zeros(shape, compute_dtype))
+        found["queries"] = jnp.zeros((rows, g.query_heads, kept, size), compute_dtype)
     if groups:  # all heads are global until the stage that groups them
-        cache = replace(cache, reach=jnp.full((rows, heads), EVERYTHING, jnp.int32))
-    return cache
+        found["reach"] = jnp.full(heads, EVERYTHING, jnp.int32)
+    return LayerCache(pool, jnp.full((*heads, slots), -1, jnp.int32), **found)

@@ -13,9 +13,9 @@ from functools import partial
 from absl import flags
 
 from varjax import errors
+from varjax.arguments import parse_pairs
 from varjax.cli.reading import check_arguments, list_hint, not_valid, parse_flags
 from varjax.errors import UserError, nearest
-from varjax.key_values import parse_pairs
 
 # {flag that is gone: what to use instead}, of all commands
 GONE = {

@@ -7,7 +7,7 @@
 A mask keeps the picture's tokens where it is black (`varjax.editing.masks`), in every scale, and
 the model draws the others: in-painting, out-painting and class-conditional editing as VAR's
 notebook defines them. Models that draw token by token take masks whose white part is the end of the
-picture. Infinity also edits by text without a mask (`varjax.engine.mixture`).
+picture. Infinity also edits by text without a mask (`varjax.engine.given`).
 """
 
 import os
@@ -19,11 +19,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from varjax import arguments, conditions, jax_settings
+from varjax.api import USUAL_BATCH
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
-from varjax.engine.given import Given
-from varjax.engine.mixture import Mixture
+from varjax.engine.given import Given, Mixture
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, check_model
@@ -32,8 +32,6 @@ from varjax.progress import reporter
 from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
-
-USUAL_BATCH = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,7 @@ class Edited:
 
 @dataclass(frozen=True, kw_only=True)
 class ByText:
-    """Settings of an edit by text: see `varjax.engine.mixture`.
+    """Settings of an edit by text: see `varjax.engine.given`.
 
     probability: p, which is not published: near 1 the picture stays, at 0.5 it counts for nothing.
     keep_scales: K_c, the first scales, whose bits are the picture's. mix_scales: K_f, up to which
@@ -135,7 +133,19 @@ def edit(
     given["prompt_ids"] = prompt_ids
     count = conditions.check(model, **given)
     pictures = masks.check_pictures(model, images, count)
-    drawn = _check_way(model, mask, source, by_text, count)
+    if (mask is None) == (source is None) or (source is None) != (by_text is None):
+        raise UserError(
+            "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
+            "probability=...)"
+        )
+    if by_text is None:
+        drawn = masks.check_masks(model, mask, count)
+        masks.kept_tokens(model, drawn)
+    else:
+        words = "varjax.editing.edit.ByText(probability=0.9)"
+        arguments.instance("by_text", by_text, ByText, words).check(model)
+        if len(source) != count:
+            raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
     model = conditions.fitted(model, **given)
     condition = conditions.resolve(model, **given)
     doubled = 1 if by_text is None else 2
@@ -156,24 +166,6 @@ def edit(
     if by_text is not None:
         return editor.by_text(condition, pictures, by_text, seed=seed)
     return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste, feather=feather)
-
-
-def _check_way(model, mask, source, by_text, count) -> Bool[np.ndarray, "N H W"] | None:
-    """The masks; None for an edit by text."""
-    if (mask is None) == (source is None) or (source is None) != (by_text is None):
-        raise UserError(
-            "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
-            "probability=...)"
-        )
-    if by_text is None:
-        drawn = masks.check_masks(model, mask, count)
-        masks.kept_tokens(model, drawn)
-        return drawn
-    arguments.instance("by_text", by_text, ByText, "varjax.editing.edit.ByText(probability=0.9)")
-    by_text.check(model)
-    if len(source) != count:
-        raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
-    return None
 
 
 def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:
@@ -218,26 +210,20 @@ class Editor:
         self.generator.policy.check_images(len(condition))
         source = source_tokens(self.model, pictures)
         kept = masks.kept_tokens(self.model, drawn)
-        found = self._run(condition, Given(source, kept), seed)
+        count, images, tokens = len(condition), [], []
+        self._progress(0, count)
+        batches = self.generator.batches(condition, seed=seed, given=Given(source, kept))
+        for index, results in batches:
+            images.append(results["images"])
+            tokens.append(results["tokens"])
+            self._progress(int(index[-1]) + 1, count)
         # with the same program: what is decoded may depend on it in the last bit
         everything = Given(source, np.ones_like(kept))
-        same = self._run(condition, everything, seed, report=False)
-        images = found["images"]
-        images = masks.paste(images, pictures, drawn, feather) if paste else images
-        return Edited(images, same["images"], found["tokens"], source, kept)
-
-    def _run(
-        self, condition: Condition, given: Given, seed: int, *, report: bool = True
-    ) -> dict[str, np.ndarray]:
-        """Images and tokens of all edits."""
-        parts, count = [], len(condition)
-        if report:
-            self._progress(0, count)
-        for index, results in self.generator.batches(condition, seed=seed, given=given):
-            parts.append({name: results[name] for name in ("images", "tokens")})
-            if report:
-                self._progress(int(index[-1]) + 1, count)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        batches = self.generator.batches(condition, seed=seed, given=everything)
+        same = np.concatenate([results["images"] for _, results in batches])
+        found = np.concatenate(images)
+        found = masks.paste(found, pictures, drawn, feather) if paste else found
+        return Edited(found, same, np.concatenate(tokens), source, kept)
 
     def by_text(
         self,

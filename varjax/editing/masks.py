@@ -29,11 +29,8 @@ PICTURES_WANTED = "give uint8, or floats in [0, 1], [H, W, 3] or [N, H, W, 3]"
 
 
 def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray, "N H W 3"]:
-    """The pictures of `count` edits, float32 in [0, 1]. A single one serves all edits.
-
-    Raises:
-      UserError: they are no pictures, or of another size than the model draws.
-    """
+    """The pictures of `count` edits, float32 in [0, 1]. A single one serves all edits. `UserError`
+    if they are no pictures, or of another size than the model draws."""
     array = as_array("images", images)
     whole = array.dtype == np.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
     if not whole or array.ndim not in (3, 4) or array.shape[-1] != 3 or not array.size:
@@ -52,11 +49,8 @@ def check_pictures(model: Model, images: object, count: int) -> Float[np.ndarray
 
 
 def check_masks(model: Model, mask: object, count: int) -> Bool[np.ndarray, "N H W"]:
-    """The masks of `count` edits: what is to be drawn. A single one serves all edits.
-
-    Raises:
-      UserError: a mask that is none, grey, or of another size than the model draws.
-    """
+    """The masks of `count` edits: what is to be drawn. A single one serves all edits. `UserError`
+    for a mask that is none, grey, or of another size than the model draws."""
     array = as_array("mask", mask)
     number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
     complex_ = jnp.issubdtype(array.dtype, jnp.complexfloating)
@@ -84,11 +78,8 @@ def _one_each(name: str, array: np.ndarray, model: Model, count: int) -> np.ndar
 
 
 def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarray, "N L"]:
-    """Returns which tokens stay those of the picture.
-
-    Raises:
-      UserError: the model draws row by row, and something is kept behind what is drawn.
-    """
+    """Returns which tokens stay those of the picture. `UserError` if the model draws row by row,
+    and something is kept behind what is drawn."""
     maps = [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps
     keep = (~drawn).astype(np.float64)
     parts = []

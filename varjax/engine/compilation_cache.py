@@ -6,7 +6,6 @@ commands and, where nobody has chosen one, for a `Generator`; and counts what ca
 
 import collections
 import contextlib
-import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -26,15 +25,11 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def use(place: str | None) -> None:
-    """Keeps compiled programs in a folder.
+    """Keeps compiled programs in a folder. `UserError` if the folder named cannot be written.
 
-    Args:
-      place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
-        (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
-        cannot be written there is no cache.
-
-    Raises:
-      UserError: the folder named cannot be written.
+    place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
+      (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
+      cannot be written there is no cache.
     """
     if place == OFF:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -83,31 +78,16 @@ def _set(folder: str | None) -> None:
     compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
-_events = collections.Counter()  # of this process, since `_listen`
+events = collections.Counter()  # of this process; there is no public way to stop listening
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 
 
-@functools.cache
-def _listen() -> None:
-    """Has JAX report its events, once: there is no public way to stop listening."""
-    jax.monitoring.register_event_listener(lambda event, **_: _events.update([event]))
-
-
-class Watch:
-    """Context manager that says where the programs compiled within it came from.
-
-    verdict: "warm" if every program came from the cache, "cold" if something was compiled, "off" if
-      there is no cache.
+def verdict(before: collections.Counter) -> str:
+    """Where the programs compiled since then came from: "warm" if every program came from the
+    cache, "cold" if something was compiled, "off" if there is no cache. before: `events`, copied.
     """
-
-    verdict = "off"
-
-    def __enter__(self) -> "Watch":
-        _listen()
-        self._before = _events.copy()
-        return self
-
-    def __exit__(self, *error) -> None:
-        requests, hits = (_events[name] - self._before[name] for name in (_REQUEST, _HIT))
-        # JAX counts requests without a folder, too
-        if requests and jax.config.jax_compilation_cache_dir:
-            self.verdict = "warm" if hits == requests else "cold"
+    requests, hits = (events[name] - before[name] for name in (_REQUEST, _HIT))
+    # JAX counts requests without a folder, too
+    if not requests or not jax.config.jax_compilation_cache_dir:
+        return "off"
+    return "warm" if hits == requests else "cold"

@@ -35,15 +35,6 @@ class PallasWork:
     flops: float = 0.0
     bytes: float = 0.0
 
-    @classmethod
-    def of(cls, params) -> "PallasWork":
-        """The work of the equation with these parameters."""
-        info, estimate = params.get("name_and_src_info"), params.get("cost_estimate")
-        name = str(getattr(info, "name", None) or params.get("name") or "pallas_call")
-        if estimate is None:
-            return cls(name)
-        return cls(name, float(estimate.flops), float(estimate.bytes_accessed))
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -81,32 +72,22 @@ def program_cost(jaxpr: AnyJaxpr) -> Cost:
     return sum(map(_equation_cost, open_jaxpr(jaxpr).eqns), Cost())
 
 
-def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
-    """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
+def times_read(jaxpr: AnyJaxpr) -> list[int]:
+    """The number of times that a program reads each of its inputs: once for every equation that
+    takes it, and for every output that it is. A scan that takes it reads it as often as it runs,
+    times the runs of the scans within. `jax.jit` leaves those that nothing reads out of the
+    program."""
     # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
     # they match none of its inputs.
     inner = open_jaxpr(jaxpr)
-    read = {id(v) for v in inner.outvars}
-    for equation in inner.eqns:
-        called, used = list(_inner(equation.params.values())), [True] * len(equation.invars)
-        if equation.primitive.name in _CALLS and len(called) == 1:
-            used = used_inputs(called[0])  # a function that is called may ignore some
-        read |= {id(v) for v, reads in zip(equation.invars, used, strict=True) if reads}
-    return [id(v) in read for v in inner.invars]
-
-
-def times_read(jaxpr: AnyJaxpr) -> list[int]:
-    """The number of times that a program reads each of its inputs: once for every equation that
-    takes it. A scan that takes it reads it as often as it runs, times the runs of the scans
-    within."""
-    inner, times = open_jaxpr(jaxpr), Counter()
+    times = Counter(map(id, inner.outvars))
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))
         each = [equation.params.get("length", 1)] * len(equation.invars)
         if equation.primitive.name == "scan":
             inside = _scans_that_read(called[0])
             each = [n * times for n, times in zip(each, inside, strict=True)]
-        # a call reads an input as often as its function does
+        # a call reads an input as often as its function does, which may ignore some
         if equation.primitive.name in _CALLS and len(called) == 1:
             each = times_read(called[0])
         for variable, count in zip(equation.invars, each, strict=True):
@@ -145,14 +126,18 @@ def _equation_cost(equation: JaxprEqn) -> Cost:
         features = weights.shape[params["dimension_numbers"].rhs_spec[0]]
         return Cost(2.0 * equation.outvars[0].aval.size * weights.size / features)
     if name in _KERNELS:
-        return Cost(kernels=Counter({PallasWork.of(params): 1}))
+        info, estimate = params.get("name_and_src_info"), params.get("cost_estimate")
+        work = PallasWork(str(getattr(info, "name", None) or params.get("name") or "pallas_call"))
+        if estimate is not None:
+            work = PallasWork(work.name, float(estimate.flops), float(estimate.bytes_accessed))
+        return Cost(kernels=Counter({work: 1}))
     if name == "scan":
         # Sliced are the inputs whose shape in the body lacks the leading axis (how a scan's
         # parameters say which differs between versions of JAX); unread ones are dropped.
         body = params["jaxpr"]
-        inside, read = (v.aval for v in open_jaxpr(body).invars), used_inputs(body)
-        found = zip(equation.invars, inside, read, strict=True)
-        sliced = (num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape)
+        inside = (v.aval for v in open_jaxpr(body).invars)
+        found = zip(equation.invars, inside, times_read(body), strict=True)
+        sliced = (num_bytes(a) for v, a, times in found if times and v.aval.shape != a.shape)
         once = program_cost(body) + Cost(scanned_bytes=float(sum(sliced)))
         return once.times(params["length"])
     if name == "while":

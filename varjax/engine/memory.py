@@ -5,7 +5,6 @@ import bisect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import singledispatch
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
-from varjax.cache.plan import CachePlan, item_size
+from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost
@@ -89,7 +88,7 @@ def predict(
     if kernels is None:
         kernels = implementations.preferred() != "reference"
     types = jnp.dtype(dtype), jnp.dtype(kv_dtype)
-    step = StepSizes(plan, model.config, batch_size, *types, kernels, platform, layers == UNROLL)
+    step = _WidestStep(plan, model.config, batch_size, *types, kernels, platform, layers == UNROLL)
     code_map = model.code_map[:2]
     decoding = decoding or Decoding()
     decoded = decoding.images_at_once(model.codec, code_map, batch_size)
@@ -100,19 +99,19 @@ def predict(
     parts = model.config.num_heads // plan.geometry.num_heads
     shapes = {"transformer": parameters.shapes(model.transformer, dtype)}
     held = cost.tree_bytes(cache)
-    condition = model.config.condition_bytes(step.rows, item_size(dtype), text_tokens)
+    condition = model.config.condition_bytes(step.rows, types[0].itemsize, text_tokens)
     return Prediction(
         weights=sharded_weights.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
         kv_pool=held,
         # pixels are decoded after the last step, where the cache and the condition were
-        activations=max(step_bytes(plan, step), pixels - held - condition),
+        activations=max(step.bytes(), pixels - held - condition),
         condition=condition,
     )
 
 
 @dataclass(frozen=True)
-class StepSizes:
-    """What the tensors of a program's widest step are made of.
+class _WidestStep:
+    """The tensors that are live in a program's widest step.
 
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
     platform: "cpu", "gpu" or "tpu".
@@ -146,61 +145,50 @@ class StepSizes:
         """Bytes of logits and of what sampling makes of them."""
         return ARRAYS_PER_LOGIT * images * tokens * self.config.logits_per_token * 4
 
+    def bytes(self) -> int:
+        """Bytes of the scale with most tokens; token by token of the wider of two steps: the
+        condition, all its tokens at once; or a query of every head, and the policy's window, with
+        all slots of a layer."""
+        plan, config = self.plan, self.config
+        if isinstance(plan, TokenPlan):
+            tokens, attention = config.condition_tokens, self._token_attention(plan)
+            return max(self.layer(tokens) + attention, self.logits(self.batch_size, 1))
+        tokens = max(plan.geometry.schedule.tokens)
+        attention = self._scale_attention(plan, tokens)
+        # images whose logits exist at one time: sampling takes a batch in chunks
+        chosen = min(self.batch_size, images_at_once(tokens, config.logits_per_token))
+        # All rows of the head's input stay alive while logits are made for a few images at a time.
+        last = self.rows * tokens * config.embed_dim * self.dtype.itemsize
+        return max(self.layer(tokens) + attention, self.logits(chosen, tokens) + last)
 
-@singledispatch
-def step_bytes(plan: CachePlan, step: StepSizes) -> int:
-    """Bytes of the tensors that are live in the widest step."""
-    raise NotImplementedError(type(plan))
+    def _token_attention(self, plan: TokenPlan) -> int:
+        condition, geometry = self.config.condition_tokens, plan.geometry
+        group, slots = geometry.queries_per_head, max(plan.layer_slots)
+        queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+        # the reference converts keys and values to float32
+        whole = 4 * 2 * geometry.head_dim if self.kv_dtype.itemsize < 4 else 0
+        # one query of the token and the window's queries score all slots of a layer
+        token = slots * (SCORE_ARRAYS * queries * group * 4 + whole)
+        most = max(SCORE_ARRAYS * condition * condition * group * 4, token)
+        return self.rows * geometry.num_heads * most
 
-
-@step_bytes.register
-def _(plan: ScalePlan, step: StepSizes) -> int:
-    """Return the bytes of the scale with most tokens."""
-    tokens = max(plan.geometry.schedule.tokens)
-    keys = tokens + int(plan.capacity.max(initial=0))
-    scores = 0 if step.kernels else _reference_attention(plan, step, tokens, keys)
-    # The policy looks after the attention is done, so the two do not add up.
-    attention = max(scores, _window_scores(plan, step, keys))
-    # images whose logits exist at one time: sampling takes a batch in chunks
-    chosen = min(step.batch_size, images_at_once(tokens, step.config.logits_per_token))
-    # All rows of the head's input stay alive while logits are made for a few images at a time.
-    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize
-    return max(step.layer(tokens) + attention, step.logits(chosen, tokens) + last)
-
-
-@step_bytes.register
-def _(plan: TokenPlan, step: StepSizes) -> int:
-    """Return the bytes of the wider of two steps: the condition, all its tokens at once; or a
-    query of every head, and the policy's window, with all slots of a layer."""
-    condition, geometry = step.config.condition_tokens, plan.geometry
-    heads, group, slots = geometry.num_heads, geometry.queries_per_head, max(plan.layer_slots)
-    queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
-    # the reference converts keys and values to float32
-    whole = 4 * 2 * geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
-    # one query of the token and the window's queries score all slots of a layer
-    token = slots * (SCORE_ARRAYS * queries * group * 4 + whole)
-    attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * group * 4, token)
-    return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
-
-
-def _reference_attention(plan: ScalePlan, step: StepSizes, tokens: int, keys: int) -> int:
-    """Bytes of attention without a kernel: scores, and keys and values gathered from the pool."""
-    # Scores exist in several stages at once: XLA's CPU compiler keeps `SCORE_ARRAYS` of them.
-    heads = plan.geometry.num_heads
-    token = 2 * plan.geometry.head_dim * step.kv_dtype.itemsize
-    gathered = 2 * step.rows * heads * keys * token
-    # the reference takes so many rows at a time that their scores stay small
-    at_once = min(step.rows, reference.rows_at_once(heads, tokens, keys))
-    return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
-
-
-def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
-    """Bytes of what a policy with a window of queries is shown: a layer's keys, gathered in the
-    type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
-    (`pallas_kernels.ragged_attention.attention_scores`)."""
-    window = plan.rule.needs.window
-    per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
-    return step.rows * plan.geometry.num_heads * keys * per_key if window else 0
+    def _scale_attention(self, plan: ScalePlan, tokens: int) -> int:
+        keys = tokens + int(plan.capacity.max(initial=0))
+        heads, size = plan.geometry.num_heads, plan.geometry.head_dim * self.kv_dtype.itemsize
+        scores = 0
+        if not self.kernels:
+            # Scores exist in several stages at once: XLA's CPU compiler keeps `SCORE_ARRAYS` of
+            # them. The reference takes so many rows at a time that they stay small.
+            at_once = min(self.rows, reference.rows_at_once(heads, tokens, keys))
+            scores = SCORE_ARRAYS * at_once * heads * tokens * keys * 4
+            scores += 2 * self.rows * heads * keys * 2 * size  # gathered from the pool
+        # What a policy with a window of queries is shown: a layer's keys, gathered in the type of
+        # the pool, and float32 scores [R, N, W, K]. No kernel computes them
+        # (`pallas_kernels.ragged_attention.attention_scores`).
+        window = plan.rule.needs.window
+        shown = self.rows * heads * keys * (size + 4 * window) if window else 0
+        # The policy looks after the attention is done, so the two do not add up.
+        return max(scores, shown)
 
 
 def layers_that_fit(how: str, predict_for: Callable[..., Prediction], memory: int | None) -> str:
@@ -224,23 +212,15 @@ def device_bytes() -> int | None:
 def available_bytes() -> int | None:
     """Return how much memory the default device can still give, or None if it does not say."""
     device = jax.local_devices()[0]
-    stats = device.memory_stats()  # None on a CPU
-    if stats and "bytes_limit" in stats:
+    stats = device.memory_stats() or {}  # None on a CPU
+    if "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    return _free_host_memory() if device.platform == "cpu" else None
-
-
-def _free_host_memory() -> int | None:
-    # Linux says what it could give after dropping caches. Elsewhere all memory stands in for it.
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            entries = dict(line.split(":", 1) for line in file)
-        return int(entries["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError, AttributeError):
-            return None
+    if device.platform != "cpu" or not os.path.exists("/proc/meminfo"):
+        return None
+    # what Linux could give after dropping caches
+    with open("/proc/meminfo", encoding="ascii") as file:
+        entries = dict(line.split(":", 1) for line in file)
+    return int(entries["MemAvailable"].split()[0]) * 1024
 
 
 def largest_batch(
@@ -250,23 +230,17 @@ def largest_batch(
     image fits. predict_for: from a number of images."""
     if available is None:
         return wanted
-
-    def too_large(size: int) -> bool:
-        return predict_for(size).total > SAFETY * available
-
     # predictions grow with the batch, so the sizes that fit come first
-    return bisect.bisect_left(range(1, wanted + 1), True, key=too_large)
+    sizes, room = range(1, wanted + 1), SAFETY * available
+    return bisect.bisect_left(sizes, True, key=lambda size: predict_for(size).total > room)
 
 
 def choose_batch_size(
     predict_for: Callable[[int], Prediction], asked: int | None, num_images: int, usual: int
 ) -> int:
     """Choose the batch size of a run: as asked, else `usual` cut down to what fits, and never more
-    than the number of images.
-
-    Raises:
-      UserError: the batch asked for, or a single image, does not fit the device.
-    """
+    than the number of images. `UserError` if the batch asked for, or a single image, does not fit
+    the device."""
     available = available_bytes()
     wanted = min(num_images, asked or usual)
     size = largest_batch(predict_for, wanted, available)

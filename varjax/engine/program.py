@@ -8,7 +8,7 @@ whose `sharding` names the device.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +23,6 @@ from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.nn import stacked
 from varjax.nn.schemes import INT8
-from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
@@ -35,6 +34,9 @@ SCANNED_BYTES = 64 * 2**20
 # Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
 # accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
 FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
+# Memories on the chip. A kernel that has used one up says the same words as a full device, but no
+# smaller batch helps.
+ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,6 @@ class BuildOptions:
     attention: implementation of the kernels; None takes what the platform has.
     keep_logits: also return guided logits.
     keep_contents: also return what the cache holds after every scale (`Generator`).
-    unroll: debug option; unrolls the scans over scales and layers.
     watch: called on the host while images are drawn (`Generator`).
     """
 
@@ -55,7 +56,6 @@ class BuildOptions:
     attention: str | None = None
     keep_logits: bool = False
     keep_contents: bool = False
-    unroll: bool = False
     watch: Callable[[Array, Array], None] | None = None
 
 
@@ -63,33 +63,36 @@ def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: PyTree[Array],
     arguments: tuple,
-    spec: ProgramSpec,
+    program: Callable,
     *,
     precision: str = "default",
     auto_layout: bool = False,
-    sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """Traces the program `(networks, state, *arguments) -> (results, state)` of a spec.
+    """Traces the program `(networks, state, *arguments) -> (results, state)`. The state is donated:
+    the program updates the caller's buffers.
 
-    The state is donated: the program updates the caller's buffers.
-
-    Args:
-      arguments: condition, keys, inputs, given (`ScaleSpec.generate`, `TokenSpec.generate`).
-      precision: "default" or "highest", of float32 products.
-      auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights, so that
-        stacked ones are not copied into another layout in every call; the caller puts them there,
-        see `place`. The cache lies row by row; the caller makes it so (`Compiled.input_formats`).
-      sharded: the program of a mesh, for several devices; shapes then carry its `shardings`.
+    arguments: condition, keys, inputs, given (`ScaleSpec.generate`).
+    program: `generate` of a `ScaleSpec` or `TokenSpec`, or the `ShardedProgram` of a mesh; shapes
+      then carry its `shardings`.
+    precision: "default" or "highest", of float32 products.
+    auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
+      caller puts them there, see `place`. The cache lies row by row; the caller makes it so
+      (`Compiled.input_formats`).
     """
     # The pool is the largest buffer. Without donation the program would allocate a second one for
     # its result.
-    program = sharded or spec.generate
     where = {}
     if auto_layout:
         # A TPU's compiler would copy stacked weights into another layout in every call: they lie as
         # it likes. The cache lies as the kernels read it, which is not how a TPU puts an array of
         # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
-        networks, state = jax.tree.map(_somewhere, (networks, state))
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+        def somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            where = getattr(leaf, "sharding", None) or here
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        networks, state = jax.tree.map(somewhere, (networks, state))
         weights = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
         cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
         where["in_shardings"] = (weights, cache, *(None,) * len(arguments))
@@ -114,7 +117,7 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
-    few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
+    few_rows: whether products have the few rows of a token, as `ScaleSpec.few_rows` says of
       programs that draw codes.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
@@ -184,13 +187,6 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
             variable.set_value(tree.unflatten(placed))
 
 
-def _somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape, type and device of an array, whose layout is left open."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    sharding_ = getattr(leaf, "sharding", None) or here
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
-
-
 def compile_codes(
     traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
 ) -> tuple[jax.stages.Compiled, str]:
@@ -200,9 +196,9 @@ def compile_codes(
     options = compiler_options(jax.default_backend(), **how)
     lowered = traced.lower()
     # this program only: helpers compile too quickly to be kept, and look cold
-    with compilation_cache.Watch() as watch:
-        compiled = lowered.compile(compiler_options=options)
-    return compiled, watch.verdict
+    before = compilation_cache.events.copy()
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, compilation_cache.verdict(before)
 
 
 def check_attention(implementation: str | None) -> None:
@@ -214,3 +210,40 @@ def check_attention(implementation: str | None) -> None:
         stepwise = implementations.step_by_step(implementation)
         ways = ", ".join(filter(None, ("reference", stepwise)))
         raise UserError(f"attention={reason}: choose {ways} or None")
+
+
+# --- errors of a device or its compiler, with what to do about them ---
+
+
+class OutOfMemory(UserError):
+    """The device has less memory than the program takes, whatever was predicted."""
+
+
+@contextlib.contextmanager
+def explained(doing: str, attention: str) -> Iterator[None]:
+    """Explains errors of the device while `doing` something: `OutOfMemory` if its memory does not
+    suffice. `NotImplementedError`, of a kernel that cannot take the shapes, is passed on as it is;
+    any other one is a mistake of ours or of a compiler, and gets a note that says how to do without
+    kernels. attention: the implementation of the kernels that the program has."""
+    try:
+        yield
+    except (UserError, NotImplementedError):
+        raise
+    except Exception as error:
+        # XLA has one status for all memories; only the words say which one is full
+        words = str(error).lower()
+        full = "resource_exhausted" in words and not any(place in words for place in ON_CHIP)
+        if isinstance(error, jax.errors.JaxRuntimeError) and full:
+            said = str(error).strip().partition("\n")[0][:300]
+            raise OutOfMemory(
+                f"the device ran out of memory {doing}: {said}: take a smaller "
+                f"batch_size, decode_batch or budget, or kv_dtype='int8'"
+            ) from error
+        # By the name of its package: what compilers raise has no common base class.
+        of_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+        if of_jax and attention != "reference":
+            error.add_note(
+                f"{doing} failed with kernels ({attention}): if one of them is to blame, "
+                f"attention='reference' (--attention=reference) does without"
+            )
+        raise

@@ -6,72 +6,97 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.residual import Vectors
+from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, observed_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
-from varjax.cache.step import CacheStep, cache_step
-from varjax.engine.given import Given
-from varjax.engine.inputs import SegmentInputs, StepInputs
-from varjax.engine.mixture import Mixture, chance_of_ones
-from varjax.engine.program import BuildOptions
+from varjax.cache.step import CacheStep
+from varjax.engine.given import Given, Mixture
+from varjax.engine.program import BuildOptions, arrange_layers
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
+from varjax.logical_axes import HEADS
+from varjax.models.step_inputs import StepInputs
+from varjax.models.transformer import Transformer
 from varjax.nn import stacked
-from varjax.nn.published import TransformerConfig
 from varjax.nn.stream import Stream, has_kernel
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class ScaleSpec:
     """The static side of a program that draws scale by scale, and the program itself.
 
+    plan: of the cache.
+    segments: of its schedule.
     cache: how each segment's layers use the cache.
-    rows_per_image: 2 with guidance, else 1.
     options: of which `watch` is called with a scale's number and the code map [B, P, Q, C].
     """
 
-    schedule: Schedule
+    plan: ScalePlan
     segments: tuple[Segment, ...]
     cache: tuple[CacheStep, ...]
     sampling: Sampling
-    rows_per_image: int
     options: BuildOptions
+    mesh: MeshSpec
 
     # Products have the rows of whole scales: the compiler options of large products fit.
     few_rows = False
 
-    @classmethod
-    def of(
-        cls,
-        plan: ScalePlan,
-        segments: Sequence[Segment],
-        sampling: Sampling,
-        config: TransformerConfig,
-        options: BuildOptions,
-    ) -> "ScaleSpec":
-        """The static side for a plan. segments: of its schedule. config: of the transformer.
+    arrange = staticmethod(arrange_layers)  # the weights, as the program takes them
 
-        Raises:
-          UserError: sampling that the model cannot do, or a plan for another number of rows.
-        """
-        return cls(
-            schedule=plan.geometry.schedule,
-            segments=tuple(segments),
-            cache=tuple(cache_step(plan, s.scales, options.attention) for s in segments),
-            sampling=sampling,
-            rows_per_image=plan.check_rows(config, sampling),
-            options=options,
-        )
+    def shared_inputs(self, transformer: Transformer) -> tuple[SegmentInputs, ...]:
+        """Host arrays that are the same for every batch: all but what a policy wants to know about
+        the images."""
+        # Kept apart because they are slow: for VAR-d30 they take 0.3 s on a CPU of 2026, longer
+        # than drawing an image on a GPU should. Every device along `model` has a pool of its own,
+        # and so tables of its own, which lie side by side.
+        groups, resampling = self.plan.divide(self.mesh.model), transformer.resampling
+        schedule = self.plan.geometry.schedule
+        found = []
+        for s in self.segments:
+            observed = observed_inputs(groups[0], s.scales, s.length)
+            step = StepInputs.of(schedule, s.scales, s.length, resampling, **observed)
+            tables = join_heads([layer_inputs(group, s.scales, s.length) for group in groups])
+            found.append(SegmentInputs(step, tables))
+        return tuple(found)
+
+    def for_images(
+        self, shared: tuple[SegmentInputs, ...], image_index: np.ndarray
+    ) -> tuple[SegmentInputs, ...]:
+        """The program's inputs for a batch of images, from `shared_inputs`."""
+        # static contents do not depend on images: nothing has to be copied
+        if self.plan.static_content:
+            return shared
+        inputs = self.plan.policy_inputs(image_index)
+
+        # `replace` keeps the shared arrays, which may be on the device already
+        def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
+            mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
+            return replace(given, layers=replace(given.layers, policy=mine))
+
+        return tuple(map(filled, shared, self.segments))
+
+    def input_names(self, inputs: tuple[SegmentInputs, ...]) -> tuple[SegmentInputs, ...]:
+        """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
+        # tables of groups of heads lie side by side along the third axis; all devices need all of
+        # what describes the scale itself
+        heads = PartitionSpec(None, None, HEADS) if self.mesh.model > 1 else PartitionSpec()
+        whole = PartitionSpec()
+        steps = (jax.tree.map(lambda _: whole, segment.step) for segment in inputs)
+        tables = (jax.tree.map(lambda _: heads, segment.layers) for segment in inputs)
+        return tuple(map(SegmentInputs, steps, tables))
 
     def generate(
         self,
@@ -82,27 +107,24 @@ class ScaleSpec:
         inputs: tuple[SegmentInputs, ...],
         given: Given | None,
     ) -> tuple[dict[str, Array], KVState]:
-        """Draws all scales of a batch of images.
+        """Draws all scales of a batch of images. Returns {"tokens": int32 [B, L] (bitwise models:
+        uint8 [B, L, bits]), "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] ([B, L,
+        bits, 2]) and "contents" if asked for} and the cache as it is after the last scale.
+        contents: `KVState.position` and `regions` after every scale, an axis of scales in front.
 
-        Args:
-          networks: "transformer" (`varjax.models.next_scale`) and "codec".
-          state: empty cache; donate it.
-          condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
-            `varjax.conditions`).
-          keys: one typed random key per image [B].
-          inputs: `inputs.for_images`.
-          given: tokens that replace the draw, or None.
-
-        Returns:
-          {"tokens": int32 [B, L] (bitwise models: uint8 [B, L, bits]), "code_map": float32
-          [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) and "contents" if asked for}
-          and the cache as it is after the last scale. contents: `KVState.position` and `regions`
-          after every scale, with an axis of scales in front.
+        networks: "transformer" (`varjax.models.next_scale`) and "codec".
+        state: empty cache; donate it.
+        condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
+          `varjax.conditions`).
+        keys: one typed random key per image [B].
+        inputs: `for_images`.
+        given: tokens that replace the draw, or None.
         """
         transformer = networks["transformer"]
         # once per image, outside both scans: text and modulation are the same for every scale
         with jax.named_scope("encode_condition"):
-            guided, kernel = self.rows_per_image == 2, self.options.attention
+            guided = self.plan.geometry.rows_per_image == 2
+            kernel = self.options.attention
             context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
             context = context | {"attention": transformer.attention_vectors()}
         code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
@@ -114,10 +136,11 @@ class ScaleSpec:
         # compiled layer body per segment instead of one per scale and layer.
         for segment, cache, scanned in zip(self.segments, self.cache, inputs, strict=True):
             scale = partial(_scale, networks, context, keys, given, cache, self)
-            carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=self.options.unroll)
+            carry, outputs = jax.lax.scan(scale, carry, scanned)
             contents.append(outputs.pop("contents", None))
             # the scales of the segment without padding: [S, B, T, ...] -> [B, tokens, ...]
-            lengths = list(enumerate(self.schedule.tokens[s] for s in segment.scales))
+            tokens = self.plan.geometry.schedule.tokens
+            lengths = list(enumerate(tokens[s] for s in segment.scales))
             parts.append(
                 {
                     name: jnp.concatenate([array[i, :, :n] for i, n in lengths], axis=1)
@@ -185,7 +208,7 @@ def _scale(
     if streams and has_kernel(spec.options.attention):
         x = Stream(x, implementation=spec.options.attention, bits=transformer.bits)
     carry = (x, state, jnp.int32(0))
-    x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.options.unroll)
+    x, state, _ = stacked.scan(layer, carry, scanned)
     x = x.settled() if isinstance(x, Stream) else x
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
@@ -213,7 +236,8 @@ def _sample(
     # folding the scale, not the position in a segment: results do not depend on the cut
     keys = jax.vmap(lambda key: jax.random.fold_in(key, step.scale))(keys)
     # both rows of an image go through together: guidance needs them side by side
-    head, x = (a.reshape(spec.rows_per_image, images, *a.shape[1:]) for a in (head, x))
+    rows = spec.plan.geometry.rows_per_image
+    head, x = (a.reshape(rows, images, *a.shape[1:]) for a in (head, x))
 
     def some(index):
         some_head, some_x = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
@@ -232,7 +256,9 @@ def _sample(
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.options.keep_logits else {}
         if isinstance(given, Mixture):
-            kept["chances"] = chance_of_ones(scores)
+            # of every bit that it is 1, from the logits that it is drawn from
+            logits = scores.guided()
+            kept["chances"] = jax.nn.sigmoid(logits[..., 1] - logits[..., 0])
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)

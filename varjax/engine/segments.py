@@ -48,10 +48,6 @@ class Segment:
     length: int
 
     @property
-    def num_scales(self) -> int:
-        return self.stop - self.start
-
-    @property
     def scales(self) -> range:
         return range(self.start, self.stop)
 
@@ -63,35 +59,35 @@ def plan_segments(
     free_rows: int = 0,
     tile: int = TILE,
 ) -> tuple[Segment, ...]:
-    """Cuts the scales into contiguous segments with the fewest padded tokens. For a large program
-    take those that cost least.
+    """Cuts the scales into contiguous segments with the fewest padded tokens, for a large program
+    into those that cost least. Together they cover scales 0..K-1, in order. Among equal cuts the
+    last segment that starts later is taken, so the answer is always the same.
 
-    Args:
-      schedule: the K token maps.
-      segments: how many (an int or its text), or "auto". A small program gets the fewest segments
-        whose padded tokens are at most 1.25x the exact count: another compiled body costs more than
-        padding. A large one gets the fewest that cost at most 1.05x what no padding would.
-      rows: rows that each token has on one device. It is given for a large program, whose products
-        take most of its time. Lengths are then rounded up to whole tiles of rows.
-      free_rows: rows of a product that take as long as one.
-      tile: rows of a tile.
-
-    Returns:
-      The segments in order; together they cover scales 0..K-1. Among equal cuts the last segment
-      that starts later is taken, so the answer is always the same.
-
-    Raises:
-      UserError: not "auto" and not a whole number from 1 to K.
+    segments: how many (an int or its text), or "auto"; `UserError` for anything but a whole number
+      from 1 to K. With "auto" a small program gets the fewest segments whose padded tokens are at
+      most 1.25x the exact count: another compiled body costs more than padding. A large one gets
+      the fewest that cost at most 1.05x what no padding would.
+    rows: rows that each token has on one device. It is given for a large program, whose products
+      take most of its time. Lengths are then rounded up to whole tiles of rows.
+    free_rows: rows of a product that take as long as one.
+    tile: rows of a tile.
     """
     # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
     # weights: a scale costs at least as much as `least` tokens.
     tokens, count = tuple(schedule.tokens), None
     if not (isinstance(segments, str) and segments == AUTO):
-        count = _parse_count(segments, schedule.num_scales)
+        digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
+        with contextlib.suppress(UserError):
+            count = integer("segments", int(segments) if digits else segments, 1, len(tokens))
+        if count is None:
+            raise UserError(
+                f"segments={show(segments)} is not valid for a schedule of {len(tokens)} scales: "
+                f"give {AUTO!r} or a whole number from 1 to {len(tokens)}"
+            )
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
     exact = sum(max(n, least) for n in tokens)
-    counts = range(1, schedule.num_scales + 1) if count is None else (count,)
+    counts = range(1, len(tokens) + 1) if count is None else (count,)
     cuts = (_best_cut(tokens, n, least) for n in counts)
     best = next(c for c in cuts if count or padded_tokens(c, least) * than <= exact * more)
     if not rows:
@@ -103,17 +99,7 @@ def plan_segments(
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
     """Counts the tokens of all scales of all segments, padding included. least: what a scale counts
     at least."""
-    return sum(segment.num_scales * max(segment.length, least) for segment in segments)
-
-
-def _parse_count(segments: int | str, num_scales: int) -> int:
-    digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
-    with contextlib.suppress(UserError):
-        return integer("segments", int(segments) if digits else segments, 1, num_scales)
-    raise UserError(
-        f"segments={show(segments)} is not valid for a schedule of {num_scales} scales: "
-        f"give {AUTO!r} or a whole number from 1 to {num_scales}"
-    )
+    return sum(len(segment.scales) * max(segment.length, least) for segment in segments)
 
 
 @functools.cache
@@ -143,14 +129,10 @@ def images_at_once(tokens: int, logits_per_token: int) -> int:
 
 
 def map_in_chunks(function: Callable[[slice | Array], Chunk], images: int, at_once: int) -> Chunk:
-    """Calls `function(index)` for all images, at most `at_once` in a call.
+    """The results of `function(index)` for all images, in order, at most `at_once` in a call.
 
-    Args:
-      function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
-        returns arrays with a leading image axis. The last chunk may repeat the last image.
-
-    Returns:
-      The results of all images, in order.
+    function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
+      returns arrays with a leading image axis. The last chunk may repeat the last image.
     """
     chunks = -(-images // max(1, at_once))
     if chunks == 1:

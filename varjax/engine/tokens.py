@@ -13,77 +13,74 @@ their own and are not scanned: a scan would copy every layer's weights and cache
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
-from varjax.cache.token_offsets import OffsetStep
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import CurrentToken, Heads, RingStep, StageStep, TokenStep
+from varjax.cache.token_step import CurrentToken, Heads, OffsetStep, RingStep, StageStep, TokenStep
 from varjax.engine.given import Given
 from varjax.engine.program import BuildOptions
+from varjax.engine.segments import Segment
+from varjax.logical_axes import HEADS
 from varjax.models.next_token import NextTokenTransformer
+from varjax.models.transformer import Transformer
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
-from varjax.nn.published import TransformerConfig
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
-from varjax.sequence import TokenSequence
 
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """The static side of a program that draws token by token, and the program itself.
+    """The static side of a program that draws token by token, and the program itself. Every layer
+    has a cache of its own, whose slots follow from a token's number: no tables are shared.
 
+    plan: of the cache.
     layers: how each layer uses its cache.
-    period: tokens of a stage; None: there is one stage.
-    decided: stages that end with a decision.
-    rows_per_image: 2 with guidance, else 1.
-    one_slot: whether one slot stands for the whole condition.
     options: of which `watch` is called with an image token's number and the tokens [B, 1].
     """
 
-    sequence: TokenSequence
+    plan: TokenPlan
     layers: tuple[TokenStep, ...]
-    period: int | None
-    decided: int
     sampling: Sampling
-    rows_per_image: int
-    one_slot: bool
     options: BuildOptions
+    mesh: MeshSpec
 
     # Products have the rows of one token: other compiler options than for whole scales are faster.
     few_rows = True
+    segments: ClassVar[tuple[Segment, ...]] = ()
 
-    @classmethod
-    def of(
-        cls,
-        plan: TokenPlan,
-        sampling: Sampling,
-        config: TransformerConfig,
-        options: BuildOptions,
-        *,
-        one_slot: bool = False,
-    ) -> "TokenSpec":
-        """The static side for a plan. config: of the transformer.
+    def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
+        transformer = networks["transformer"]
+        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
+        # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
+        # are divided over devices are multiplied as they lie.
+        turned = platform == "cpu" and self.mesh.model == 1
+        stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
-        Raises:
-          UserError: sampling that the model cannot do, or a plan for another number of rows.
-        """
-        period, decided = plan.allocation.decisions(plan.geometry) or (None, 0)
-        layers = range(plan.geometry.num_layers)
-        return cls(
-            sequence=plan.sequence,
-            layers=tuple(token_step(plan, i, options.attention) for i in layers),
-            period=period,
-            decided=decided,
-            sampling=sampling,
-            rows_per_image=plan.check_rows(config, sampling),
-            one_slot=one_slot,
-            options=options,
-        )
+    def shared_inputs(self, transformer: Transformer) -> tuple:
+        """Host arrays that are the same for every batch: none."""
+        return ()
+
+    def for_images(self, shared: tuple, image_index: np.ndarray) -> tuple:
+        """For each layer what its policy knows beforehand about a batch of images."""
+        found = self.plan.policy_inputs(image_index)
+        return () if found is None else tuple(found)
+
+    def input_names(self, inputs: tuple) -> tuple:
+        # the same for all images: `parallel.sharding.check_plan` refuses inputs that depend on them
+        # heads are divided along `model`: inputs that differ by head have to be, too
+        axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
+        # in front of what `select` sees lies an axis of stages
+        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), HEADS)
+        return jax.tree.map(lambda _: spec, inputs)
 
     def generate(
         self,
@@ -94,39 +91,16 @@ class TokenSpec:
         inputs: tuple,
         given: Given | None,
     ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """Draws a batch of images.
+        """Draws a batch of images, as `ScaleSpec.generate` does. The codec gives the code map.
 
-        Args:
-          networks: "transformer" has the traced steps of `varjax.models.next_token`; and "codec".
-          state: empty caches (`token_state.empty`); donate them.
-          condition: what `encode_condition` takes, for B images.
-          keys: one typed random key per image [B].
-          inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
-          given: tokens that replace the draw, or None.
+        state: empty caches (`token_state.empty`).
+        inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
 
-        Returns:
-          {"tokens": int32 [B, N] without new lines, "logits": float32 [B, N, V] if asked for,
-          "code_map": float32 [B, P, Q, C]} and the caches as they are after the last token that is
-          read.
+        The tokens are int32 [B, N] without new lines, the logits float32 [B, N, V]; the caches are
+        as they are after the last token that is read.
         """
-        results, state = self.draw(networks, state, condition, keys, inputs, given)
-        if self.sequence.new_lines:
-            results = jax.tree.map(lambda a: a[:, self.sequence.places], results)
-        with jax.named_scope("codes"):
-            grid = networks["transformer"].config.grid
-            code_map = networks["codec"].code_map(results["tokens"], grid)
-        return results | {"code_map": code_map}, state
-
-    def draw(
-        self,
-        networks: Mapping[str, nnx.Module],
-        state: tuple[LayerCache, ...],
-        condition: PyTree,
-        keys: Array,
-        inputs: tuple,
-        given: Given | None,
-    ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
-        """The tokens, new lines included, and logits of `generate`."""
+        # without decisions there is one stage
+        period, decided = self.plan.allocation.decisions(self.plan.geometry) or (0, 0)
         steps = _TokenSteps(networks["transformer"], keys, given, self, inputs)
         with jax.named_scope("condition"):
             x, state, bias = steps.condition(condition, state)
@@ -141,22 +115,22 @@ class TokenSpec:
 
         def stage(carry, number):
             def token(carry, place):
-                return steps.step(carry, number * self.period + place, place, bias)
+                return steps.step(carry, number * period + place, place, bias)
 
-            (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(self.period))
+            (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(period))
             # Outside the scan over tokens, so that no token pays for it: deciding within it would
             # take a `cond`, and one that returns the caches may copy them.
             with jax.named_scope("decide"):
                 state = steps.decide(state, number, bias)
             return (tokens, state), drawn
 
-        if self.decided:
-            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(self.decided))
+        if decided:
+            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
             # [stages, P, ...] -> [tokens, ...]
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
         # The last stage is shorter than the others, so it is traced on its own.
-        count = self.sequence.steps
-        rest = jnp.arange(self.decided * (self.period or 0), count)
+        count = self.plan.sequence.steps
+        rest = jnp.arange(decided * period, count)
         carry, drawn = jax.lax.scan(
             lambda carry, token: steps.step(carry, token, None, bias), carry, rest
         )
@@ -164,7 +138,13 @@ class TokenSpec:
         # steps come first in outputs of scans, images first in results
         results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
         layers, newest = zip(self.layers, carry[1], strict=True), jnp.int32(count - 1)
-        return results, tuple(step.closed(cache, newest) for step, cache in layers)
+        state = tuple(step.closed(cache, newest) for step, cache in layers)
+        if self.plan.sequence.new_lines:
+            results = jax.tree.map(lambda a: a[:, self.plan.sequence.places], results)
+        with jax.named_scope("codes"):
+            grid = networks["transformer"].config.grid
+            code_map = networks["codec"].code_map(results["tokens"], grid)
+        return results | {"code_map": code_map}, state
 
 
 class _TokenSteps:
@@ -190,7 +170,8 @@ class _TokenSteps:
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
-        self._decide = {step: jax.jit(step.decide) for step in spec.layers}
+        deciding = (step for step in spec.layers if hasattr(step, "decide"))
+        self._decide = {step: jax.jit(step.decide) for step in deciding}
 
     def condition(
         self, condition: PyTree, state: tuple[LayerCache, ...]
@@ -198,7 +179,8 @@ class _TokenSteps:
         """Runs the condition through all layers. Returns the last token's hidden state, caches that
         hold the condition, and what is added to the score of the first slot."""
         transformer, spec = self.transformer, self.spec
-        self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+        guided = spec.plan.geometry.rows_per_image == 2
+        self.context = transformer.encode_condition(condition, guided=guided)
         x, visible = self.context["condition"], self.context["visible"]
         # The condition counts from -M to -1, so that the rotation of an image token does not depend
         # on the condition's length.
@@ -209,7 +191,8 @@ class _TokenSteps:
             p = transformer.project(block, rotation, x)
             q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
             x = transformer.post_attention(block, x, dense_attention(q, k, v, mask))
-            if spec.one_slot:
+            # the plan was made for fewer slots than the condition has tokens: one stands for all
+            if spec.plan.sequence.condition < transformer.config.condition_tokens:
                 # every query scores all tokens of such a condition alike, so one slot is exact
                 k, v, bias = transformer.condition_slot(v, visible)
                 seen = jnp.ones((len(v), 1), bool)
@@ -313,13 +296,21 @@ class _TokenSteps:
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Draws image token `index` [B, 1]. Guided logits are returned beside it if they are
         kept."""
-        sequence = self.spec.sequence
+        sequence = self.spec.plan.sequence
+
+        def new_line(x):
+            """The token at the end of every line, without the head. Its logits are 0."""
+            shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
+            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            token = self.transformer.config.vocab_size
+            return nothing | {"tokens": jnp.full_like(nothing["tokens"], token)}
+
         if sequence.new_lines:
             lines, place = jnp.divmod(index, sequence.line)
             # of a `cond` one branch runs: the head costs only where there is something to draw
             drawn = jax.lax.cond(
                 place == sequence.line - 1,
-                self._new_line,
+                new_line,
                 lambda x: self._drawn(x, index, index - lines),
                 x,
             )
@@ -328,13 +319,6 @@ class _TokenSteps:
         if self.spec.options.watch is not None:
             jax.debug.callback(self.spec.options.watch, index, drawn["tokens"])
         return drawn
-
-    def _new_line(self, x: Float[Array, "R 1 D"]) -> dict[str, Array]:
-        """The token at the end of every line, without the head. Its logits are 0."""
-        shapes = jax.eval_shape(lambda x: self._drawn(x, jnp.int32(0), jnp.int32(0)), x)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        new_line = self.transformer.config.vocab_size
-        return nothing | {"tokens": jnp.full_like(nothing["tokens"], new_line)}
 
     def _drawn(
         self, x: Float[Array, "R 1 D"], index: Int[Array, ""], place: Int[Array, ""]

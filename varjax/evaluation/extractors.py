@@ -20,12 +20,12 @@ from varjax.evaluation import classifier, inception, lpips, resizing
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.evaluation.inception import Inception, InceptionConfig
 from varjax.evaluation.lpips import LPIPS, LPIPSConfig
-from varjax.logical_axes import IMAGES, mesh_spec
+from varjax.logical_axes import IMAGES, make_mesh, mesh_spec
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Part
 from varjax.parallel import processes
-from varjax.parallel.sharding import make_mesh, place
+from varjax.parallel.sharding import place
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
@@ -207,7 +207,7 @@ class Program:
         if shared:  # they may have other amounts of memory
             each = int(processes.say_all(np.array(each)).min())
         self.batch_size = each * mesh.data
-        self._mesh = make_mesh(mesh, jax.devices() if shared else jax.local_devices())
+        self._mesh = make_mesh(vars(mesh), jax.devices() if shared else jax.local_devices())
         self._weights = place(network.module, NamedSharding(self._mesh, P()))
         images = mesh_spec(P(IMAGES), self._mesh.axis_names)
         self._place = NamedSharding(self._mesh, images)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from varjax import arguments
-from varjax.conditions import MOST_IMAGES, ConditionKind, TakesCondition
+from varjax.conditions import MOST_IMAGES, ConditionKind, Model
 from varjax.errors import UserError, show, some
 
 MOST_NAMED = 10  # wrong labels that a message names
@@ -75,10 +75,10 @@ class LabelKind(ConditionKind):
     name = "labels"
     arguments = ("labels",)
 
-    def count(self, model: TakesCondition, *, labels: Sequence[int]) -> int:
+    def count(self, model: Model, *, labels: Sequence[int]) -> int:
         return len(self.resolve(model, labels=labels))
 
-    def resolve(self, model: TakesCondition, *, labels: Sequence[int]) -> Labels:
+    def resolve(self, model: Model, *, labels: Sequence[int]) -> Labels:
         return Labels.of(labels, model.config.num_classes, model.class_names)
 
 

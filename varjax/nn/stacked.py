@@ -152,11 +152,11 @@ def layer(tree: PyTree, index: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[index], tree, is_leaf=is_one)
 
 
-def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree, *, unroll: bool = False) -> T:
+def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree) -> T:
     """`carry` after `carry = body(carry, layer)` for all layers. This is a `lax.scan`; where
     weights are separate, it is one layer after the other."""
     if not is_separate(layers):
-        return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers, unroll=unroll)[0]
+        return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
     for index in range(_count(layers)):
         carry = body(carry, layer(layers, index))

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -47,10 +48,8 @@ def start(text: str) -> None:
     """Join the other processes; it waits for all of them. Call it before JAX is used.
 
     text: "auto" (TPU pods, GKE, SLURM, Open MPI), or "COORDINATOR:PORT,PROCESSES,INDEX".
-
-    Raises:
-      UserError: it says something else, or nothing is detected. If the others do not come within
-        `START_S`, JAX ends the process.
+      `UserError` if it says something else, or nothing is detected. If the others do not come
+      within `START_S`, JAX ends the process.
     """
     given = {} if text == AUTO else place(text)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -117,12 +116,9 @@ def wait() -> None:
 
 @contextlib.contextmanager
 def held(folder: Path, message: str, advice: str) -> Iterator[None]:
-    """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs.
-
-    Raises:
-      UserError: in all of them, if another run holds it (`message`), or a process does not see the
-        first one's folder (`advice`).
-    """
+    """Hold `folder` (`varjax.storage.lock`) for all processes while the block runs. `UserError` in
+    all of them if another run holds it (`message`), or a process does not see the first one's
+    folder (`advice`)."""
     with contextlib.ExitStack() as stack:
         with together():
             if is_first():
@@ -192,12 +188,8 @@ def answering() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """What fails inside in one process fails in all of them. It ends when all have come here.
-
-    Raises:
-      AgreedError: a `UserError` or `OSError` was raised here or in another process.
-      LostProcess: another process does not answer.
-    """
+    """What fails inside in one process fails in all of them: `AgreedError` for a `UserError` or
+    `OSError`. It ends when all have come here; `LostProcess` if one does not answer."""
     if count() == 1:
         yield
         return
@@ -217,13 +209,8 @@ def together() -> Iterator[None]:
 
 
 def agree(asked: Mapping[str, object]) -> None:
-    """Check that all processes were asked for the same.
-
-    asked: JSON data by name, in one order.
-
-    Raises:
-      AgreedError: what differs, and in which processes; the same in all of them.
-    """
+    """Check that all processes were asked for the same. `AgreedError` says what differs and in
+    which processes, the same in all of them. asked: JSON data by name, in one order."""
     named = {"settings": list(asked), **asked}
     texts = [json.dumps(value, sort_keys=True, default=str) for value in named.values()]
     hashes = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
@@ -248,3 +235,42 @@ def leave(status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class Stop:
+    """Whether the system has asked to end, by SIGTERM. As a context manager it listens.
+
+    Of many processes JAX handles the signal from `start` on, and chooses a step that all
+    of them have still to come to.
+
+    done: steps before this run; a step is of training, a batch or a file. Orbax's manager of
+      checkpoints asks JAX as well, by the number of its step, so that they are counted alike.
+    """
+
+    asked = False
+
+    def __init__(self, done: int = 0):
+        self._done = done
+
+    def __enter__(self) -> "Stop":
+        if count() == 1:
+            with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
+                self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *error) -> None:
+        with contextlib.suppress(ValueError, AttributeError):
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+    def after_step(self) -> bool:
+        """Whether to end now, the same in all processes. All of them call it after every step."""
+        if count() > 1:
+            from jax.experimental import multihost_utils  # it registers what few commands need
+
+            self._done += 1
+            # it is True of one step only
+            self.asked |= multihost_utils.reached_preemption_sync_point(self._done)
+        return self.asked

@@ -5,10 +5,10 @@ the feed-forward: every device has a pool of its own for its heads, and two sums
 exchanged. An image does not depend on how a batch is split.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from varjax import logical_axes
-from varjax.logical_axes import DATA, IMAGES, MODEL, mesh_specs
+from varjax.cache.plan import CachePlan
+from varjax.errors import UserError
+from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_specs
 from varjax.nn.stacked import Leaf
 from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
@@ -26,59 +27,35 @@ from varjax.parallel.split import MeshSpec
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
 
 
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
-    """Return the first devices as a mesh with the axes data and model."""
-    return logical_axes.make_mesh({DATA: spec.data, MODEL: spec.model}, devices)
-
-
-class ProgramSpec(Protocol):
-    """The static side of a program that draws codes (`varjax.engine.drawing`)."""
-
-    options: Any  # `engine.program.BuildOptions`
-    few_rows: bool  # whether products have the rows of a single token
-
-    def generate(
-        self,
-        networks: Mapping[str, nnx.Module],
-        state: PyTree[Array],
-        condition: PyTree,
-        keys: Array,
-        inputs: tuple,
-        given: PyTree[Array],
-    ) -> tuple[dict[str, Array], PyTree[Array]]:
-        """Draw a batch. Return results by name, and the final cache."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """The program of a `ProgramSpec` for a mesh.
+    """The program of a `ScaleSpec` or `TokenSpec` (`varjax.engine`) for a mesh.
 
     specs: `PartitionSpec`s of the arguments (networks, state, condition, keys, inputs, given).
     """
 
     mesh: Mesh
-    spec: ProgramSpec
+    spec: Any
     specs: tuple
 
     @classmethod
     def of(
         cls,
         mesh: Mesh,
-        spec: ProgramSpec,
+        spec: Any,
         networks: Mapping[str, nnx.Module],
-        state: PyTree[P],
         inputs: tuple,
         given: PyTree,
+        kv_dtype,
     ) -> "ShardedProgram":
         """Divide every array by the names of its axes (`varjax.logical_axes.RULES`).
 
-        networks, given: may be shapes.
-        state, inputs: trees of names (`plans.state_names`, `Drawing.input_names`).
+        networks, given: may be shapes. kv_dtype: type of the pool.
         """
         images = P(IMAGES)
+        state = _state_names(spec.plan, spec.mesh, kv_dtype)
         given = jax.tree.map(lambda _: images, given)
-        names = (weights.names(networks), state, images, images, inputs, given)
+        names = weights.names(networks), state, images, images, spec.input_names(inputs), given
         return cls(mesh, spec, mesh_specs(names, mesh.axis_names))
 
     def __call__(self, *arguments):
@@ -117,9 +94,48 @@ class ShardedProgram:
     @cached_property
     def shardings(self) -> tuple:
         """The `NamedSharding` of every argument."""
-        return jax.tree.map(
-            partial(NamedSharding, self.mesh), self.specs, is_leaf=lambda s: isinstance(s, P)
+        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
+
+
+def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
+    """Raise `UserError` if a plan cannot be carried out on such a mesh."""
+    if spec.model > 1 and (reason := plan.whole_because):
+        raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
+    taken = plan.allocated_bytes(1, "float32", spec.model)
+    taken /= max(1, plan.dense_bytes(1, "float32"))
+    if plan.accounting == "bytes" and taken > plan.budget + 1e-9:
+        raise UserError(
+            f"mesh {spec}: the plan keeps {plan.budget:.2%} of the full cache on one device, but "
+            f"divided over {spec.model} it would take {taken:.2%}: plan for the mesh "
+            f"(varjax.plan(..., mesh=mesh)), or take accounting=tokens"
         )
+    # Inputs of a policy are shared by all devices along `data`; they may not depend on the images,
+    # of which there may be inputs of one only.
+    one, two = (plan.policy_inputs(np.zeros(images, np.int64)) for images in (1, 2))
+    if list(map(np.shape, jax.tree.leaves(one))) != list(map(np.shape, jax.tree.leaves(two))):
+        raise UserError(
+            f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
+            f"which works on one device only"
+        )
+
+
+def _state_names(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
+    """Return the plan's cache with names of its axes (`varjax.logical_axes`) in place of every
+    array. dtype: type of the pool."""
+    # Axes are found by comparison: that of rows in the cache of two images, those that devices
+    # divide in the cache of one of them. The type of queries and keys that a policy observes does
+    # not change how they are divided.
+    groups, part = spec.model, plan.divide(spec.model)[0]
+    one, two, share = (
+        jax.eval_shape(lambda p=p, n=n, g=g: p.empty_state(n, dtype, groups=g))
+        for p, n, g in ((plan, 1, groups), (plan, 2, groups), (part, 1, 1))
+    )
+
+    def named(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct, share) -> P:
+        sizes = zip(one.shape, two.shape, share.shape, strict=True)
+        return P(*(IMAGES if n != m else HEADS if n != s else None for n, m, s in sizes))
+
+    return jax.tree.map(named, one, two, share)
 
 
 def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:

@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.arguments import integer
+from varjax.arguments import integer, parse_pairs
 from varjax.errors import UserError, nearest
-from varjax.key_values import parse_pairs
 from varjax.logical_axes import DATA, MODEL
 
 DIVIDES = {DATA: "images", MODEL: "heads and weights"}  # by axis
@@ -31,15 +30,14 @@ def axis_sizes(text: str | None, axes: Mapping[str, str], available: int | None)
                 f"unknown axis {axis!r} of a mesh: choose {known}, for example "
                 f"{example}{nearest(axis, list(axes))}"
             )
-        if size == REST and available and int(REST) not in sizes.values():
-            sizes[axis] = int(REST)
-        elif size == REST and available:
+        rest = size == REST and available
+        if rest and int(REST) in sizes.values():
             raise UserError(f"{axis}={REST}: only one axis may be {REST}, what is left over")
         # isdecimal alone also accepts digits of other scripts, and int() very long texts
-        elif size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1:
-            sizes[axis] = int(size)
-        else:
+        digits = size.isascii() and size.isdecimal() and len(size) < 8
+        if not rest and not (digits and int(size) >= 1):
             raise UserError(f"{axis}={size:.60} is no number of devices, 1 or more")
+        sizes[axis] = int(size)
     left = (available or 1) // math.prod(size for size in sizes.values() if size > 0)
     return {axis: size if size > 0 else max(1, left) for axis, size in sizes.items()}
 
@@ -60,30 +58,17 @@ class MeshSpec:
         """Read "data=4,model=2". Axes that are left out have one device; without a text all have.
 
         available: devices that there are; one axis may then be -1, which takes what is left over.
-
-        Raises:
-          UserError: an unknown axis, an axis that is given twice, or no whole number from 1 on.
+        `UserError` for an unknown axis, one that is given twice, or no whole number from 1 on.
         """
         return cls(**axis_sizes(text, DIVIDES, available))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return (self.data, self.model)
-
-    @property
     def num_devices(self) -> int:
-        return math.prod(self.shape)
+        return self.data * self.model
 
     def check(self, *, batch_size: int, num_heads: int, available: int, where: str) -> "MeshSpec":
-        """Return self.
-
-        Args:
-          available: how many devices there are.
-          where: what has these devices, for the message.
-
-        Raises:
-          UserError: more devices than there are, or a batch or heads that cannot be divided.
-        """
+        """Returns self. `UserError` for more devices than are `available` in `where`, and for a
+        batch or heads that cannot be divided."""
         if self.num_devices > available:
             raise UserError(
                 f"a mesh of {self} takes {self.num_devices} devices, {where} has at most "

@@ -39,11 +39,8 @@ class TrainingMesh:
     def parse(cls, text: str | None, available: int) -> "TrainingMesh":
         """Read "data=2,fsdp=4"; one axis may be -1: what is left over of the `available` devices.
         Without a text one process trains on one device, and many train on all of theirs.
-
-        Raises:
-          UserError: an unknown axis, no number of devices, more devices than there are, or of many
-            processes fewer.
-        """
+        `UserError` for an unknown axis, no number of devices, more devices than there are, or of
+        many processes fewer."""
         if text is None and processes.count() > 1:
             text = f"{DATA}={REST}"
         found = cls(**axis_sizes(text, AXES, available))
@@ -122,7 +119,7 @@ class TrainingMesh:
             return (jax.lax.with_sharding_constraint(gradient, divided),)
 
         gather = jax.custom_vjp(whole)
-        # not `gather` again: `_but_gathered` has to see the operation
+        # not `gather` again: `but_gathered` has to see the operation
         gather.defvjp(lambda a: (whole(a), None), summed)
         return gather(array)
 
@@ -140,9 +137,7 @@ class TrainingMesh:
             block, other = inputs
             return self.images(layer(self.images(x), (self.in_use(block, once), other)))
 
-        return jax.checkpoint(divided, policy=None if again else _but_gathered)
+        def but_gathered(primitive, *_, **__) -> bool:
+            return primitive.name != "sharding_constraint"
 
-
-def _but_gathered(primitive, *_, **__) -> bool:
-    """Policy of `jax.checkpoint`: keep everything for gradients but what is gathered."""
-    return primitive.name != "sharding_constraint"
+        return jax.checkpoint(divided, policy=None if again else but_gathered)

@@ -53,33 +53,9 @@ def map_weights(
 
         return leaf.by_axis(along, split.axis)
 
-    def is_matrix(leaf: object) -> bool:
-        return quantized.is_one(leaf) or isinstance(leaf, Turned)
-
-    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=is_matrix)
-
-
-def check_widths(transformer: nnx.Module, parts: int) -> None:
-    """Refuse matrices in 8 bits whose shares of `parts` devices a chip cannot multiply, and models
-    of the user's own that do not say how they are divided.
-
-    Raises:
-      UserError: which matrix, and what to do.
-    """
-    splits, where = transformer.splits(), f" on each of model={parts} devices"
-    if parts > 1 and not splits:
-        raise UserError(
-            f"{type(transformer).__name__} has no `splits`, so that its heads cannot be divided: "
-            "use data alone"
-        )
-    for name, kernel in quantized.matrices(transformer).items():
-        split = splits.get(name.removeprefix("blocks/").replace("/", "."))
-        value = kernel.get_value()
-        one = value[0] if stacked.is_one(value) else value
-        if split and parts > 1 and quantized.is_one(one):
-            widths = list(value.shape)  # with the axis of the layers
-            widths[split.axis] //= parts
-            schemes.check_widths(one.scheme, name, widths, where)
+    return jax.tree_util.tree_map_with_path(
+        with_split, networks, is_leaf=lambda a: quantized.is_one(a) or isinstance(a, Turned)
+    )
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
@@ -92,22 +68,39 @@ def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
 
 
 def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:
-    """Raise `UserError` if a matrix cannot be divided evenly over `model`. Shapes are enough."""
+    """Raises `UserError` if a matrix cannot be divided evenly over `model`, if a chip cannot
+    multiply the shares of one in 8 bits, and for models of the user's own that do not say how they
+    are divided. Shapes are enough."""
+    parts, transformer = spec.model, networks["transformer"]
+    if parts == 1:
+        return
+    splits = transformer.splits()
+    if not splits:
+        raise UserError(
+            f"{type(transformer).__name__} has no `splits`, so that its heads cannot be divided: "
+            "use data alone"
+        )
 
     def check(leaf: Leaf, split: Split | None) -> None:
         if split is None:
             return
         # widths of the sections side by side are multiples of this
         unit = leaf.shape[split.axis] // sum(split.parts)
-        if unit % spec.model:
+        if unit % parts:
             raise UserError(
                 f"layers have a matrix {' x '.join(map(str, leaf.shape[-2:]))}, of which {unit} "
-                f"cannot be split evenly over model={spec.model} devices: choose a divisor of "
-                f"{unit}"
+                f"cannot be split evenly over model={parts} devices: choose a divisor of {unit}"
             )
 
-    if spec.model > 1:
-        map_weights(check, networks)
+    map_weights(check, networks)
+    for name, kernel in quantized.matrices(transformer).items():
+        split = splits.get(name.removeprefix("blocks/").replace("/", "."))
+        value = kernel.get_value()
+        one = value[0] if stacked.is_one(value) else value
+        if split and quantized.is_one(one):
+            widths = list(value.shape)  # with the axis of the layers
+            widths[split.axis] //= parts
+            schemes.check_widths(one.scheme, name, widths, f" on each of model={parts} devices")
 
 
 def names(networks: Mapping[str, nnx.Module]) -> PyTree[P]:
@@ -157,11 +150,8 @@ def place(
 ) -> dict[str, nnx.Module]:
     """Put the networks on a mesh, parameter by parameter. The sections of side-by-side parameters
     (queries, keys, values) are interleaved so that every device's share is contiguous. The host
-    does that, so that no device ever holds more than its share.
-
-    Raises:
-      UserError: files of weights that are on disk are damaged.
-    """
+    does that, so that no device ever holds more than its share. `UserError` if files of weights
+    that are on disk are damaged."""
     tree, places = jax.tree.structure(networks), iter(jax.tree.leaves(shardings))
     found = [
         dataclasses.replace(placing, where=next(places))

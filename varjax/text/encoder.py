@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from varjax.arguments import instance, integer, path, texts
-from varjax.conditions import ConditionKind, TakesCondition
+from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError
 from varjax.nn.compiled import peak_bytes
 from varjax.nn.families import Catalogue, Part
@@ -238,7 +238,7 @@ class TextKind(ConditionKind):
     name = "text"
     arguments = ("prompts", "text_features")
 
-    def count(self, model: TakesCondition, *, prompts=None, text_features=None) -> int:
+    def count(self, model: Model, *, prompts=None, text_features=None) -> int:
         if prompts is not None:
             return len(texts("prompts", prompts, "give a list of texts, one for each image"))
         found = instance("text_features", text_features, TextFeatures, FEATURES_WANTED)
@@ -246,7 +246,7 @@ class TextKind(ConditionKind):
 
     def resolve(
         self,
-        model: TakesCondition,
+        model: Model,
         *,
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from varjax import arguments
-from varjax.conditions import ConditionKind, TakesCondition
+from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError, about
 from varjax.text import unknown
 from varjax.text.prompt_set import PromptSet, read_arrays
@@ -177,16 +177,16 @@ class PromptIdKind(ConditionKind):
     name = "prompt_ids"
     arguments = ("prompts", "prompt_ids")
 
-    def count(self, model: TakesCondition, *, prompts=None, prompt_ids=None) -> int:
+    def count(self, model: Model, *, prompts=None, prompt_ids=None) -> int:
         if prompts is not None:
             return len(arguments.texts("prompts", prompts, PROMPTS_WANTED))
         return len(self._ids(model, prompt_ids=prompt_ids))
 
-    def resolve(self, model: TakesCondition, **given) -> PromptIds:
+    def resolve(self, model: Model, **given) -> PromptIds:
         """Prompts that fit the model and its places. `UserError` also without a tokenizer."""
         return self._ids(model, **given).fitted(model.config)
 
-    def fitted(self, model: TakesCondition, **given) -> TakesCondition:
+    def fitted(self, model: Model, **given) -> Model:
         """The model with as many places as the longest prompt takes."""
         found = self._ids(model, lambda line: None, **given)  # `resolve` will warn
         return model.with_prompt_tokens(found.checked(model.config).longest)

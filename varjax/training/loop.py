@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from varjax.errors import UserError, some
 from varjax.parallel import processes
-from varjax.parallel.stopping import Stop
+from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import new_file
