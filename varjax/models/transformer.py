@@ -8,9 +8,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
+from varjax import sampling as sampling_lib
 from varjax.errors import UserError
 from varjax.nn.published import Configuration
 from varjax.nn.split import Split
+from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
@@ -68,6 +70,12 @@ class Transformer(nnx.Module):
         """Height, width and channels of the latent map that a codec of this configuration
         decodes."""
         raise NotImplementedError
+
+    def sample(
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[Array, Array | None]:
+        """Draws tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
+        return sampling_lib.sample(scores, keys, sampling, implementation)
 
     def splits(self) -> dict[str, Split]:
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import Rows8, Sums, Vectors
-from varjax import sampling as sampling_lib
 from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
@@ -232,11 +231,6 @@ class VAR(NextScaleTransformer):
         if config.is_guided(sampling):
             strength = sampling.at("cfg", step.scale, num_scales) * step.ratio
         return Scores(logits, tau, strength)
-
-    def sample(
-        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        return sampling_lib.sample(scores, keys, sampling, implementation)
 
     # --- all scales at once (training) ------------------------------------------------------------
 
