@@ -10,11 +10,8 @@ from jaxtyping import Array, Float, PyTree
 
 from varjax import sampling as sampling_lib
 from varjax.errors import UserError
-from varjax.nn.published import Configuration
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
 
 
 def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -29,7 +26,12 @@ def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeD
 
 class Transformer(nnx.Module):
     """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
-    `head` is the last linear layer, `blocks` are the stacked layers."""
+    `head` is the last linear layer, `blocks` are the stacked layers.
+
+    `sequence(one_slot)` is the order of an image, as the cache sees it: scales or tokens. one_slot:
+    whether one slot stands for the whole condition where the model allows it. `code_map(codec)` is
+    height, width and channels of the latent map that a codec of this configuration decodes.
+    """
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
@@ -56,19 +58,6 @@ class Transformer(nnx.Module):
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> PyTree:
         """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
         length of texts; None: the most that the model takes."""
-        raise NotImplementedError
-
-    def sequence(self, one_slot: bool = True) -> Schedule | TokenSequence:
-        """The order of an image, as the cache sees it: scales or tokens.
-
-        one_slot: where tokens are drawn, whether one slot stands for the whole condition if the
-          model allows it (`NextTokenTransformer.condition_is_one_slot`).
-        """
-        raise NotImplementedError
-
-    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
-        """Height, width and channels of the latent map that a codec of this configuration
-        decodes."""
         raise NotImplementedError
 
     def sample(

@@ -27,12 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, UInt8
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec
 from varjax.codecs.bsq.config import PRESETS, BSQConfig
-from varjax.codecs.maps import (
-    flatten_maps,
-    patchify,
-    resize_area,
-    resize_bilinear,
-)
+from varjax.codecs.maps import flatten_maps, resize_area, resize_bilinear
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 
@@ -69,12 +64,8 @@ class BSQVAE(ImageCodec):
         self, images: Float[Array, "B H W 3"], schedule: Schedule
     ) -> UInt8[Array, "B L C"]:
         """Bits of all scales, coarse to fine, each map row-major."""
-        return features_to_bits(self.encode(images), schedule)
-
-    def bits_to_images(
-        self, bits: UInt8[Array, "B L C"], schedule: Schedule
-    ) -> Float[Array, "B H W 3"]:
-        return self.decode(code_maps(bits, schedule)[-1])
+        rests = residuals(self.encode(images), schedule)
+        return flatten_maps([(rest > 0).astype(jnp.uint8) for rest in rests])
 
 
 # --- the quantiser --------------------------------------------------------------------------------
@@ -88,11 +79,6 @@ def codes(
     `channels` is the latent width C, also for the 4 C bits of a patchified token.
     """
     return (2 * bits.astype(jnp.float32) - 1) / jnp.sqrt(jnp.float32(channels))
-
-
-def features_to_bits(h: Float[Array, "B P Q C"], schedule: Schedule) -> UInt8[Array, "B L C"]:
-    """Bits of all scales, coarse to fine, each map row-major."""
-    return flatten_maps([(rest > 0).astype(jnp.uint8) for rest in residuals(h, schedule)])
 
 
 def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[Array, "B p q C"]]:
@@ -110,37 +96,3 @@ def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[
         pooled = resize_area(rest, size)
         yield pooled
         rest = rest - resize_bilinear(codes(pooled > 0, h.shape[-1]), schedule.final_map)
-
-
-def code_maps(bits: UInt8[Array, "B L C"], schedule: Schedule) -> list[Float[Array, "B P Q C"]]:
-    """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
-    if bits.ndim != 3 or bits.shape[1] != schedule.total_tokens:
-        raise UserError(
-            f"bits of shape {bits.shape} given: schedule {schedule} needs [images,"
-            f" {schedule.total_tokens}, bits per position]"
-        )
-    batch, _, channels = bits.shape
-    total = jnp.zeros((batch, *schedule.final_map, channels), jnp.float32)
-    totals = []
-    for size, start, end in zip(schedule.maps, schedule.starts, schedule.ends, strict=True):
-        part = codes(bits[:, start:end], channels).reshape(batch, *size, channels)
-        total = total + resize_bilinear(part, schedule.final_map)
-        totals.append(total)
-    return totals
-
-
-def teacher_inputs(
-    bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
-) -> Float[Array, "B M {patch}**2*C"]:
-    """Inputs of the transformer at scales 1..K-1: the running sum resized to each next map.
-
-    `schedule` is the codec's, also for a transformer with patchify: then its tokens are `patch` by
-    `patch` positions. M is the number of tokens of scales 1..K-1.
-    """
-    maps = schedule.maps
-    inputs = [
-        patchify(resize_bilinear(total, size), patch)
-        for total, size in zip(code_maps(bits, schedule)[:-1], maps[1:], strict=True)
-    ]
-    empty = jnp.zeros((len(bits), 0, 1, bits.shape[-1] * patch**2), jnp.float32)
-    return flatten_maps([empty, *inputs])

@@ -367,20 +367,3 @@ class Infinity(NextScaleTransformer):
             maps = patchify(rows.reshape(num_images, h * patch, w * patch, bits), patch)
             parts.append(maps.reshape(num_images, h * w, -1))
         return np.concatenate(parts, axis=1)
-
-    # --- all scales at once (training) ------------------------------------------------------------
-
-    def __call__(
-        self,
-        text: Float[Array, "B M E"],
-        length: Int[Array, " B"],
-        codes: Float[Array, "B K C"],
-    ) -> Float[Array, "B L 2*C"]:
-        """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`codecs.bsq.model.teacher_inputs`)."""
-        context = self.encode_rows(text, length)
-        scale = self.config.schedule.scale_of_token
-        x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
-        x = (x + self.level_embedding[scale]).astype(jnp.float32)
-        rotation = self.rotation(jnp.arange(len(scale)))
-        return self.teacher_forced(context, {"rotation": rotation, "text": context["text"]}, x)
