@@ -89,7 +89,7 @@ class Runner:
         # only now: another generator may have left matrices turned, which are never divided
         weights.check_weights(self.networks, mesh)
         weights.check_widths(self.networks["transformer"], mesh.model)
-        if mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
+        if mesh.num_devices == 1 and isinstance(jax.tree.leaves(self.networks)[0], stored.Stored):
             raise UserError("the weights are on disk, for several devices: give a mesh of these")
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None

@@ -357,5 +357,5 @@ def test_a_network_of_evaluation_is_no_model(name, tmp_path):
 
 
 def test_own_folders_are_those_of_all_catalogues():
-    known = registry.CATALOGUE | extractors.CATALOGUE
-    assert set(known.parts) == set(checkpoint.OWN_FOLDERS)
+    known = registry.CATALOGUE.parts | extractors.CATALOGUE.parts
+    assert set(known) == set(checkpoint.OWN_FOLDERS)

@@ -38,9 +38,9 @@ from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, quantized, stacked
+from varjax.nn.layers import Split
 from varjax.nn.published import Configuration
 from varjax.nn.schemes import Scheme
-from varjax.nn.split import Split
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from varjax import sampling as sampling_lib
 from varjax.errors import UserError
-from varjax.nn.split import Split
+from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 
 

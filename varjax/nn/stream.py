@@ -21,7 +21,7 @@ from pallas_kernels.residual import (
 )
 from pallas_kernels.residual.api import MODULES
 from pallas_kernels.residual.operands import Activation, Bits8
-from varjax.nn import split
+from varjax.nn import layers
 from varjax.nn.layers import Linear
 
 
@@ -64,10 +64,10 @@ class Stream:
     def contracted(
         self, linear: Linear, x: Sums, axis: str | None, activation: Activation | None = None
     ) -> Sums:
-        """A linear layer of other rows. axis: of the mesh, see `split.contract`; None where the
+        """A linear layer of other rows. axis: of the mesh, see `layers.contract`; None where the
         stream has `bits`. activation: applied to `x` first."""
         if self.bits is None:
-            return Sums(split.contract(linear, x.finished(), axis, activation))
+            return Sums(layers.contract(linear, x.finished(), axis, activation))
         rows = to_8_bits(x, self.bits, activation, implementation=self.implementation)
         return linear.sums(rows)
 

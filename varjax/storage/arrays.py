@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
@@ -114,7 +114,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry, multiprocessing_options=alone
     )
-    tree = parameters.nested(arrays)
+    tree = unflatten_dict(arrays, sep="/")
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
     with failed_writing(folder), checkpointer:
@@ -260,7 +260,7 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     else:
         sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
         kind = partial(ocp.ArrayRestoreArgs, restore_type=jax.Array, sharding=sharding)
-    tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
+    tree = unflatten_dict({n: kind(dtype=dtype) for n, dtype in types.items()}, sep="/")
     found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
     return jax.block_until_ready(flatten_dict(found, sep="/"))
 

@@ -31,8 +31,8 @@ from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes
-from varjax.nn import layers, split, stacked
-from varjax.nn.split import Split
+from varjax.nn import layers, stacked
+from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
@@ -274,11 +274,11 @@ class Infinity(NextScaleTransformer):
         guidance, where it acts after this layer."""
         modulation = layer_context["modulation"]
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
+        x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        x = x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
+        x = x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
         if "mix" not in shared:
             return x
         strength = shared["mix"][layer_context["number"]]
@@ -292,7 +292,7 @@ class Infinity(NextScaleTransformer):
         h = h.astype(self.dtype)
         q = block.cross_q(h).reshape(*h.shape[:2], -1, self.config.head_dim)
         out = attend_text(q, text, layer).reshape(*h.shape[:2], -1)
-        return split.contract(block.cross_proj, out, self.model_axis)
+        return layers.contract(block.cross_proj, out, self.model_axis)
 
     # --- tokens -----------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.llama.config import DecoderConfig, LlamaConfig
 from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, quantized, split
-from varjax.nn.split import Split
+from varjax.nn import layers, quantized
+from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 
 HEAD_NORM_EPS = 1e-5  # fixed in published code, whatever `rms_norm_eps` says
@@ -59,7 +59,7 @@ class HeadNorm(nnx.Module):
         flat = x.astype(jnp.float32).reshape(-1, size)
         # The sets are whole on all devices: there may be fewer of them than devices.
         scale, bias = (
-            split.own_part(jnp.repeat(p[...].astype(jnp.float32), each, axis=0), own, axis)
+            layers.own_part(jnp.repeat(p[...].astype(jnp.float32), each, axis=0), own, axis)
             for p in (self.scale, self.bias)
         )
         return layers.layer_norm(flat, HEAD_NORM_EPS).reshape(x.shape) * scale + bias
@@ -149,12 +149,12 @@ class Decoder(NextTokenTransformer):
     def attention_branch(self, block: Block, attended: Float[Array, "R T Q H"]):
         """The addition of attention to the stream, float32 [R, T, D]."""
         attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
-        return split.contract(block.proj, attended, self.model_axis).astype(jnp.float32)
+        return layers.contract(block.proj, attended, self.model_axis).astype(jnp.float32)
 
     def feed_forward_branch(self, block: Block, h: Float[Array, "R T D"]):
         """The addition of the feed-forward to the stream, float32 [R, T, D]."""
         gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        product = split.contract(block.down, jax.nn.silu(gate) * up, self.model_axis)
+        product = layers.contract(block.down, jax.nn.silu(gate) * up, self.model_axis)
         return product.astype(jnp.float32)
 
     def post_attention(

@@ -25,8 +25,8 @@ from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
-from varjax.nn import layers, split, stacked
-from varjax.nn.split import Split
+from varjax.nn import layers, stacked
+from varjax.nn.layers import Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
 
@@ -130,7 +130,7 @@ class VAR(NextScaleTransformer):
             modulation = self.blocks.modulation
             per_layer = modulation.of_all_layers(active)
             per_layer = per_layer + modulation.bias[...][:, None]
-            per_layer = split.whole(per_layer, self.model_axis).reshape(
+            per_layer = layers.whole(per_layer, self.model_axis).reshape(
                 config.depth, -1, 6, config.embed_dim
             )
         return {
@@ -195,12 +195,12 @@ class VAR(NextScaleTransformer):
         if isinstance(x, Stream):
             return self._post_attention(block, modulation, x, attended)
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
+        x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        return x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
+        return x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
 
     def _post_attention(
         self, block: Block, vectors: Vectors, x: Stream, attended: Float[Array, "R T N H"]
