@@ -17,7 +17,7 @@ V vocabulary. Names of the published files are in `ported_weights/tables/transfo
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
-from varjax.text.unknown import is_known
+from varjax.text.prompt_set import is_known
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -225,15 +225,6 @@ class T5Encoder(nnx.Module):
         return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """ids: token ids of a text, the end token last. full_length: how many there were before the
-    text was cut."""
-
-    ids: list[int]
-    full_length: int
-
-
 class Tokenizer:
     """Texts to token ids.
 
@@ -270,12 +261,10 @@ class Tokenizer:
                 f" {_ADVICE}"
             )
 
-    def encode(self, text: str, max_length: int) -> Tokens:
-        """At most `max_length` ids (at least 1); the last one is always the end token."""
-        pieces = self._processor.encode(text)
-        return Tokens([*pieces[: max_length - 1], END], len(pieces) + 1)
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text; the last one is always the end token."""
+        return [*self._processor.encode(text), END]
 
-    def knows(self, tokens: Tokens) -> bool:
-        """Whether it knows a word of a text (`varjax.text.unknown.is_known`)."""
-        own = self._processor
-        return is_known(tokens.ids[:-1], own.unk_id(), own.decode)
+    def knows(self, ids: Sequence[int]) -> bool:
+        """Whether it knows a word of a text with these ids (`prompt_set.is_known`)."""
+        return is_known(ids[:-1], self._processor.unk_id(), self._processor.decode)
