@@ -93,8 +93,8 @@ def test_impossible_configurations_of_janus(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3 key heads"),
-        ({"model_parallel_size": 4}, "2 heads are no multiple of model_parallel_size 4"),
+        ({"num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"model_parallel_size": 4}, "heads 2 is not a multiple of model_parallel_size 4"),
         ({"image_ids": (1, 2)}, "lists 2 ids for 20 codes"),
         ({"new_line": 5}, "must all differ"),
         ({"image_start": 5}, "must all differ"),

@@ -20,20 +20,17 @@ class Levels(published.Configuration):
     num_res_blocks: int
     z_channels: int
 
-    def check_levels(self, groups: int) -> None:
-        """Raises `UserError` for impossible levels. groups: how many the normalisation has."""
-        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
+    def check_levels(self, groups: int, **limits: tuple[float, float]) -> None:
+        """Raises `UserError` for impossible levels and numbers. groups: how many the normalisation
+        has. limits: see `check_numbers`."""
+        self.check_numbers(num_res_blocks=(1, LARGEST_BLOCKS), **limits)
         if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
             raise self.wrong(
                 f"ch_mult is {list(self.ch_mult)[:12]}, {len(self.ch_mult)} levels: it needs 1 to"
                 f" {LARGEST_LEVELS} levels, each at least 1"
             )
         self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
-        if self.ch % groups:
-            raise self.wrong(
-                f"ch is {self.ch}, which {groups} normalisation groups do not divide: choose a"
-                f" multiple of {groups}"
-            )
+        self.check_multiple("ch", self.ch, groups, "the normalisation groups, ")
 
     @property
     def downsample(self) -> int:

@@ -98,10 +98,22 @@ class Configuration:
             values["patch_nums"] = [h if h == w else [h, w] for h, w in maps]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
-    def check_sizes(self, *names: str, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raises `UserError` unless `least` <= value <= `most` in these fields."""
-        for name in names:
-            self.check_size(name, getattr(self, name), least, most)
+    def check_numbers(self, *positive: str, **limits: tuple[float, float]) -> None:
+        """Raises `UserError` unless the fields that are numbers lie within `limits` (least, most).
+        Without any these are 1 and `LARGEST_SIZE` for whole numbers, 0 and infinity for real ones,
+        which must be finite. positive: real ones that must not be 0 either."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type is int:
+                self.check_size(name, value, *limits.get(name, (1, LARGEST_SIZE)))
+            elif field.type is float:
+                least, most = limits.get(name, (0, math.inf))
+                fits = math.isfinite(value) and least <= value <= most
+                if not fits or (name in positive and value == 0):
+                    allowed = "greater than 0" if name in positive else f"at least {least}"
+                    raise self.wrong(
+                        f"{name} is {value!r:.60}, it must be a finite number, {allowed}"
+                    )
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
         """Raises `UserError` unless `least` <= value <= `most`, for a value that follows from
@@ -110,13 +122,11 @@ class Configuration:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
 
-    def check_real(self, name: str, *, positive: bool = False) -> None:
-        """Raises `UserError` unless a field is finite and not negative, with `positive` not 0
-        either."""
-        value = getattr(self, name)
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
-            allowed = "greater than 0" if positive else "at least 0"
-            raise self.wrong(f"{name} is {value!r:.60}, it must be a finite number, {allowed}")
+    def check_multiple(self, name: str, value: int, of: int, words: str = "") -> None:
+        """Raises `UserError` unless a value is a multiple of another, which messages call
+        `words`."""
+        if value % of:
+            raise self.wrong(f"{name} {value} is not a multiple of {words}{of}")
 
 
 class TransformerConfig(Configuration):
@@ -140,15 +150,6 @@ class TransformerConfig(Configuration):
     def total_tokens(self) -> int:
         """L: tokens that are drawn, of all maps together."""
         return sum(h * w for h, w in self.token_maps)
-
-    def check_shape(self, *names: str) -> None:
-        """Raises `UserError` for an impossible size in the shared fields or in the fields
-        `names`."""
-        self.check_sizes("depth", most=LARGEST_DEPTH)
-        self.check_sizes("embed_dim", "num_heads", *names)
-        self.check_real("norm_eps")
-        self.check_real("mlp_ratio", positive=True)
-        self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
 
     def with_template(
         self, aspect: float | str | None, size: str | None, cell: int = 16

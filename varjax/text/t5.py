@@ -61,10 +61,10 @@ class T5Config(published.Configuration):
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        self.check_sizes("num_layers", most=published.LARGEST_DEPTH)
-        self.check_sizes("vocab_size", "d_model", "d_kv", "d_ff", "num_heads")
-        self.check_real("layer_norm_epsilon")
-        self.check_sizes("relative_attention_num_buckets", least=4)
+        self.check_numbers(
+            num_layers=(1, published.LARGEST_DEPTH),
+            relative_attention_num_buckets=(4, published.LARGEST_SIZE),
+        )
         buckets = self.relative_attention_num_buckets
         if buckets % 4 or self.relative_attention_max_distance <= buckets // 4:
             raise self.wrong(

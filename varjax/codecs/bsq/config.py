@@ -30,10 +30,8 @@ class BSQConfig(published.Configuration):
     downsample = property(attrgetter("patch_size"))
 
     def __post_init__(self):
-        self.check_sizes("base_ch", "image_channels")
-        self.check_sizes("codebook_dim", most=256)
-        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
-        self.check_sizes("patch_size", most=512)
+        limits = {"codebook_dim": 256, "num_res_blocks": LARGEST_BLOCKS, "patch_size": 512}
+        self.check_numbers(**{name: (1, most) for name, most in limits.items()})
         if self.patch_size & (self.patch_size - 1):
             raise self.wrong(
                 f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)"

@@ -47,7 +47,6 @@ class ChameleonVQConfig(CodebookConfig):
     codebook_embed_dim = property(attrgetter("embed_dim"))
 
     def __post_init__(self):
-        self.check_sizes("n_embed", "embed_dim", "ch", "z_channels", "resolution")
         self.check_levels(GROUPS)
         if unknown := [n for n in self.attn_resolutions if n not in self._sides]:
             raise self.wrong(

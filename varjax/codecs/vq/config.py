@@ -62,7 +62,6 @@ class VQConfig(CodebookConfig):
     has_encoder: bool = True
 
     def __post_init__(self):
-        self.check_sizes("codebook_size", "codebook_embed_dim", "ch", "z_channels")
         self.check_levels(GROUPS)
 
     @classmethod

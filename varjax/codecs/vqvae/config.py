@@ -39,14 +39,13 @@ class VQVAEConfig(Levels):
     schedule: Schedule = Schedule.square(SIDES_256)
 
     def __post_init__(self):
-        self.check_sizes("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups")
-        self.check_sizes("share_quant_resi", "default_qresi_counts", least=0, most=1024)
-        self.check_sizes("quant_conv_ks", most=63)
-        self.check_real("group_norm_eps")
-        self.check_real("beta")
-        if not math.isfinite(self.quant_resi):
-            raise self.wrong(f"quant_resi is {self.quant_resi}, it must be a finite number")
-        self.check_levels(self.group_norm_groups)
+        self.check_levels(
+            self.group_norm_groups,
+            share_quant_resi=(0, 1024),
+            default_qresi_counts=(0, 1024),
+            quant_conv_ks=(1, 63),
+            quant_resi=(-math.inf, math.inf),
+        )
         if self.quant_conv_ks % 2 == 0:
             raise self.wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
         final = self.schedule.final_map

@@ -66,15 +66,13 @@ class InfinityConfig(published.TransformerConfig):
     rope_map: tuple[int, int] = TEMPLATE.rope_map
 
     def __post_init__(self):
-        self.check_shape("text_channels", "text_maxlen", "codebook_dim", "block_chunks")
-        for name, value, parts in (
-            ("embed_dim", self.embed_dim, self.num_heads),
-            ("head size", self.head_dim, 4),  # half of the rotated pairs for rows, half for columns
-            ("depth", self.depth, self.block_chunks),
-            ("embed_dim", self.embed_dim, self.pool_heads),
-        ):
-            if value % parts:
-                raise self.wrong(f"{name} {value} is not a multiple of {parts}")
+        self.check_numbers("mlp_ratio", depth=(1, published.LARGEST_DEPTH))
+        self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
+        self.check_multiple("embed_dim", self.embed_dim, self.num_heads)
+        # half of the rotated pairs for rows, half for columns
+        self.check_multiple("head size", self.head_dim, 4)
+        self.check_multiple("depth", self.depth, self.block_chunks)
+        self.check_multiple("embed_dim", self.embed_dim, self.pool_heads)
         if self.schedule.num_scales > LEVELS:
             raise self.wrong(f"{self.schedule.num_scales} scales, the weights know {LEVELS} levels")
         height, width = self.rope_map

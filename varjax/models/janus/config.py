@@ -58,10 +58,7 @@ class JanusConfig(LlamaConfig):
     prompt_tokens: int = 32
 
     def __post_init__(self):
-        self.check_sizes("code_dim", "head_hidden")
-        self.check_sizes("pad_id", least=0, most=self.text_vocab_size - 1)
-        self.check_grid(self.grid)
-        self.check_language_model()
+        self.check_language_model(self.grid, pad_id=(0, self.text_vocab_size - 1))
         if self.num_attention_heads != self.num_key_value_heads:
             raise self.wrong("num_key_value_heads must be num_attention_heads, as in all releases")
 

@@ -90,33 +90,25 @@ class LlamaConfig(DecoderConfig):
     vocab_size: int
     prompt_tokens: int
 
-    def check_language_model(self) -> None:
-        """Raises `UserError` for impossible sizes."""
-        self.check_sizes("num_hidden_layers", most=published.LARGEST_DEPTH)
-        self.check_sizes("hidden_size", "intermediate_size", "num_attention_heads")
-        self.check_sizes("num_key_value_heads", "max_position_embeddings")
-        self.check_sizes("text_vocab_size", "vocab_size")
-        self.check_sizes("prompt_tokens", most=LONGEST_PROMPT)
-        self.check_real("rms_norm_eps")
-        self.check_real("rope_theta", positive=True)
+    def check_language_model(self, grid: Sequence[int], **limits: tuple[float, float]) -> None:
+        """Raises `UserError` for impossible sizes. grid: height and width, in any unit. limits: see
+        `check_numbers`."""
+        if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
+            raise self.wrong(f"grid {list(grid)} must be a height and a width")
+        limits["num_hidden_layers"] = 1, published.LARGEST_DEPTH
+        self.check_numbers("rope_theta", prompt_tokens=(1, LONGEST_PROMPT), **limits)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % heads or self.head_dim % 2:
             raise self.wrong(
                 f"hidden_size {self.hidden_size} over {heads} heads: heads must have an even size"
             )
-        if heads % kv_heads:
-            raise self.wrong(f"{heads} query heads are no multiple of {kv_heads} key heads")
+        self.check_multiple("num_attention_heads", heads, kv_heads, "num_key_value_heads ")
         if not 2 <= self.image_tokens <= MOST_TOKENS:
             raise self.wrong(
                 f"images of {'x'.join(map(str, self.grid))} tokens: at least 2, at most "
                 f"{MOST_TOKENS}"
             )
         self.check_context(self.prompt_tokens)
-
-    def check_grid(self, grid: Sequence[int]) -> None:
-        """Raises `UserError` unless this is a height and a width."""
-        if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
-            raise self.wrong(f"grid {list(grid)} must be a height and a width")
 
     @classmethod
     def language_arguments(cls, given: Mapping) -> dict:

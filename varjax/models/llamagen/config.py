@@ -53,26 +53,25 @@ class LlamaGenConfig(DecoderConfig):
     def __post_init__(self):
         if self.model_type not in CONDITIONS:
             raise self.wrong(f"model_type is {self.model_type!r:.40}, it must be c2i or t2i")
-        self.check_sizes("n_layer", most=published.LARGEST_DEPTH)
-        self.check_sizes("dim", "n_head", "multiple_of", "vocab_size")
-        self.check_sizes("block_size", most=MOST_TOKENS)
         factor, is_text = self.ffn_dim_multiplier, self.condition == "text"
         if factor is not None and (type(factor) not in (int, float) or not 0 < factor < 1e6):
             raise self.wrong(
                 f"ffn_dim_multiplier is {factor!r:.40}, it must be a number greater than 0, or null"
             )
+        self.check_numbers(
+            "rope_base",
+            n_layer=(1, published.LARGEST_DEPTH),
+            block_size=(1, MOST_TOKENS),
+            num_classes=(0, 0) if is_text else (1, published.LARGEST_SIZE),
+            caption_dim=(1, published.LARGEST_SIZE) if is_text else (0, 0),
+            cls_token_num=(1, 4096 if is_text else 1),
+        )
         self.check_size("the feed-forward's width", self.hidden_dim)
-        self.check_sizes("num_classes", least=0 if is_text else 1, most=0 if is_text else 10**7)
-        self.check_sizes("caption_dim", least=1 if is_text else 0, most=10**7 if is_text else 0)
-        self.check_sizes("cls_token_num", most=4096 if is_text else 1)
         if not 0 <= self.class_dropout_prob < 1:
             raise self.wrong(f"class_dropout_prob {self.class_dropout_prob} is outside [0, 1)")
-        self.check_real("norm_eps")
-        self.check_real("rope_base", positive=True)
-        if self.dim % self.n_head:
-            raise self.wrong(f"dim {self.dim} is not a multiple of n_head {self.n_head}")
-        if self.head_dim % 4:  # half of the rotated pairs for rows, half for columns
-            raise self.wrong(f"head size {self.head_dim} (dim / n_head) is not a multiple of 4")
+        self.check_multiple("dim", self.dim, self.n_head, "n_head ")
+        # half of the rotated pairs for rows, half for columns
+        self.check_multiple("head size (dim / n_head)", self.head_dim, 4)
         if math.isqrt(self.block_size) ** 2 != self.block_size:
             raise self.wrong(f"block_size {self.block_size} is no square: images are n x n tokens")
 

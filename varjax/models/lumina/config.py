@@ -18,6 +18,7 @@ IMAGE_TOKEN, DIGITS = re.compile(r"IMGIMG([A-J]{1,9})Z"), str.maketrans("ABCDEFG
 BEGIN, END_OF_TURN, IMAGE_START = "<s>", "<reserved08706>", "<racm3:break>"
 UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
+IDS = ("image_start", "new_line", "size_zero", "first_image")  # checked against the vocabulary
 GRAMMAR = {  # names in the file of a custom model: ours
     "boi": "image_start",
     "newline": "new_line",
@@ -60,15 +61,11 @@ class LuminaConfig(LlamaConfig):
     image_ids: published.INTEGERS = ()
 
     def __post_init__(self):
-        self.check_grid(self.units)
-        self.check_language_model()
-        self.check_sizes("model_parallel_size")
-        for heads in (self.num_attention_heads, self.num_key_value_heads):
-            if heads % self.model_parallel_size:
-                raise self.wrong(
-                    f"{heads} heads are no multiple of model_parallel_size "
-                    f"{self.model_parallel_size}"
-                )
+        anything = -published.LARGEST_SIZE, published.LARGEST_SIZE
+        self.check_language_model(self.units, **dict.fromkeys(IDS, anything))
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            shards = self.model_parallel_size
+            self.check_multiple(name, getattr(self, name), shards, "model_parallel_size ")
         ids = self.token_ids
         if self.image_ids and len(self.image_ids) != self.vocab_size:
             raise self.wrong(

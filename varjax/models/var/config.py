@@ -43,10 +43,9 @@ class VARConfig(published.TransformerConfig):
     null_label = property(attrgetter("num_classes"))  # the class embedding that is "no class"
 
     def __post_init__(self):
-        self.check_shape("num_classes", "vocab_size", "z_channels")
-        width, heads = self.embed_dim, self.num_heads
-        if width % heads:
-            raise self.wrong(f"embed_dim {width} is not a multiple of num_heads {heads}")
+        self.check_numbers("mlp_ratio", depth=(1, published.LARGEST_DEPTH))
+        self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
+        self.check_multiple("embed_dim", self.embed_dim, self.num_heads, "num_heads ")
         if not 0 <= self.cond_drop_rate < 1:
             raise self.wrong(f"cond_drop_rate {self.cond_drop_rate} is outside [0, 1)")
 
