@@ -232,7 +232,7 @@ def prompt(model: Model, number: int) -> np.ndarray:
     first = min(200, config.text_vocab_size // 2)
     most = config.text_vocab_size - 1
     text = np.random.default_rng(number).integers(first, most, length)
-    text[np.isin(text, [*getattr(config, "_not_text", ()), end[0]])] = most - 1  # no image
+    text[np.isin(text, [*getattr(config, "token_ids", ()), end[0]])] = most - 1  # no image
     return np.concatenate([text, end]).astype(np.int32)
 
 

@@ -11,8 +11,7 @@ from tests.often import often
 from varjax.errors import UserError
 from varjax.models.janus.config import JanusConfig
 from varjax.models.janus.transformer import Janus
-from varjax.models.lumina import sizes
-from varjax.models.lumina.config import LuminaConfig, image_ids
+from varjax.models.lumina.config import LuminaConfig, image_ids, units_for, units_of
 from varjax.models.lumina.transformer import Lumina
 
 SMALL = dict(
@@ -109,15 +108,15 @@ def test_impossible_configurations_of_lumina(change, message):
 
 def test_sizes():
     """Those of the published cropping for an area of 576 units, at most 4 times as long as wide."""
-    known = sizes.units_of(576)
+    known = units_of(576)
     assert (24, 24) in known and (48, 12) in known and (12, 48) in known and (20, 28) in known
     assert (49, 11) not in known and (24, 25) not in known and (23, 23) not in known
-    assert sizes.resolve(None, "768x768", (24, 24), 32) == sizes.resolve(None, "768", (24, 24), 32)
-    assert sizes.resolve(None, "640x896", (24, 24), 32) == (20, 28)
-    assert sizes.resolve(None, "24x16", (2, 3), 8) == (3, 2)  # a codec of one's own
+    assert units_for(None, "768x768", (24, 24), 32) == units_for(None, "768", (24, 24), 32)
+    assert units_for(None, "640x896", (24, 24), 32) == (20, 28)
+    assert units_for(None, "24x16", (2, 3), 8) == (3, 2)  # a codec of one's own
     for wrong in ("768x760", "2048x64", "x", "512"):
         with pytest.raises(UserError, match="HEIGHTxWIDTH in pixels is one of .*768x768"):
-            sizes.resolve(None, wrong, (24, 24), 32)
+            units_for(None, wrong, (24, 24), 32)
     with pytest.raises(UserError, match="aspect=1.5"):
         LUMINA.with_template(1.5, None)
 

@@ -55,13 +55,9 @@ class NextScaleTransformer(Transformer):
     def code_map(self, codec: Configuration) -> tuple[int, int, int]:
         return self.config.code_map
 
-    @property
-    def resampling(self) -> Resampling:
-        """The resizing of the code map on the way to a scale and back."""
-        return Resampling()
-
     # --- traced steps -----------------------------------------------------------------------------
 
+    resampling = Resampling()  # of the code map, on the way to a scale and back
     takes_streams = False
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:

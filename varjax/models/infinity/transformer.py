@@ -32,23 +32,14 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes
 from varjax.nn import layers, stacked
-from varjax.nn.layers import Split
+from varjax.nn.layers import Linear, Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
 ROPE_BASE = 10000.0
-
-
-def _normal(std: float):
-    return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
-
-
-def _linear(
-    d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True
-) -> layers.Linear:
-    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
+normal = jax.nn.initializers.truncated_normal  # at two standard deviations
 
 
 class TextPool(nnx.Module):
@@ -57,10 +48,11 @@ class TextPool(nnx.Module):
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
         shape = (config.pool_heads, width // config.pool_heads)
-        self.query = nnx.Param(_normal(std)(rngs.params(), shape))
-        self.kv = _linear(config.text_channels, 2 * width, rngs, std, use_bias=False)
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+        self.query = nnx.Param(normal(std)(rngs.params(), shape))
+        self.kv = linear(config.text_channels, 2 * width, use_bias=False)
         self.v_bias = nnx.Param(jnp.zeros((width,)))
-        self.proj = _linear(width, width, rngs, std)
+        self.proj = linear(width, width)
 
 
 class Block(nnx.Module):
@@ -68,23 +60,24 @@ class Block(nnx.Module):
 
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        residual_std = std / math.sqrt(2 * config.depth)
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+        last = partial(Linear, kernel_init=normal(std / math.sqrt(2 * config.depth)), rngs=rngs)
         gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])[:, None]
         self.modulation_offset = nnx.Param(
             jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates
         )
-        self.qkv = _linear(width, 3 * width, rngs, std, use_bias=False)
+        self.qkv = linear(width, 3 * width, use_bias=False)
         self.q_bias = nnx.Param(jnp.zeros((width,)))
         self.v_bias = nnx.Param(jnp.zeros((width,)))
         self.log_scale = nnx.Param(jnp.full((config.num_heads,), math.log(4.0)))
-        self.proj = _linear(width, width, rngs, residual_std)
+        self.proj = last(width, width)
         self.cross_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, rngs=rngs)
-        self.cross_q = _linear(width, width, rngs, std)
-        self.cross_kv = _linear(width, 2 * width, rngs, std, use_bias=False)
+        self.cross_q = linear(width, width)
+        self.cross_kv = linear(width, 2 * width, use_bias=False)
         self.cross_v_bias = nnx.Param(jnp.zeros((width,)))
-        self.cross_proj = _linear(width, width, rngs, residual_std)
-        self.fc1 = _linear(width, config.hidden_dim, rngs, std)
-        self.fc2 = _linear(config.hidden_dim, width, rngs, residual_std)
+        self.cross_proj = last(width, width)
+        self.fc1 = linear(width, config.hidden_dim)
+        self.fc2 = last(config.hidden_dim, width)
 
 
 class Infinity(NextScaleTransformer):
@@ -102,21 +95,23 @@ class Infinity(NextScaleTransformer):
         self.config = config
         width, text, std = config.embed_dim, config.text_channels, (1 / config.embed_dim / 3) ** 0.5
 
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+
         def table(*shape, spread=std):
-            return nnx.Param(_normal(spread)(rngs.params(), shape))
+            return nnx.Param(normal(spread)(rngs.params(), shape))
 
         self.text_norm = nnx.Param(jnp.ones((text,)))
         self.unconditional_text = table(config.text_maxlen, text, spread=1.2 / text**0.5)
         self.text_pool = TextPool(config, rngs=rngs)
-        self.text_proj1 = _linear(text, width, rngs, std)
-        self.text_proj2 = _linear(width, width, rngs, std)
+        self.text_proj1 = linear(text, width)
+        self.text_proj2 = linear(width, width)
         self.start_embedding = table(1, width)
         self.level_embedding = table(LEVELS, width)
-        self.word_embedding = _linear(config.bits, width, rngs, std)
-        self.shared_modulation = _linear(width, 6 * width, rngs, std)
+        self.word_embedding = linear(config.bits, width)
+        self.shared_modulation = linear(width, 6 * width)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.head_modulation = _linear(width, 2 * width, rngs, 0.5 * std)
-        self.head = _linear(width, 2 * config.bits, rngs, 0.02 * std)
+        self.head_modulation = linear(width, 2 * width, kernel_init=normal(0.5 * std))
+        self.head = linear(width, 2 * config.bits, kernel_init=normal(0.02 * std))
 
     @staticmethod
     def splits() -> dict[str, Split]:

@@ -30,6 +30,8 @@ class DecoderConfig(published.TransformerConfig):
 
     grid: tuple[int, int]
     logits_per_token = property(attrgetter("vocab_size"))
+    norm_after = False  # whether layers normalise what a branch gives, not what it takes
+    norm_shards = 0  # sets of weights of the norm of queries and keys; 0: there is none
 
     @property
     def image_tokens(self) -> int:
@@ -75,8 +77,6 @@ class LlamaConfig(DecoderConfig):
     """
 
     condition = "prompt_ids"
-    norm_after = False  # whether layers normalise what a branch gives, not what it takes
-    norm_shards = 0  # sets of weights of the norm of queries and keys; 0: there is none
 
     hidden_size: int
     intermediate_size: int

@@ -17,10 +17,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.logical_axes import HEADS, HIDDEN
-from varjax.models.llama.config import DecoderConfig, LlamaConfig
+from varjax.models.llama.config import DecoderConfig
 from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, quantized
+from varjax.nn import layers
 from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 
@@ -67,7 +67,8 @@ class HeadNorm(nnx.Module):
 
 class Block(nnx.Module):
     """One layer (parameters only); models stack them. `qkv` gives all queries, then keys, then
-    values; `gate_up` the gates, then what they let through."""
+    values; `gate_up` the gates, then what they let through. `q_norm` and `k_norm`: queries and keys
+    are normalised before they are rotated."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, hidden, size = config.embed_dim, config.hidden_dim, config.head_dim
@@ -78,15 +79,9 @@ class Block(nnx.Module):
         self.feed_forward_norm = ones(width)
         self.gate_up = linear(width, 2 * hidden, rngs)
         self.down = linear(hidden, width, rngs)
-
-
-class NormedBlock(Block):
-    """A layer that normalises queries and keys before it rotates them."""
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.q_norm = HeadNorm(config.norm_shards, config.head_dim)
-        self.k_norm = HeadNorm(config.norm_shards, config.head_dim)
+        if config.norm_shards:
+            self.q_norm = HeadNorm(config.norm_shards, size)
+            self.k_norm = HeadNorm(config.norm_shards, size)
 
 
 @dataclass(frozen=True)
@@ -130,17 +125,6 @@ class Decoder(NextTokenTransformer):
 
     def token_products(self, implementation: str | None) -> TokenProducts | None:
         return TokenProducts.where_they_fit(self, implementation)
-
-    def why_no_token_products(self) -> str | None:
-        """Why a layer for one token cannot be `TokenProducts`, whatever its sizes, or None."""
-        if getattr(self.config, "norm_after", False) or getattr(self.config, "norm_shards", 0):
-            return "its layers normalise queries and keys, or what a branch gives"
-        if self.model_axis is not None:
-            return "its weights are divided over devices"
-        kernel = self.blocks.qkv.kernel.get_value()  # several, where layers are apart
-        if any(map(quantized.is_one, jax.tree.leaves(kernel, is_leaf=quantized.is_one))):
-            return "its weights are in 8 bits"
-        return None
 
     def rms_norm(self, x: Float[Array, "R T D"], scale: nnx.Param) -> Float[Array, "R T D"]:
         """Normalised `x` in the type of the weights."""

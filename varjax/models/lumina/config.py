@@ -4,18 +4,17 @@ config.json, with the ids of the tokens that an image is written in."""
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 
 from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.lumina import sizes
 from varjax.nn import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
 IMAGE_TOKEN, DIGITS = re.compile(r"IMGIMG([A-J]{1,9})Z"), str.maketrans("ABCDEFGHIJ", "0123456789")
 BEGIN, END_OF_TURN, IMAGE_START = "<s>", "<reserved08706>", "<racm3:break>"
+LONGEST = 4  # times the other side, of pictures that the model was trained on
 UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
 IDS = ("image_start", "new_line", "size_zero", "first_image")  # checked against the vocabulary
@@ -140,10 +139,6 @@ class LuminaConfig(LlamaConfig):
         ids = self.image_ids or range(first, first + self.vocab_size)
         return (*ids, self.new_line)
 
-    @cached_property
-    def _not_text(self) -> frozenset[int]:
-        return frozenset(self.token_ids)
-
     @property
     def opening(self) -> tuple[int, int, int]:
         """Ids that every prompt ends with: image start, height, width."""
@@ -181,7 +176,8 @@ class LuminaConfig(LlamaConfig):
                 f"prompt ids ask for an image of {height}x{width} units, the model draws "
                 f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
             )
-        wrong = [i for i in ids[:-3] if i == self.image_start or i in self._not_text]
+        image = {*self.token_ids, self.image_start}
+        wrong = [i for i in ids[:-3] if i in image]
         if wrong or len(ids) == 3:
             found = f"have image tokens {wrong[:8]}" if wrong else "have no text"
             raise UserError(
@@ -200,7 +196,7 @@ class LuminaConfig(LlamaConfig):
         trained on that shape; `UserError` that lists the shapes."""
         if aspect is None and size is None:
             return self
-        return self.shaped(units=sizes.resolve(aspect, size, self.units, PATCH * cell))
+        return self.shaped(units=units_for(aspect, size, self.units, PATCH * cell))
 
 
 def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
@@ -226,6 +222,41 @@ def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
         lacking = f"codes {some(map(str, missing), 8)} have no name IMGIMG...Z"
         raise UserError(f"{lacking if missing else 'some codes share an id'}: it is incomplete")
     return tuple(found[code] for code in range(len(found)))
+
+
+def units_of(area: int) -> list[tuple[int, int]]:
+    """(height, width) in units of all sizes for an area, at most `LONGEST` times as long as wide: of
+    every width the tallest that fits, and those down to the tallest of the next width. Training
+    pictures were cropped to these."""
+    found = [
+        (height, width)
+        for width in range(1, area + 1)
+        for height in range(max(1, area // (width + 1)), area // width + 1)
+    ]
+    return sorted((h, w) for h, w in found if max(h, w) <= LONGEST * min(h, w))
+
+
+def units_for(
+    aspect: float | str | None, size: str | None, units: tuple[int, int], unit: int
+) -> tuple[int, int]:
+    """Height and width in units of a size in pixels, "768x512" or "512" for a square.
+
+    units: those of the model as it is; their product is its area.
+    unit: pixels of a side of one; 32 in released models.
+
+    Raises:
+      UserError: `aspect` is given, or the size is none of the model's; the message lists these.
+    """
+    if aspect is not None:
+        raise UserError(f"aspect={show(aspect)}: Lumina-mGPT takes size=HEIGHTxWIDTH in pixels")
+    known = units_of(units[0] * units[1])
+    listed = some((f"{unit * h}x{unit * w}" for h, w in known), 60)
+    found = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", str(size))
+    pixels = (int(found[1]), int(found[2] or found[1])) if found else (1, 1)
+    wanted = pixels[0] // unit, pixels[1] // unit
+    if pixels != (unit * wanted[0], unit * wanted[1]) or wanted not in known:
+        raise UserError(f"size={show(size)}: HEIGHTxWIDTH in pixels is one of {listed}")
+    return wanted
 
 
 LARGE = {  # the 34B family's shape

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.models.llama.decoder import Llama, NormedBlock, linear, ones, table
+from varjax.models.llama.decoder import Block, Llama, linear, ones, table
 from varjax.models.lumina.config import PRESETS, LuminaConfig
 from varjax.models.next_token import as_it_is
 from varjax.nn import stacked
@@ -33,7 +33,7 @@ class Lumina(Llama):
         self.config = config
         width = config.hidden_size
         self.token_embedding = table(config.text_vocab_size, width, rngs)
-        self.blocks = stacked.stack(lambda r: NormedBlock(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
         self.norm = ones(width)
         self.head = linear(width, config.vocab_size, rngs)
 
@@ -54,7 +54,7 @@ class Lumina(Llama):
 
     def post_attention(
         self,
-        block: NormedBlock,
+        block: Block,
         x: Float[Array, "R T D"],
         attended: Float[Array, "R T Q H"],
         drop: Callable = as_it_is,

@@ -26,7 +26,7 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
 from varjax.nn import layers, stacked
-from varjax.nn.layers import Split
+from varjax.nn.layers import Linear, Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
 
@@ -38,26 +38,21 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends)
 
 
-def _linear(
-    d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True
-) -> layers.Linear:
-    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
-
-
 class Block(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `VAR`."""
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        residual_std = std / math.sqrt(2 * config.depth)
-        self.qkv = _linear(width, 3 * width, std, rngs, use_bias=False)
+        linear = partial(Linear, kernel_init=_normal(std), rngs=rngs)
+        last = partial(Linear, kernel_init=_normal(std / math.sqrt(2 * config.depth)), rngs=rngs)
+        self.qkv = linear(width, 3 * width, use_bias=False)
         self.q_bias = nnx.Param(jnp.zeros((width,)))
         self.v_bias = nnx.Param(jnp.zeros((width,)))
         if config.attn_l2_norm:
             self.log_scale = nnx.Param(jnp.full((config.num_heads,), math.log(4.0)))
-        self.proj = _linear(width, width, residual_std, rngs)
-        self.fc1 = _linear(width, config.hidden_dim, std, rngs)
-        self.fc2 = _linear(config.hidden_dim, width, residual_std, rngs)
+        self.proj = last(width, width)
+        self.fc1 = linear(width, config.hidden_dim)
+        self.fc2 = last(config.hidden_dim, width)
         # gates start at 1e-5 of the usual size, scales and shifts at half
         gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])
         if config.shared_aln:
@@ -65,7 +60,7 @@ class Block(nnx.Module):
                 jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates[:, None]
             )
         else:
-            self.modulation = _linear(width, 6 * width, std, rngs)
+            self.modulation = linear(width, 6 * width)
             kernel = _normal(std)(rngs.params(), (width, 6 * width)) * jnp.repeat(gates, width)
             self.modulation.kernel.set_value(kernel)
 
@@ -78,22 +73,21 @@ class VAR(NextScaleTransformer):
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         self.config = config
-        width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        schedule = config.schedule
-
-        def table(rows):
-            return nnx.Param(_normal(std)(rngs.params(), (rows, width)))
-
-        self.class_embedding = table(config.num_classes + 1)
-        self.start_embedding = table(schedule.tokens[0])
-        self.position_embedding = table(schedule.total_tokens)
-        self.level_embedding = table(schedule.num_scales)
-        self.word_embedding = _linear(config.z_channels, width, std, rngs)
+        width, std, schedule = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5, config.schedule
+        linear = partial(Linear, rngs=rngs)
+        for name, rows in (
+            ("class_embedding", config.num_classes + 1),
+            ("start_embedding", schedule.tokens[0]),
+            ("position_embedding", schedule.total_tokens),
+            ("level_embedding", schedule.num_scales),
+        ):
+            setattr(self, name, nnx.Param(_normal(std)(rngs.params(), (rows, width))))
+        self.word_embedding = linear(config.z_channels, width, kernel_init=_normal(std))
         if config.shared_aln:
-            self.shared_modulation = _linear(width, 6 * width, std, rngs)
+            self.shared_modulation = linear(width, 6 * width, kernel_init=_normal(std))
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.head_modulation = _linear(width, 2 * width, 0.5 * std, rngs)
-        self.head = _linear(width, config.vocab_size, 0.02 * std, rngs)
+        self.head_modulation = linear(width, 2 * width, kernel_init=_normal(0.5 * std))
+        self.head = linear(width, config.vocab_size, kernel_init=_normal(0.02 * std))
 
     @staticmethod
     def splits() -> dict[str, Split]:
@@ -111,15 +105,12 @@ class VAR(NextScaleTransformer):
     def encode_condition(
         self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
     ) -> dict[str, Array]:
-        """The conditional rows have the labels, the unconditional rows the null class."""
-        if not guided:
-            return self.encode_rows(condition)
-        null = jnp.full_like(condition, self.config.null_label)
-        return self.encode_rows(jnp.concatenate([condition, null]))
-
-    def encode_rows(self, labels: Int[Array, " R"]) -> dict[str, Array]:
         """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D]
-        (gates, scales, shifts)."""
+        (gates, scales, shifts). The conditional rows have the labels, the unconditional rows the
+        null class."""
+        labels = condition
+        if guided:
+            labels = jnp.concatenate([labels, jnp.full_like(labels, self.config.null_label)])
         config = self.config
         condition = self.class_embedding[labels]
         active = jax.nn.silu(condition)
@@ -192,25 +183,18 @@ class VAR(NextScaleTransformer):
         attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"] | Stream:
         """Output projection, gate, feed-forward and residuals of one layer."""
+        axis, gelu = self.model_axis, partial(jax.nn.gelu, approximate=True)
         if isinstance(x, Stream):
-            return self._post_attention(block, modulation, x, attended)
+            attended = Sums(attended.reshape(*x.value.shape[:2], -1))
+            x = x.added(x.contracted(block.proj, attended, axis), modulation, 0)
+            h, x = x.normalized(modulation, 3, 5, self.config.norm_eps)
+            wide = x.product(block.fc1, h)
+            return x.added(x.contracted(block.fc2, wide, axis, gelu), modulation, 1)
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
-        h = layers.modulate(
-            layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
-        )
-        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        return x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
-
-    def _post_attention(
-        self, block: Block, vectors: Vectors, x: Stream, attended: Float[Array, "R T N H"]
-    ) -> Stream:
-        """`post_attention` of a stream."""
-        attended, axis = Sums(attended.reshape(x.value.shape[:2] + (-1,))), self.model_axis
-        x = x.added(x.contracted(block.proj, attended, axis), vectors, 0)
-        h, x = x.normalized(vectors, 3, 5, self.config.norm_eps)
-        wide, gelu = x.product(block.fc1, h), partial(jax.nn.gelu, approximate=True)
-        return x.added(x.contracted(block.fc2, wide, axis, gelu), vectors, 1)
+        x = x + layers.contract(block.proj, attended, axis) * modulation[:, None, 0]
+        h = layers.layer_norm(x, self.config.norm_eps)
+        h = layers.modulate(h, modulation[:, 3], modulation[:, 5])
+        return x + layers.contract(block.fc2, block.fc1(h), axis, gelu) * modulation[:, None, 1]
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -239,7 +223,7 @@ class VAR(NextScaleTransformer):
     ) -> Float[Array, "B L V"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
         (`Quantizer.teacher_inputs`)."""
-        context = self.encode_rows(labels)
+        context = self.encode_condition(labels, guided=False)
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
         scale = self.config.schedule.scale_of_token
         x = x + self.position_embedding[...] + self.level_embedding[scale]
