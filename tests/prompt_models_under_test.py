@@ -13,7 +13,7 @@ from tests import models_under_test as models
 from varjax.codecs.vq.chameleon import ChameleonVQConfig
 from varjax.codecs.vq.model import VQConfig
 from varjax.models import registry
-from varjax.models.janus.config import JanusConfig
+from varjax.models.janus import JanusConfig
 from varjax.models.lumina.config import LuminaConfig
 from varjax.nn.published import Configuration
 from varjax.storage import checkpoint

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ported_weights.rules import Ignore, Rule, linear
 from ported_weights.tables import llama
-from varjax.models.janus.config import JanusConfig
+from varjax.models.janus import JanusConfig
 
 
 @dataclass(frozen=True)

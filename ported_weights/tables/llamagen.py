@@ -13,7 +13,7 @@ import numpy as np
 
 from ported_weights.rules import Ignore, Refuse, Rule, layer, product
 from ported_weights.tables.codecs import vq_rules
-from varjax.codecs.vq.config import VQConfig
+from varjax.codecs.vq.model import VQConfig
 from varjax.models.llamagen.config import LlamaGenConfig
 
 _N = r"layers\.(\d+)\."

@@ -1,9 +1,13 @@
-"""Shared by configurations whose codec halves the map after every level except the coarsest."""
+"""Shared by configurations whose codec halves the map after every level except the coarsest, and
+by those that have one codebook."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
+
+GROUPS = 32  # of the normalisation
 
 
 class Levels(published.Configuration):
@@ -56,3 +60,28 @@ class Levels(published.Configuration):
     def sizes(self) -> dict:
         """The fields of a `CoderSizes` that subclasses decide."""
         raise NotImplementedError
+
+
+class CodebookConfig(Levels):
+    """Base of the configurations of `varjax.codecs.vq.model.VQ`, with fields or properties of these
+    names.
+
+    codebook_size, codebook_embed_dim: number and width of the codes.
+    l2_norm: codes and features have unit length.
+    has_encoder: whether pictures can be turned into tokens. Generation only decodes.
+    """
+
+    codebook_size: int
+    codebook_embed_dim: int
+    l2_norm: bool
+    has_encoder: bool
+    code_channels = property(attrgetter("codebook_embed_dim"))  # of the latent map of codes
+    vocab_size = property(attrgetter("codebook_size"))  # as transformers call it
+
+    def sizes(self) -> dict:
+        return {
+            "image_channels": 3,
+            "group_choices": (GROUPS,),
+            "attended_levels": (len(self.ch_mult) - 1,),
+            "attend_middle": True,
+        }

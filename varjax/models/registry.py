@@ -15,8 +15,8 @@ from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose, show
+from varjax.models import janus
 from varjax.models.infinity import transformer as infinity
-from varjax.models.janus import transformer as janus
 from varjax.models.labels import LABELS
 from varjax.models.llamagen import transformer as llamagen
 from varjax.models.lumina import transformer as lumina

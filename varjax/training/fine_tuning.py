@@ -12,7 +12,7 @@ from flax import nnx
 
 from varjax import model, model_names
 from varjax.calibration.files import model_digest
-from varjax.codecs.vq.config import VQConfig
+from varjax.codecs.vq.model import VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import registry

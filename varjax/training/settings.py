@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
-from varjax.codecs.vq.config import VQConfig
+from varjax.codecs.vq.model import VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError, choose
 from varjax.models.llamagen.config import LlamaGenConfig

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from varjax.codecs.vq.config import GROUPS, CodebookConfig
+from varjax.codecs.levels import GROUPS, CodebookConfig
 from varjax.codecs.vq.model import VQ
-
-__all__ = ["ChameleonVQ", "ChameleonVQConfig"]
 
 # Of the published `ddconfig`: they do not change the function computed.
 IGNORED_NAMES = frozenset(("dropout",))

@@ -13,6 +13,8 @@ Letters: B images of H x W pixels, T tokens, h x w their map, C channels of a co
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +23,58 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
-from varjax.codecs.codes import nearest
-from varjax.codecs.vq.config import CodebookConfig, VQConfig
-from varjax.errors import UserError
-
-__all__ = ["VQ", "VQConfig"]
+from varjax.codecs.levels import GROUPS, CodebookConfig
+from varjax.codecs.maps import nearest
+from varjax.nn import published
 
 COMMITMENT = 0.25  # weight of this loss in training, as published
+# Published arguments and notes that do not change the function computed.
+IGNORED_NAMES = frozenset(
+    "note dropout_p codebook_show_usage commit_loss_beta entropy_loss_ratio".split()
+)
+ALIASES = {  # the constructor's name: ours
+    "codebook_l2_norm": "l2_norm",
+    "encoder_ch_mult": "ch_mult",
+    "decoder_ch_mult": "ch_mult",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQConfig(CodebookConfig):
+    """Shape of the image codec; `UserError` when a size is impossible. A picture's map may have any
+    height and width, which are given with every call. Fields: see `CodebookConfig`."""
+
+    what = "VQ"
+
+    codebook_size: int = 16384
+    codebook_embed_dim: int = 8
+    l2_norm: bool = True
+    ch: int = 128
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
+    z_channels: int = 256  # between the encoder and the codes
+    has_encoder: bool = True
+
+    def __post_init__(self):
+        self.check_levels(GROUPS)
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "VQConfig":
+        """Reads published names: the constructor's, or the shorter ones of this class (`ALIASES`).
+        `UserError` for unknown names and for an encoder and decoder of different widths."""
+        found = cls.arguments(
+            values,
+            IGNORED_NAMES,
+            codebook_l2_norm=bool,
+            encoder_ch_mult=published.INTEGERS,
+            decoder_ch_mult=published.INTEGERS,
+        )
+        for alias, name in ALIASES.items():
+            if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+                raise cls.wrong(
+                    f"{alias} is {values[alias]!r:.60}, another name says {found[name]}"
+                )
+        return cls(**found)
 
 
 class VQ(ImageCodec):
@@ -43,17 +90,6 @@ class VQ(ImageCodec):
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape))
         self.post_quant_conv = dense(shape[1], config.z_channels, rngs)
         self.decoder = Decoder(config.decoder, rngs=rngs)
-
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        if self.encoder is None:
-            raise UserError(
-                f"this {self.config.what} tokenizer has no encoder (has_encoder is false): it turns"
-                " tokens into pictures and cannot turn pictures into tokens"
-            )
-        return self.encoder, self.quant_conv
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        return self.post_quant_conv, self.decoder
 
     def codebook(self) -> Float[Array, "V C"]:
         """All code vectors as they are decoded, float32."""

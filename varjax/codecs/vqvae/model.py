@@ -23,28 +23,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
-from varjax.codecs.codes import nearest
-from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
+from varjax.codecs.maps import HIGHEST, flatten_maps, nearest, resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
 from varjax.sampling import smooth_codes
 
 __all__ = ["VQVAE", "Quantizer", "VQVAEConfig"]
 
-HIGHEST = jax.lax.Precision.HIGHEST
 
+def phi_index(num_scales: int, count: int) -> np.ndarray:
+    """int32 [K]: which of `count` phi convolutions each scale uses.
 
-def phi_index(num_scales: int, share_quant_resi: int, default_qresi_counts: int = 0) -> np.ndarray:
-    """int32 [K]: which phi convolution each scale uses.
-
-    `share_quant_resi` 1 means one for all, n >= 2 means n of them, 0 means `default_qresi_counts`
-    or as many as scales. Scale k sits at k / (K - 1) in [0, 1] and takes the phi with the nearest
-    tick. Ticks are evenly spaced; the original places them differently for exactly four phis, and
-    so do we.
+    Scale k sits at k / (K - 1) in [0, 1] and takes the phi with the nearest tick. Ticks are evenly
+    spaced; the original places them differently for exactly four phis, and so do we.
     """
-    if share_quant_resi == 1:
-        return np.zeros(num_scales, np.int32)
-    count = share_quant_resi or default_qresi_counts or num_scales
     margin = 1 / 3 / count if count == 4 else 1 / 2 / count
     ticks = np.linspace(margin, 1 - margin, count)
     where = [k / max(num_scales - 1, 1) for k in range(num_scales)]
@@ -80,9 +72,7 @@ class Quantizer(nnx.Module):
         h = h.astype(jnp.float32)
         if not config.num_phi:
             return h
-        index = phi_index(
-            config.schedule.num_scales, config.share_quant_resi, config.default_qresi_counts
-        )
+        index = phi_index(config.schedule.num_scales, config.num_phi)
         index = index[scale] if isinstance(scale, int) else jnp.asarray(index)[scale]
         ratio = abs(config.quant_resi)
         kernel, bias = (p[...][index].astype(jnp.float32) for p in (self.phi_kernel, self.phi_bias))
@@ -181,12 +171,6 @@ class VQVAE(ImageCodec):
         self.quantizer = Quantizer(config, rngs=rngs)
         self.post_quant_conv = conv(channels, channels, size, rngs)
         self.decoder = Decoder(config.decoder, rngs=rngs)
-
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        return self.encoder, self.quant_conv
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        return self.post_quant_conv, self.decoder
 
     # --- what generation asks of a codec ---
 

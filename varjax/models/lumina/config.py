@@ -225,8 +225,8 @@ def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def units_of(area: int) -> list[tuple[int, int]]:
-    """(height, width) in units of all sizes for an area, at most `LONGEST` times as long as wide: of
-    every width the tallest that fits, and those down to the tallest of the next width. Training
+    """(height, width) in units of all sizes for an area, at most `LONGEST` times as long as wide:
+    of every width the tallest that fits, and those down to the tallest of the next. Training
     pictures were cropped to these."""
     found = [
         (height, width)
