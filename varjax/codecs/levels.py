@@ -7,11 +7,9 @@ from operator import attrgetter
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
 from varjax.nn import published
 
-GROUPS = 32  # of the normalisation
-
 
 class Levels(published.Configuration):
-    """Base of such configurations; subclasses add `sizes`.
+    """Base of such configurations.
 
     ch: width of the encoder's first convolution.
     ch_mult: widths of the levels in units of `ch`.
@@ -23,10 +21,12 @@ class Levels(published.Configuration):
     ch_mult: tuple[int, ...]
     num_res_blocks: int
     z_channels: int
+    in_channels = 3
+    group_norm_groups, group_norm_eps = 32, 1e-6
+    using_mid_sa = True  # attention between the two middle blocks
 
-    def check_levels(self, groups: int, **limits: tuple[float, float]) -> None:
-        """Raises `UserError` for impossible levels and numbers. groups: how many the normalisation
-        has. limits: see `check_numbers`."""
+    def check_levels(self, **limits: tuple[float, float]) -> None:
+        """Raises `UserError` for impossible levels and numbers. limits: see `check_numbers`."""
         self.check_numbers(num_res_blocks=(1, LARGEST_BLOCKS), **limits)
         if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
             raise self.wrong(
@@ -34,6 +34,7 @@ class Levels(published.Configuration):
                 f" {LARGEST_LEVELS} levels, each at least 1"
             )
         self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
+        groups = self.group_norm_groups
         self.check_multiple("ch", self.ch, groups, "the normalisation groups, ")
 
     @property
@@ -42,24 +43,29 @@ class Levels(published.Configuration):
         return 2 ** (len(self.ch_mult) - 1)
 
     @property
+    def attended_levels(self) -> tuple[int, ...]:
+        """Levels with attention after every block; 0 is the finest one."""
+        return (len(self.ch_mult) - 1,)
+
+    @property
     def encoder(self) -> CoderSizes:
         widths = tuple(self.ch * m for m in self.ch_mult)
         return CoderSizes(
+            image_channels=self.in_channels,
+            latent_channels=self.z_channels,
             base=self.ch,
             widths=widths,
             num_blocks=self.num_res_blocks,
             num_resamplings=len(widths) - 1,
-            latent_channels=self.z_channels,
-            **self.sizes(),
+            group_choices=(self.group_norm_groups,),
+            epsilon=self.group_norm_eps,
+            attended_levels=self.attended_levels,
+            attend_middle=self.using_mid_sa,
         )
 
     @property
     def decoder(self) -> CoderSizes:
         return replace(self.encoder, num_blocks=self.num_res_blocks + 1)
-
-    def sizes(self) -> dict:
-        """The fields of a `CoderSizes` that subclasses decide."""
-        raise NotImplementedError
 
 
 class CodebookConfig(Levels):
@@ -77,11 +83,3 @@ class CodebookConfig(Levels):
     has_encoder: bool
     code_channels = property(attrgetter("codebook_embed_dim"))  # of the latent map of codes
     vocab_size = property(attrgetter("codebook_size"))  # as transformers call it
-
-    def sizes(self) -> dict:
-        return {
-            "image_channels": 3,
-            "group_choices": (GROUPS,),
-            "attended_levels": (len(self.ch_mult) - 1,),
-            "attend_middle": True,
-        }

@@ -93,21 +93,6 @@ class T5Config(published.Configuration):
         return {**super().to_published(), "feed_forward_proj": FEED_FORWARD}
 
 
-_FLAN = {  # d_model, d_ff, num_layers, num_heads
-    "small": (512, 1024, 8, 6),
-    "base": (768, 2048, 12, 12),
-    "large": (1024, 2816, 24, 16),
-    "xl": (2048, 5120, 24, 32),
-    "xxl": (4096, 10240, 24, 64),
-}
-PRESETS = {
-    f"flan-t5-{name}": T5Config(
-        vocab_size=32128, d_model=d, d_kv=64, d_ff=f, num_layers=layers, num_heads=heads
-    )
-    for name, (d, f, layers, heads) in _FLAN.items()
-}
-
-
 def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
     """The entry of the position bias for each (query, key). Half of the buckets are for keys
     before the query or at it, half for keys after it. In each half the first buckets stand for
@@ -202,22 +187,13 @@ class T5Encoder(nnx.Module):
         return normal * scale.astype(jnp.float32)
 
     def _product(self, x: Array, projection: nnx.Linear) -> Float[Array, "B T _"]:
-        return jnp.dot(
-            x.astype(self.dtype),
-            projection.kernel[...].astype(self.dtype),
-            precision=self._precision,
-            preferred_element_type=jnp.float32,
-        )
+        factors = x.astype(self.dtype), projection.kernel[...].astype(self.dtype)
+        return jnp.dot(*factors, precision=self._precision, preferred_element_type=jnp.float32)
 
-    def _einsum(self, subscripts: str, a: Array, b: Array) -> Array:
+    def _einsum(self, subscripts: str, *factors: Array) -> Array:
         """A product of factors in the type of the weights, with float32 sums."""
-        return jnp.einsum(
-            subscripts,
-            a.astype(self.dtype),
-            b.astype(self.dtype),
-            precision=self._precision,
-            preferred_element_type=jnp.float32,
-        )
+        how = {"precision": self._precision, "preferred_element_type": jnp.float32}
+        return jnp.einsum(subscripts, *(a.astype(self.dtype) for a in factors), **how)
 
     @property
     def _precision(self) -> jax.lax.Precision | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from varjax.codecs.levels import GROUPS, CodebookConfig
+from varjax.codecs.levels import CodebookConfig
 from varjax.codecs.vq.model import VQ
 
 # Of the published `ddconfig`: they do not change the function computed.
@@ -45,7 +45,7 @@ class ChameleonVQConfig(CodebookConfig):
     codebook_embed_dim = property(attrgetter("embed_dim"))
 
     def __post_init__(self):
-        self.check_levels(GROUPS)
+        self.check_levels()
         if unknown := [n for n in self.attn_resolutions if n not in self._sides]:
             raise self.wrong(
                 f"attn_resolutions has {unknown[:12]}, but levels of pictures of"
@@ -81,9 +81,9 @@ class ChameleonVQConfig(CodebookConfig):
         """Sides of the levels' maps in training pictures, finest first."""
         return [self.resolution // 2**i for i in range(len(self.ch_mult))]
 
-    def sizes(self) -> dict:
-        attended = [i for i, side in enumerate(self._sides) if side in self.attn_resolutions]
-        return super().sizes() | {"attended_levels": tuple(attended)}
+    @property
+    def attended_levels(self) -> tuple[int, ...]:
+        return tuple(i for i, side in enumerate(self._sides) if side in self.attn_resolutions)
 
 
 class ChameleonVQ(VQ):

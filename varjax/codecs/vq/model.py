@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
-from varjax.codecs.levels import GROUPS, CodebookConfig
+from varjax.codecs.levels import CodebookConfig
 from varjax.codecs.maps import nearest
 from varjax.nn import published
 
@@ -56,7 +56,7 @@ class VQConfig(CodebookConfig):
     has_encoder: bool = True
 
     def __post_init__(self):
-        self.check_levels(GROUPS)
+        self.check_levels()
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQConfig":

@@ -40,7 +40,6 @@ class VQVAEConfig(Levels):
 
     def __post_init__(self):
         self.check_levels(
-            self.group_norm_groups,
             share_quant_resi=(0, 1024),
             default_qresi_counts=(0, 1024),
             quant_conv_ks=(1, 63),
@@ -52,14 +51,9 @@ class VQVAEConfig(Levels):
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
             raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
 
-    def sizes(self) -> dict:
-        return {
-            "image_channels": self.in_channels,
-            "group_choices": (self.group_norm_groups,),
-            "epsilon": self.group_norm_eps,
-            "attended_levels": (len(self.ch_mult) - 1,) if self.using_sa else (),
-            "attend_middle": self.using_mid_sa,
-        }
+    @property
+    def attended_levels(self) -> tuple[int, ...]:
+        return super().attended_levels if self.using_sa else ()
 
     @property
     def image_size(self) -> tuple[int, int]:
