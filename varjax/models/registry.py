@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 from flax import nnx
@@ -25,6 +26,7 @@ from varjax.models.var import transformer as var
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
+from varjax.storage.names import converted
 from varjax.text.encoder import TEXT, TEXT_ENCODER
 from varjax.text.prompt_ids import PROMPT_IDS
 
@@ -241,11 +243,8 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
 
 def _models_of(module: ModuleType, before: dict) -> tuple[str, ...]:
     """Models that are new, or that this module registered when it was imported elsewhere."""
-
-    def of_module(preset: Preset) -> bool:
-        return type(preset.configs["transformer"]).__module__ == module.__name__
-
-    return tuple(n for n, preset in PRESETS.items() if n not in before or of_module(preset))
+    modules = {n: type(p.configs["transformer"]).__module__ for n, p in PRESETS.items()}
+    return tuple(n for n, m in modules.items() if n not in before or m == module.__name__)
 
 
 OWN = own_modules.Kind(
@@ -264,3 +263,19 @@ def family(name: str) -> Family:
 def preset(name: str) -> Preset:
     """The published size called `name`; `UserError` with the list of sizes otherwise."""
     return PRESETS[choose("model", name, PRESETS)]
+
+
+def convert_command(name: str) -> str:
+    """The command that gets and converts the weights of a published model."""
+    return f"python -m ported_weights --model={name} --source=hub"
+
+
+def found(name_or_directory: str | Path | None) -> str | Path | None:
+    """The path to read for a checkpoint's name: a published name stands for what
+    `python -m ported_weights --source=hub` has converted (`varjax.storage.names`), if it has and
+    there is no folder of that name here; anything else stands for itself."""
+    name = str(name_or_directory)
+    if name in PRESETS and not Path(name).exists():
+        folder = converted(name)
+        return folder if folder.is_dir() else name
+    return name_or_directory

@@ -14,11 +14,12 @@ from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 
 
-def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+def text_shapes(config, images: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of what `TextFeatures.take` gives, without negative texts: these double what is read
-    and change nothing later."""
+    and change nothing later. length: None: the most that the model takes."""
+    length = config.text_maxlen if length is None else length
     return {
-        "kv": jax.ShapeDtypeStruct((images, length, channels), np.float32),
+        "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), np.float32),
         "length": jax.ShapeDtypeStruct((images,), np.int32),
         "unconditional": jax.ShapeDtypeStruct((images,), bool),
     }

@@ -130,7 +130,9 @@ class Configuration:
 
 
 class TransformerConfig(Configuration):
-    """Base of the configurations of transformers.
+    """Base of the configurations of transformers. All have `is_guided(sampling)`, whether there are
+    unconditional rows, and `check_sampling(sampling)`, which returns it, or raises `UserError` if
+    the model cannot draw that way.
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.

@@ -87,9 +87,7 @@ class Separate:
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """Builds `num_layers` modules with one vmapped initialisation: every parameter gains a leading
     layer axis."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(
-        rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers)
-    )
+    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:

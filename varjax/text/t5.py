@@ -18,7 +18,7 @@ V vocabulary. Names of the published files are in `ported_weights/tables/transfo
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
@@ -83,10 +83,8 @@ class T5Config(published.Configuration):
                 f"feed_forward_proj is {kind!r:.60}, supported is {FEED_FORWARD!r} (T5 version 1.1"
                 " and flan-t5)"
             )
-        found = cls.arguments(arguments, ignored=arguments)
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]:
-            raise cls.wrong(f"{', '.join(missing)} not given: take the published config.json")
-        return cls(**found)
+        names = {field.name for field in fields(cls)}
+        return super().from_published({n: v for n, v in arguments.items() if n in names})
 
     def to_published(self) -> dict:
         """Names and values as in `config.json`: the inverse of `from_published`."""

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from flax import nnx
 
-from varjax import model, model_names
+from varjax import model
 from varjax.calibration.files import model_digest
 from varjax.codecs.vq.model import VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
@@ -77,7 +77,7 @@ class Start:
     @classmethod
     def read(cls, path: str) -> "Start":
         """Describe a checkpoint. `UserError` unless it can be trained further."""
-        found = model.describe(model_names.found(path))
+        found = model.describe(registry.found(path))
         family = found.family.name
         configs = {name: part.config for name, part in found.parts.items()}
         transformer, codec = configs["transformer"], configs["codec"]
@@ -129,7 +129,7 @@ class Start:
 
     def load(self, part: str) -> nnx.Module:
         """A part in float32, in host memory. `UserError` if files are damaged."""
-        folder = model.describe(model_names.found(self.path)).directory
+        folder = model.describe(registry.found(self.path)).directory
         wanted = {part: "float32"}
         return checkpoint.load(folder, registry.CATALOGUE, wanted, on_host=True)[0][part]
 

@@ -62,8 +62,8 @@ class InfinityConfig(published.TransformerConfig):
     codebook_dim: int = 32
     apply_spatial_patchify: bool = False
     block_chunks: int = 8
-    schedule: Schedule = TEMPLATE.schedule
-    rope_map: tuple[int, int] = TEMPLATE.rope_map
+    schedule: Schedule = TEMPLATE["schedule"]
+    rope_map: tuple[int, int] = TEMPLATE["rope_map"]
 
     def __post_init__(self):
         self.check_numbers("mlp_ratio", depth=(1, published.LARGEST_DEPTH))
@@ -110,7 +110,7 @@ class InfinityConfig(published.TransformerConfig):
                 "the checkpoint's schedule is none of the published ones: give both aspect and size"
             )
         aspect, size = named[0] if aspect is None else aspect, named[1] if size is None else size
-        return replace(self, **schedules.resolve(aspect, size)._asdict())
+        return replace(self, **schedules.resolve(aspect, size))
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -150,7 +150,6 @@ class InfinityConfig(published.TransformerConfig):
         return self.depth * rows * (6 + 2 * length) * self.embed_dim * item_size
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(self.schedule.num_scales).check_no_interval(self.what)
         if sampling.more_smooth:
             raise UserError("more_smooth mixes codes of a codebook; Infinity draws bits: drop it")
@@ -173,7 +172,7 @@ def _maps(found: dict) -> dict:
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
         aspect, size = "1.000" if aspect is None else aspect, "1M" if size is None else size
-        return schedules.resolve(aspect, size)._asdict()
+        return schedules.resolve(aspect, size)
     if aspect is not None or size is not None:
         raise InfinityConfig.wrong("give either aspect and size, or patch_nums and rope_map")
     schedule = InfinityConfig.read_schedule(patch_nums)

@@ -6,7 +6,6 @@ template, not to the size: a cell's row and column are stretched to the template
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,16 +38,10 @@ PIXELS = 16  # image pixels per transformer token along each axis, in every rele
 FLATTEST, TALLEST = 0.25, 4.0  # height / width for which the nearest template still makes sense
 
 
-class TemplateSchedule(NamedTuple):
-    """Maps of transformer tokens, and `rope_map` (`rope_positions`): the template's last map at
-    1M."""
-
-    schedule: Schedule
-    rope_map: tuple[int, int]
-
-
-def resolve(aspect: float | str, size: str) -> TemplateSchedule:
-    """The template nearest to `aspect` = height / width, at `size`.
+def resolve(aspect: float | str, size: str) -> dict:
+    """The template nearest to `aspect` = height / width, at `size`, as fields of `InfinityConfig`:
+    `schedule`, maps of transformer tokens, and `rope_map` (`rope_positions`), the template's last
+    map at 1M.
 
     Raises:
       UserError: for an unknown size, and for an aspect that is no number or outside 0.25 to 4.
@@ -65,8 +58,10 @@ def resolve(aspect: float | str, size: str) -> TemplateSchedule:
         )
     name = TEMPLATES[int(np.argmin([abs(float(t) - ratio) for t in TEMPLATES]))]
     maps = Schedule.parse(_MAPS[name]).maps
-    count = _SCALES[choose("size", size, SIZES)]
-    return TemplateSchedule(Schedule(maps[:count]), maps[-1])
+    return {
+        "schedule": Schedule(maps[: _SCALES[choose("size", size, SIZES)]]),
+        "rope_map": maps[-1],
+    }
 
 
 def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | None:

@@ -145,9 +145,7 @@ class Infinity(NextScaleTransformer):
         return Resampling("bilinear", "bilinear", self.config.patch)
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
-        config = self.config
-        length = config.text_maxlen if text_tokens is None else text_tokens
-        return text_shapes(images, length, config.text_channels)
+        return text_shapes(self.config, images, text_tokens)
 
     def encode_condition(
         self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None

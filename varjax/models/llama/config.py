@@ -47,7 +47,6 @@ class DecoderConfig(published.TransformerConfig):
         return 0
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(1, self.vocab_size)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(

@@ -130,17 +130,6 @@ class Decoder(NextTokenTransformer):
         """Normalised `x` in the type of the weights."""
         return layers.rms_norm(x, scale[...], self.config.norm_eps, self.dtype)
 
-    def attention_branch(self, block: Block, attended: Float[Array, "R T Q H"]):
-        """The addition of attention to the stream, float32 [R, T, D]."""
-        attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
-        return layers.contract(block.proj, attended, self.model_axis).astype(jnp.float32)
-
-    def feed_forward_branch(self, block: Block, h: Float[Array, "R T D"]):
-        """The addition of the feed-forward to the stream, float32 [R, T, D]."""
-        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        product = layers.contract(block.down, jax.nn.silu(gate) * up, self.model_axis)
-        return product.astype(jnp.float32)
-
     def post_attention(
         self,
         block: Block,
@@ -148,9 +137,20 @@ class Decoder(NextTokenTransformer):
         attended: Float[Array, "R T Q H"],
         drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
-        x = x + drop(self.attention_branch(block, attended), 0)
-        h = self.rms_norm(x, block.feed_forward_norm)
-        return x + drop(self.feed_forward_branch(block, h), 1)
+        """Attention's output projection and the feed-forward, with norms before them, or where
+        `norm_after` says so behind them."""
+        after, axis = self.config.norm_after, self.model_axis
+        attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
+        branch = layers.contract(block.proj, attended, axis).astype(jnp.float32)
+        if after:
+            branch = self.rms_norm(branch, block.attention_norm).astype(jnp.float32)
+        x = x + drop(branch, 0)
+        h = x.astype(self.dtype) if after else self.rms_norm(x, block.feed_forward_norm)
+        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
+        branch = layers.contract(block.down, jax.nn.silu(gate) * up, axis).astype(jnp.float32)
+        if after:
+            branch = self.rms_norm(branch, block.feed_forward_norm).astype(jnp.float32)
+        return x + drop(branch, 1)
 
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         h = self.rms_norm(x, self.norm)

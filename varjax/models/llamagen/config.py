@@ -130,7 +130,6 @@ class LlamaGenConfig(DecoderConfig):
     # --- sampling ---------------------------------------------------------------------------------
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Returns it, or raises `UserError` if this model cannot draw that way."""
         super().check_sampling(sampling)
         if self.is_guided(sampling) and not self.has_unconditional:
             raise UserError(

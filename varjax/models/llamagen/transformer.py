@@ -55,11 +55,9 @@ class LlamaGen(Decoder):
     # --- once per image ---------------------------------------------------------------------------
 
     def condition_shapes(self, images: int, text_tokens: int | None = None):
-        config = self.config
-        if config.condition == "labels":
+        if self.config.condition == "labels":
             return jax.ShapeDtypeStruct((images,), jnp.int32)
-        length = config.text_maxlen if text_tokens is None else text_tokens
-        return text_shapes(images, length, config.text_channels)
+        return text_shapes(self.config, images, text_tokens)
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
         """The unconditional rows have the null class. With texts they have the negative text, or

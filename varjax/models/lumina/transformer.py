@@ -8,8 +8,6 @@ Letters: B images, R rows, M slots of the condition, T tokens, Q query heads, H 
 V codes. Names of the original implementation are in `ported_weights/tables/lumina.py`.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from varjax.models.llama.decoder import Block, Llama, linear, ones, table
 from varjax.models.lumina.config import PRESETS, LuminaConfig
-from varjax.models.next_token import as_it_is
 from varjax.nn import stacked
 
 __all__ = ["PRESETS", "Lumina", "LuminaConfig"]
@@ -51,18 +48,3 @@ class Lumina(Llama):
         ids = jnp.asarray(np.array(self.config.token_ids, np.int32))
         embedded = self.token_embedding[ids[tokens]].astype(jnp.float32)
         return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))
-
-    def post_attention(
-        self,
-        block: Block,
-        x: Float[Array, "R T D"],
-        attended: Float[Array, "R T Q H"],
-        drop: Callable = as_it_is,
-    ) -> Float[Array, "R T D"]:
-        if not self.config.norm_after:
-            return super().post_attention(block, x, attended, drop)
-        branch = self.rms_norm(self.attention_branch(block, attended), block.attention_norm)
-        x = x + drop(branch.astype(jnp.float32), 0)
-        branch = self.feed_forward_branch(block, x.astype(self.dtype))
-        branch = self.rms_norm(branch, block.feed_forward_norm)
-        return x + drop(branch.astype(jnp.float32), 1)

@@ -84,7 +84,6 @@ class VARConfig(published.TransformerConfig):
         return self.depth * rows * 6 * self.embed_dim * item_size
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(self.schedule.num_scales, self.vocab_size).check_no_interval(self.what)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(
