@@ -261,8 +261,8 @@ class Model:
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
-                f"`{registry.convert_command(self.name)}` converts them; then give the name, or the "
-                "folder"
+                f"`{registry.convert_command(self.name)}` converts them; then give the name, or"
+                " the folder"
             )
         arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}
