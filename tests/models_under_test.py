@@ -16,8 +16,8 @@ import varjax
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from varjax import conditions
+from varjax.codecs import bsq as bsq
 from varjax.codecs import maps
-from varjax.codecs.bsq import model as bsq
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models import registry

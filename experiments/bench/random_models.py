@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.codecs.bsq.model import BSQConfig
-from varjax.codecs.vq.model import VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.bsq import BSQConfig
+from varjax.codecs.vq import VQConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.model import Model
 from varjax.models import registry
 from varjax.models.infinity.config import InfinityConfig
-from varjax.models.llamagen.config import LlamaGenConfig
+from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.registry import Preset
 from varjax.models.transformer import Transformer
-from varjax.models.var.config import VARConfig
+from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.schedule import Schedule
 

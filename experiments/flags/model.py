@@ -11,7 +11,7 @@ from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model, describe
 from varjax.models import registry
-from varjax.models.infinity.schedules import SIZES, TEMPLATES
+from varjax.models.infinity.config import SIZES, TEMPLATES
 from varjax.models.registry import convert_command, found
 
 

@@ -1,4 +1,4 @@
-"""Where the tensors of Janus-Pro go: `varjax.models.janus.transformer.Janus`. Its image tokenizer
+"""Where the tensors of Janus-Pro go: `varjax.models.janus.Janus`. Its image tokenizer
 is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
 `Names`.
 

@@ -1,5 +1,5 @@
-"""Where the tensors of Lumina-mGPT go: `varjax.models.lumina.transformer.Lumina`, and those of
-Chameleon's image tokenizer, `varjax.codecs.vq.chameleon.ChameleonVQ`.
+"""Where the tensors of Lumina-mGPT go: `varjax.models.lumina.Lumina`, and those of
+Chameleon's image tokenizer, `varjax.codecs.vq.ChameleonVQ`.
 
 The published head has a row for every token of the vocabulary. Ours has a column for every code of
 the image tokenizer, in the order of codes: within an image nothing else may be drawn.
@@ -12,9 +12,9 @@ from pathlib import Path
 from ported_weights.rules import Ignore, Rule, layer
 from ported_weights.tables import llama
 from ported_weights.tables.codecs import vq_rules
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
+from varjax.codecs.vq import ChameleonVQConfig
 from varjax.errors import UserError, about
-from varjax.models.lumina.config import PATCH, LuminaConfig, image_ids
+from varjax.models.lumina import PATCH, LuminaConfig, image_ids
 from varjax.storage.manifest import read_json
 
 _N = r"model\.layers\.(\d+)\."

@@ -19,8 +19,8 @@ from ported_weights.tables.codecs import bsq_rules
 from ported_weights.tables.registry import RULE_TABLES
 from tests.models_under_test import sums_of_bits
 from varjax.codecs import arithmetic
-from varjax.codecs.bsq import model as quantizer
-from varjax.codecs.bsq.model import BSQVAE, BSQConfig
+from varjax.codecs import bsq as quantizer
+from varjax.codecs.bsq import BSQVAE, BSQConfig
 from varjax.codecs.maps import flatten_maps, patchify, resize_area, resize_bilinear
 from varjax.errors import UserError
 from varjax.nn import parameters

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
+from varjax.codecs.vq import ChameleonVQConfig
 from varjax.errors import UserError
 
 IMAGE = 3e-4

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

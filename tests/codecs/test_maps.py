@@ -17,7 +17,7 @@ from varjax.codecs.maps import (
     resize_bilinear,
     unpatchify,
 )
-from varjax.codecs.vqvae.model import phi_index
+from varjax.codecs.vqvae import phi_index
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var" / "ops"
 INFINITY = Path(__file__).parents[1] / "fixtures" / "infinity" / "interp_vectors.npz"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from varjax.codecs.vqvae.model import Quantizer, VQVAEConfig
+from varjax.codecs.vqvae import Quantizer, VQVAEConfig
 from varjax.schedule import Schedule
 
 SMALL = VQVAEConfig(

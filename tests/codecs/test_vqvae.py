@@ -17,7 +17,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.codecs import vqvae_rules
 from tests.often import often
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.nn import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"

@@ -14,11 +14,11 @@ from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.engine import inputs, program
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
-from varjax.models.var.transformer import VAR, VARConfig
+from varjax.models.var import VAR, VARConfig
 from varjax.nn import parameters
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.models.infinity.schedules import (
+from varjax.models.infinity.config import (
     PIXELS,
     TEMPLATES,
     name_of,

@@ -11,8 +11,7 @@ import pytest
 from tests import models_under_test as models
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.llamagen.transformer import LlamaGen, rotation_table
+from varjax.models.llamagen import LlamaGen, LlamaGenConfig, rotation_table
 from varjax.nn import parameters
 from varjax.sampling import Sampling
 

@@ -10,8 +10,7 @@ from flax import nnx
 from tests.often import often
 from varjax.errors import UserError
 from varjax.models.janus import Janus, JanusConfig
-from varjax.models.lumina.config import LuminaConfig, image_ids, units_for, units_of
-from varjax.models.lumina.transformer import Lumina
+from varjax.models.lumina import Lumina, LuminaConfig, image_ids, units_for, units_of
 
 SMALL = dict(
     hidden_size=32,

@@ -69,7 +69,7 @@ class Levels(published.Configuration):
 
 
 class CodebookConfig(Levels):
-    """Base of the configurations of `varjax.codecs.vq.model.VQ`, with fields or properties of these
+    """Base of the configurations of `varjax.codecs.vq.VQ`, with fields or properties of these
     names.
 
     codebook_size, codebook_embed_dim: number and width of the codes.

@@ -10,19 +10,14 @@ from types import ModuleType
 from flax import nnx
 
 from varjax import own_modules
-from varjax.codecs.bsq import model as bsq
-from varjax.codecs.vq.chameleon import ChameleonVQ, ChameleonVQConfig
-from varjax.codecs.vq.model import VQ, VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
-from varjax.codecs.vqvae.model import VQVAE
+from varjax.codecs import bsq as bsq
+from varjax.codecs.vq import VQ, ChameleonVQ, ChameleonVQConfig, VQConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.errors import UserError, choose, show
-from varjax.models import janus
+from varjax.models import janus, llamagen, lumina, var
 from varjax.models.infinity import transformer as infinity
 from varjax.models.labels import LABELS
-from varjax.models.llamagen import transformer as llamagen
-from varjax.models.lumina import transformer as lumina
 from varjax.models.transformer import Transformer
-from varjax.models.var import transformer as var
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels import target
 from pallas_kernels.residual.operands import Activation, Rows8, Sums
 from pallas_kernels.residual.reference import rows_8
-from varjax.nn import channels
+from varjax.nn import schemes
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
 from varjax.nn.stored import Stored
 
@@ -198,13 +198,13 @@ def quantize(matrix: Leaf, scheme: Scheme = SCHEMES[INT8], dtype=None) -> Quanti
     become NumPy arrays.
     """
     *layers, _, d_out = matrix.shape
-    kind, shape = jnp.dtype(dtype or matrix.dtype), channels.shape_of_numbers(matrix.shape, scheme)
+    kind, shape = jnp.dtype(dtype or matrix.dtype), schemes.shape_of_numbers(matrix.shape, scheme)
     if isinstance(matrix, jax.ShapeDtypeStruct):
         scale = jax.ShapeDtypeStruct((*layers, d_out), jnp.float32)
         return Quantized(jax.ShapeDtypeStruct(shape, scheme.dtype), scale, kind, scheme)
     if isinstance(matrix, Stored):
-        return Quantized(*channels.of_stored(matrix, scheme), kind, scheme)
-    return Quantized(*channels.convert(matrix, scheme), kind, scheme)
+        return Quantized(*schemes.of_stored(matrix, scheme), kind, scheme)
+    return Quantized(*schemes.convert(matrix, scheme), kind, scheme)
 
 
 def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:

@@ -12,12 +12,12 @@ from flax import nnx
 
 from varjax import model
 from varjax.calibration.files import model_digest
-from varjax.codecs.vq.model import VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vq import VQConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.var.config import VARConfig
+from varjax.models.llamagen import LlamaGenConfig
+from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset

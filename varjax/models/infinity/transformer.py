@@ -26,8 +26,7 @@ from varjax import sampling as sampling_lib
 from varjax.codecs.maps import patchify, unpatchify
 from varjax.errors import UserError
 from varjax.logical_axes import HEADS
-from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
-from varjax.models.infinity.schedules import rope_positions
+from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes

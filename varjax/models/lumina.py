@@ -1,14 +1,27 @@
-"""Configuration of Lumina-mGPT's transformer (Chameleon's), in the names of its published
-config.json, with the ids of the tokens that an image is written in."""
+"""Lumina-mGPT: Chameleon's transformer, tuned to draw pictures of many sizes (Liu et al. 2024,
+arXiv 2408.02657; Chameleon: arXiv 2405.09818).
+
+An image is written line by line, with a new line behind every line; the prompt ends with its height
+and width. Tokens are numbered by the codes of the image tokenizer here; V is the new line.
+
+Letters: B images, R rows, M slots of the condition, T tokens, Q query heads, H head size, D width,
+V codes. Names of the original implementation are in `ported_weights/tables/lumina.py`.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
 from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.nn import published
+from varjax.models.llama.decoder import Block, Llama, linear, ones, table
+from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
@@ -270,3 +283,33 @@ LARGE = {  # the 34B family's shape
 }
 PRESETS = {f"lumina-mgpt-7b-{32 * n}": LuminaConfig(units=(n, n)) for n in (16, 24, 32)}
 PRESETS["lumina-mgpt-34b-512"] = LuminaConfig(units=(16, 16), **LARGE)
+
+
+class Lumina(Llama):
+    """Parameters of the transformer and the steps of generation. The head gives logits of image
+    tokens only, in the order of codes: others are never allowed within an image."""
+
+    new_lines = True
+
+    def __init__(self, config: LuminaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width = config.hidden_size
+        self.token_embedding = table(config.text_vocab_size, width, rngs)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.norm = ones(width)
+        self.head = linear(width, config.vocab_size, rngs)
+
+    def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
+        """The unconditional rows know the size of the image only: image start, height and width.
+        Their positions begin there."""
+        ids, length = condition["ids"], condition["length"]
+        if guided:
+            opening = jnp.full_like(length, len(self.config.opening))
+            ids, length = jnp.tile(ids, (2, 1)), jnp.concatenate([length, opening])
+        return self.prompt_context(ids, length)
+
+    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
+        """Embedded tokens, float32."""
+        ids = jnp.asarray(np.array(self.config.token_ids, np.int32))
+        embedded = self.token_embedding[ids[tokens]].astype(jnp.float32)
+        return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))

@@ -1,5 +1,6 @@
 """LlamaGen's image tokenizer: one map of codes per picture (Sun et al. 2024, arXiv 2406.06525,
-section 2.1; the network is VQGAN's, Esser et al. 2021). Janus-Pro has the same.
+section 2.1; the network is VQGAN's, Esser et al. 2021). Janus-Pro has the same; Lumina-mGPT decodes
+with Chameleon's (`ChameleonVQConfig`).
 
     encode      images in [-1, 1] -> latent map, before quantisation
     nearest     latent map -> tokens
@@ -15,6 +16,7 @@ Letters: B images of H x W pixels, T tokens, h x w their map, C channels of a co
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +149,79 @@ class VQ(ImageCodec):
         """Pictures of all their tokens. grid: height and width of the map; None: it is a square."""
         grid = grid or (math.isqrt(tokens.shape[1]),) * 2
         return self.decode(self.code_map(tokens, grid))
+
+
+# {name: the only value of it that is supported}
+FIXED = {"double_z": False, "in_channels": 3, "out_ch": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChameleonVQConfig(CodebookConfig):
+    """Shape of Chameleon's image tokenizer (Chameleon Team 2024, arXiv 2405.09818, section 2.1;
+    Gafni et al. 2022, arXiv 2203.13131), in VQGAN's names. Codes have any length, and levels have
+    attention only where the configuration says so (the released one: nowhere).
+
+    n_embed, embed_dim: number and width of the codes.
+    resolution, attn_resolutions: pixels of the training pictures' side, and those sides of a
+      level's map, in pictures of that size, that have attention after every block.
+    has_encoder: see `CodebookConfig`. The released encoder is not needed for generation.
+    """
+
+    what = "ChameleonVQ"
+
+    n_embed: int = 8192
+    embed_dim: int = 256
+    ch: int = 128
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
+    z_channels: int = 256  # between the encoder and the codes
+    resolution: int = 512
+    attn_resolutions: tuple[int, ...] = ()
+    has_encoder: bool = False
+    l2_norm = False
+    codebook_size = property(attrgetter("n_embed"))
+    codebook_embed_dim = property(attrgetter("embed_dim"))
+
+    def __post_init__(self):
+        self.check_levels()
+        if unknown := [n for n in self.attn_resolutions if n not in self._sides]:
+            raise self.wrong(
+                f"attn_resolutions has {unknown[:12]}, but levels of pictures of"
+                f" {self.resolution} pixels have {self._sides}"
+            )
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "ChameleonVQConfig":
+        """Reads the layout of the published yaml file: `ddconfig`, `embed_dim`, `n_embed`; other
+        entries of its `params` are ignored. The names of `ddconfig` may also stand beside it.
+        `UserError` for unknown names, and for values that no released model has."""
+        values = dict(values)
+        inner = values.pop("ddconfig", {})
+        if not isinstance(inner, Mapping):
+            raise cls.wrong(f"ddconfig is {inner!r:.60}, it must hold names and values")
+        ignored = ("dropout", "lossconfig", "ckpt_path", "note")  # change no function computed
+        found = cls.arguments({**values, **inner}, ignored, **dict.fromkeys(FIXED, object))
+        for name, value in FIXED.items():
+            if (given := found.pop(name, value)) != value:
+                raise cls.wrong(f"{name} is {given!r:.60}; only {value} is supported")
+        return cls(**found)
+
+    def to_published(self) -> dict:
+        """The layout of the published file: the inverse of `from_published`."""
+        own = ("n_embed", "embed_dim", "has_encoder")
+        values = super().to_published()
+        inner = {k: v for k, v in values.items() if k not in own}
+        return {"ddconfig": inner, **{name: values[name] for name in own}}
+
+    @property
+    def _sides(self) -> list[int]:
+        """Sides of the levels' maps in training pictures, finest first."""
+        return [self.resolution // 2**i for i in range(len(self.ch_mult))]
+
+    @property
+    def attended_levels(self) -> tuple[int, ...]:
+        return tuple(i for i, side in enumerate(self._sides) if side in self.attn_resolutions)
+
+
+class ChameleonVQ(VQ):
+    """Codes `embedding` [V, C], decoder and, with `config.has_encoder`, encoder."""
