@@ -55,7 +55,7 @@ def test_shapes_and_agreement(text, share, quant_resi):
 
     @jax.jit
     def run(quantizer, f):
-        tokens = quantizer.features_to_tokens(f)
+        tokens = jnp.concatenate([found for found, _, _ in quantizer.steps(f)], axis=1)
         again = quantizer.code_maps(tokens), quantizer.teacher_inputs(tokens)
         return tokens, *again, quantizer.quantize(f)
 

@@ -62,7 +62,7 @@ def test_quantizer(case):
     quantizer, tokens = codec.quantizer, jnp.asarray(arrays["idx"])
     found, maps, inputs = jax.jit(
         lambda q, f, tokens: (
-            q.features_to_tokens(f),
+            q.quantize(f)[1],
             q.code_maps(tokens),
             q.teacher_inputs(tokens),
         )

@@ -155,15 +155,7 @@ class Quantizer(nnx.Module):
         )
         return h * (1 - ratio) + (convolved + bias) * ratio
 
-    def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
-        """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
-        return nearest(z, self.codebook(), by_angle=self.config.using_znorm)
-
     # --- images to tokens ---
-
-    def features_to_tokens(self, f: Float[Array, "B P Q C"]) -> Int[Array, "B L"]:
-        """Tokens of all scales, coarse to fine, each map row-major."""
-        return jnp.concatenate([tokens for tokens, _, _ in self.steps(f)], axis=1)
 
     def steps(self, f: Float[Array, "B P Q C"]) -> Iterator[tuple[Array, Array, Array]]:
         """Per scale: tokens [B, t_k], the pooled residual [B, h, w, C] that they stand for, and the
@@ -180,7 +172,7 @@ class Quantizer(nnx.Module):
         rest = jax.lax.stop_gradient(f).astype(jnp.float32)
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
-            tokens = self.nearest(pooled)
+            tokens = nearest(pooled, self.codebook(), by_angle=self.config.using_znorm)
             part = self.phi(resize_bicubic(self.codebook()[tokens], f.shape[1:3]), scale)
             rest = rest - jax.lax.stop_gradient(part)
             yield tokens.reshape(len(f), -1), pooled, part
@@ -293,7 +285,8 @@ class VQVAE(ImageCodec):
 
     def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B L"]:
         """Tokens of all scales, coarse to fine, each map row-major."""
-        return self.quantizer.features_to_tokens(self.encode(images))
+        steps = self.quantizer.steps(self.encode(images))
+        return jnp.concatenate([tokens for tokens, _, _ in steps], axis=1)
 
     def tokens_to_images(self, tokens: Int[Array, "B L"]) -> Float[Array, "B H W 3"]:
         return self.decode(self.quantizer.code_maps(tokens)[-1])

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, about, nearest, show
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.llama.decoder import Block, Llama, linear, ones, table
+from varjax.models.llama.decoder import Block, Llama, linear, table
 from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
@@ -110,7 +110,11 @@ class JanusConfig(LlamaConfig):
             for section, names in SECTIONS.items()
         }
         own = {"pad_id": self.pad_id, "grid": list(self.grid), "prompt_tokens": self.prompt_tokens}
-        return {"language_config": self.language_model(), **sections, **own}
+        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+        names += " num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
+        language = {name: getattr(self, name) for name in names.split()}
+        language["vocab_size"] = self.text_vocab_size
+        return {"language_config": language, **sections, **own}
 
     def with_grid(self, grid: tuple[int, int]) -> "JanusConfig":
         """The configuration for images of so many tokens, height x width. Only models of one's own
@@ -171,7 +175,7 @@ class Janus(Llama):
         self.aligner1 = linear(config.code_dim, width, rngs, bias=True)
         self.aligner2 = linear(width, width, rngs, bias=True)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.norm = ones(width)
+        self.norm = nnx.Param(jnp.ones(width))
         self.head_hidden = linear(width, hidden, rngs, bias=True)
         self.head = linear(hidden, config.vocab_size, rngs, bias=True)
 

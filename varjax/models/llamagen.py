@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.projection import Projection
 from varjax.errors import UserError, show
 from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
-from varjax.models.llama.decoder import Block, Decoder, linear, ones, table
+from varjax.models.llama.decoder import Block, Decoder, linear, table
 from varjax.models.transformer import text_shapes
 from varjax.nn import published, stacked
 from varjax.sampling import Sampling
@@ -201,7 +201,7 @@ class LlamaGen(Decoder):
             self.text_proj2 = linear(width, width, rngs)
         self.token_embedding = table(config.vocab_size, width, rngs)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.n_layer, rngs)
-        self.norm = ones(width)
+        self.norm = nnx.Param(jnp.ones(width))
         self.head = linear(width, config.vocab_size, rngs, jax.nn.initializers.zeros)
 
     # --- once per image ---------------------------------------------------------------------------

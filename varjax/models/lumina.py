@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.llama.decoder import Block, Llama, linear, ones, table
+from varjax.models.llama.decoder import Block, Llama, linear, table
 from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
@@ -120,13 +120,10 @@ class LuminaConfig(LlamaConfig):
         return cls(**found)
 
     def to_published(self) -> dict:
-        own = (
-            "swin_norm model_parallel_size units prompt_tokens image_start new_line size_zero"
-            " first_image image_ids"
-        )
-        found = {name: getattr(self, name) for name in own.split()}
-        found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
-        return self.language_model() | found | {"num_codes": self.vocab_size}
+        """The inverse of `from_published`: `vocab_size` is the language model's there."""
+        found = super().to_published()
+        found["num_codes"] = found["vocab_size"]
+        return found | {"vocab_size": found.pop("text_vocab_size")}
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -296,7 +293,7 @@ class Lumina(Llama):
         width = config.hidden_size
         self.token_embedding = table(config.text_vocab_size, width, rngs)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.norm = ones(width)
+        self.norm = nnx.Param(jnp.ones(width))
         self.head = linear(width, config.vocab_size, rngs)
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:

@@ -73,17 +73,6 @@ class VARConfig(published.TransformerConfig):
             raise self.wrong(f"cond_drop_rate {self.cond_drop_rate} is outside [0, 1)")
 
     @classmethod
-    def preset(cls, depth: int, sides=SIDES_256, shared_aln: bool = False) -> "VARConfig":
-        """Published sizes: width 64 * depth and as many heads as layers."""
-        return cls(
-            depth=depth,
-            embed_dim=64 * depth,
-            num_heads=depth,
-            schedule=Schedule.square(sides),
-            shared_aln=shared_aln,
-        )
-
-    @classmethod
     def from_published(cls, arguments) -> "VARConfig":
         """Reads the published constructor's names; `patch_nums` holds sides or [height, width].
         What is left out has the published default; hence `attn_l2_norm` is off unless given.
@@ -120,13 +109,15 @@ class VARConfig(published.TransformerConfig):
         return any(cfg != 0 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
 
 
-PRESETS = {
-    "var-d16": VARConfig.preset(16),
-    "var-d20": VARConfig.preset(20),
-    "var-d24": VARConfig.preset(24),
-    "var-d30": VARConfig.preset(30),
-    "var-d36": VARConfig.preset(36, SIDES_512, shared_aln=True),
-}
+# width 64 * depth and as many heads as layers
+PRESETS = {f"var-d{n}": VARConfig(depth=n, embed_dim=64 * n, num_heads=n) for n in (16, 20, 24, 30)}
+PRESETS["var-d36"] = VARConfig(
+    depth=36,
+    embed_dim=64 * 36,
+    num_heads=36,
+    schedule=Schedule.square(SIDES_512),
+    shared_aln=True,
+)
 
 
 def _normal(std: float):
@@ -284,8 +275,8 @@ class VAR(NextScaleTransformer):
             attended = Sums(attended.reshape(*x.value.shape[:2], -1))
             x = x.added(x.contracted(block.proj, attended, axis), modulation, 0)
             h, x = x.normalized(modulation, 3, 5, self.config.norm_eps)
-            wide = x.product(block.fc1, h)
-            return x.added(x.contracted(block.fc2, wide, axis, gelu), modulation, 1)
+            wide = x.contracted(block.fc2, block.fc1.sums(h), axis, gelu)
+            return x.added(wide, modulation, 1)
         attended = attended.reshape(*x.shape[:2], -1)
         x = x + layers.contract(block.proj, attended, axis) * modulation[:, None, 0]
         h = layers.layer_norm(x, self.config.norm_eps)

@@ -63,9 +63,11 @@ class Linear(nnx.Linear):
             return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 
-    def sums(self, x: Rows8) -> Sums:
-        """The product of rows in 8 bits with a matrix in 8 bits; scales and bias are still to
-        come."""
+    def sums(self, x: Float[Array, "... D_in"] | Rows8) -> Sums:
+        """The layer of rows; of rows in 8 bits, which a matrix in 8 bits multiplies, scales and
+        bias are still to come."""
+        if not isinstance(x, Rows8):
+            return Sums(self(x))
         bias = None if self.bias is None else self.bias[...]
         return replace(self.kernel.get_value().sums(x), bias=bias)
 
@@ -148,7 +150,7 @@ def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"] | Rows8, head_dim: int
     """Queries, keys and values as one product `block.qkv`, with biases `block.q_bias` and
     `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
     q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
-    sums = block.qkv.sums(h) if isinstance(h, Rows8) else Sums(block.qkv(h))
+    sums = block.qkv.sums(h)
     channels = sums.channel_scale
     return Projection(
         sums.array.reshape(*h.shape[:2], 3, -1, head_dim),

@@ -31,7 +31,7 @@ def named(module: nnx.Module) -> dict:
     """{name: leaf} of a module, concrete or abstract; layers that lie apart are stacked."""
     found = flatten_dict(nnx.to_pure_dict(nnx.split(module)[1]))
     return {
-        _name(path): leaf.stacked() if stacked.is_one(leaf) else leaf
+        "/".join(map(str, path)): leaf.stacked() if stacked.is_one(leaf) else leaf
         for path, leaf in found.items()
     }
 
@@ -42,7 +42,9 @@ def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
     The names must be exactly the names of `named(module)`; callers report differences before.
     """
     graph, state = nnx.split(module)
-    filled = {path: arrays[_name(path)] for path in flatten_dict(nnx.to_pure_dict(state))}
+    filled = {
+        path: arrays["/".join(map(str, path))] for path in flatten_dict(nnx.to_pure_dict(state))
+    }
     nnx.replace_by_pure_dict(state, unflatten_dict(filled))
     return nnx.merge(graph, state)
 
@@ -74,7 +76,3 @@ def default_dtype() -> str:
 def is_floating(dtype) -> bool:
     """True for float32, bfloat16 and the like."""
     return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _name(path: tuple) -> str:
-    return "/".join(map(str, path))

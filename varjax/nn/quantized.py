@@ -162,12 +162,6 @@ class Quantized:
         array, scale = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.array, self.scale))
         return replace(self, array=array, scale=scale, dtype=jnp.dtype(dtype))
 
-    def matrix(self) -> Float[np.ndarray, "*L D_in D_out"]:
-        """float32, on the host: what the numbers stand for."""
-        numbers = np.asarray(self.array).astype(np.float32)
-        numbers = numbers.swapaxes(-1, -2) if self.scheme.activations else numbers
-        return numbers * np.asarray(self.scale)[..., None, :]
-
 
 # --- leaves of networks -------------------------------------------------------------------------
 

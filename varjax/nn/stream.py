@@ -49,17 +49,13 @@ class Stream:
     def normalized(
         self, vectors: Vectors, scale: int, shift: int, eps: float
     ) -> tuple[Float[Array, "R T D"] | Rows8, "Stream"]:
-        """The normalised and modulated stream, ready for `product`, and the stream with its branch
-        added. scale, shift: places in `vectors`."""
+        """The normalised and modulated stream, which `Linear.sums` takes, and the stream with its
+        branch added. scale, shift: places in `vectors`."""
         norm = Norm(vectors, scale, shift, eps, self.value.dtype, self.bits)
         found, value = add_and_normalize(
             self.value, self.branch, norm, implementation=self.implementation
         )
         return found, replace(self, value=value, branch=None)
-
-    def product(self, linear: Linear, x: Float[Array, "R T D"] | Rows8) -> Sums:
-        """A linear layer of what `normalized` has returned."""
-        return linear.sums(x) if isinstance(x, Rows8) else Sums(linear(x))
 
     def contracted(
         self, linear: Linear, x: Sums, axis: str | None, activation: Activation | None = None

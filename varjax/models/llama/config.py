@@ -147,13 +147,6 @@ class LlamaConfig(DecoderConfig):
             raise cls.wrong(f"{name} is {show(found)}, it must hold names and values")
         return found
 
-    def language_model(self) -> dict:
-        """The inverse of `language_arguments`."""
-        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-        names += " num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
-        found = {name: getattr(self, name) for name in names.split()}
-        return found | {"vocab_size": self.text_vocab_size}
-
     # --- what follows, by the names that all models have ------------------------------------------
 
     depth = property(attrgetter("num_hidden_layers"))

@@ -32,10 +32,6 @@ def linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=normal, *, bias=False) ->
     return layers.Linear(d_in, d_out, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def ones(*shape: int) -> nnx.Param:
-    return nnx.Param(jnp.ones(shape))
-
-
 def table(rows: int, columns: int, rngs: nnx.Rngs, init=normal) -> nnx.Param:
     return nnx.Param(init(rngs.params(), (rows, columns)))
 
@@ -44,7 +40,7 @@ class HeadNorm(nnx.Module):
     """Layer normalisation of heads, with S sets of weights for equally many neighbouring heads."""
 
     def __init__(self, shards: int, size: int):
-        self.scale = ones(shards, size)
+        self.scale = nnx.Param(jnp.ones((shards, size)))
         self.bias = nnx.Param(jnp.zeros((shards, size)))
 
     def __call__(
@@ -73,10 +69,10 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, hidden, size = config.embed_dim, config.hidden_dim, config.head_dim
         heads, groups = config.num_heads, config.queries_per_head
-        self.attention_norm = ones(width)
+        self.attention_norm = nnx.Param(jnp.ones(width))
         self.qkv = linear(width, (groups + 2) * heads * size, rngs)
         self.proj = linear(groups * heads * size, width, rngs)
-        self.feed_forward_norm = ones(width)
+        self.feed_forward_norm = nnx.Param(jnp.ones(width))
         self.gate_up = linear(width, 2 * hidden, rngs)
         self.down = linear(hidden, width, rngs)
         if config.norm_shards:
