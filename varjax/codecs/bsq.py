@@ -19,7 +19,7 @@ Letters: B images of H x W pixels, L latent positions of all scales, P x Q the f
 (bits).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -41,7 +41,6 @@ from varjax.nn import published
 from varjax.schedule import Schedule
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
-IGNORED_NAMES = ("note",)  # do not change the function computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,7 @@ class BSQConfig(published.Configuration):
     """
 
     what = "BSQ-VAE"
+    ignored = ("note",)
 
     codebook_dim: int = 32  # bits per latent position
     base_ch: int = 128
@@ -59,7 +59,7 @@ class BSQConfig(published.Configuration):
     num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
     patch_size: int = 16  # pixels per latent position along each axis
     image_channels: int = 3
-    cnn_attention: str = "no"
+    cnn_attention: object = "no"
     downsample = property(attrgetter("patch_size"))
 
     def __post_init__(self):
@@ -111,11 +111,6 @@ class BSQConfig(published.Configuration):
     def decoder(self) -> CoderSizes:
         widths = tuple(self.base_ch * m for m in self.decoder_ch_mult)
         return replace(self.encoder, widths=widths, num_blocks=self.num_res_blocks + 1)
-
-    @classmethod
-    def from_published(cls, values: Mapping) -> "BSQConfig":
-        """Reads published names. `UserError` for an unknown name lists the known ones."""
-        return cls(**cls.arguments(values, IGNORED_NAMES, cnn_attention=object))
 
 
 # The released tokenizers, by bits per transformer token: 56 bits are 2x2 positions of 14.

@@ -30,10 +30,6 @@ from varjax.codecs.maps import nearest
 from varjax.nn import published
 
 COMMITMENT = 0.25  # weight of this loss in training, as published
-# Published arguments and notes that do not change the function computed.
-IGNORED_NAMES = frozenset(
-    "note dropout_p codebook_show_usage commit_loss_beta entropy_loss_ratio".split()
-)
 ALIASES = {  # the constructor's name: ours
     "codebook_l2_norm": "l2_norm",
     "encoder_ch_mult": "ch_mult",
@@ -47,6 +43,7 @@ class VQConfig(CodebookConfig):
     height and width, which are given with every call. Fields: see `CodebookConfig`."""
 
     what = "VQ"
+    ignored = "note dropout_p codebook_show_usage commit_loss_beta entropy_loss_ratio".split()
 
     codebook_size: int = 16384
     codebook_embed_dim: int = 8
@@ -66,7 +63,6 @@ class VQConfig(CodebookConfig):
         `UserError` for unknown names and for an encoder and decoder of different widths."""
         found = cls.arguments(
             values,
-            IGNORED_NAMES,
             codebook_l2_norm=bool,
             encoder_ch_mult=published.INTEGERS,
             decoder_ch_mult=published.INTEGERS,
@@ -151,10 +147,6 @@ class VQ(ImageCodec):
         return self.decode(self.code_map(tokens, grid))
 
 
-# {name: the only value of it that is supported}
-FIXED = {"double_z": False, "in_channels": 3, "out_ch": 3}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChameleonVQConfig(CodebookConfig):
     """Shape of Chameleon's image tokenizer (Chameleon Team 2024, arXiv 2405.09818, section 2.1;
@@ -168,6 +160,8 @@ class ChameleonVQConfig(CodebookConfig):
     """
 
     what = "ChameleonVQ"
+    ignored = ("dropout", "lossconfig", "ckpt_path", "note")
+    fixed = {"double_z": False, "in_channels": 3, "out_ch": 3}
 
     n_embed: int = 8192
     embed_dim: int = 256
@@ -199,12 +193,7 @@ class ChameleonVQConfig(CodebookConfig):
         inner = values.pop("ddconfig", {})
         if not isinstance(inner, Mapping):
             raise cls.wrong(f"ddconfig is {inner!r:.60}, it must hold names and values")
-        ignored = ("dropout", "lossconfig", "ckpt_path", "note")  # change no function computed
-        found = cls.arguments({**values, **inner}, ignored, **dict.fromkeys(FIXED, object))
-        for name, value in FIXED.items():
-            if (given := found.pop(name, value)) != value:
-                raise cls.wrong(f"{name} is {given!r:.60}; only {value} is supported")
-        return cls(**found)
+        return cls(**cls.arguments({**values, **inner}))
 
     def to_published(self) -> dict:
         """The layout of the published file: the inverse of `from_published`."""

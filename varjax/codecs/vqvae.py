@@ -32,8 +32,6 @@ from varjax.sampling import smooth_codes
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-# Names in published configurations that do not change the function computed.
-IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,7 @@ class VQVAEConfig(Levels):
     """
 
     what = "VQVAE"
+    ignored = ("L", "note", "dropout", "test_mode")
 
     vocab_size: int = 4096
     z_channels: int = 32
@@ -95,7 +94,7 @@ class VQVAEConfig(Levels):
     def from_published(cls, values: Mapping) -> "VQVAEConfig":
         """Reads published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
         `UserError` for unknown names, and if the two differ."""
-        found = cls.arguments(values, IGNORED_NAMES, patch_nums=object, v_patch_nums=object)
+        found = cls.arguments(values, patch_nums=object, v_patch_nums=object)
         maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]
         if len(maps) == 2 and maps[0] != maps[1]:
             raise cls.wrong("patch_nums and v_patch_nums differ: give one of them")

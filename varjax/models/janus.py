@@ -95,13 +95,13 @@ class JanusConfig(LlamaConfig):
             for name, ours in names.items():
                 if name not in params:
                     continue
-                value = cls.arguments({ours: params[name]}, ())[ours]
+                value = cls.arguments({ours: params[name]})[ours]
                 if found.setdefault(ours, value) != value:
                     raise cls.wrong(f"{section}: {name} is {value}, elsewhere it is {found[ours]}")
             for name, wanted in KINDS.items():
                 if params.get(name, wanted) != wanted:
                     raise cls.wrong(f"{section}: {name} is {show(params[name])}, not {wanted!r}")
-        return cls(**found, **cls.arguments(own, ()))
+        return cls(**found, **cls.arguments(own))
 
     def to_published(self) -> dict:
         """The layout of config.json: the inverse of `from_published`."""

@@ -11,7 +11,7 @@ width, F hidden width, V vocabulary. Names of the original implementation are in
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import jax
@@ -30,11 +30,6 @@ from varjax.sampling import Sampling
 
 TEXT_TOKENS = 120  # of the released text-conditional models
 CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of
-# Published arguments and notes that do not change the function computed.
-IGNORED_NAMES = frozenset(
-    "note initializer_range drop_path_rate max_batch_size max_seq_len token_dropout_p"
-    " attn_dropout_p resid_dropout_p ffn_dropout_p".split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +47,10 @@ class LlamaGenConfig(DecoderConfig):
     """
 
     what = "LlamaGen"
+    ignored = frozenset(
+        "note initializer_range drop_path_rate max_batch_size max_seq_len token_dropout_p"
+        " attn_dropout_p resid_dropout_p ffn_dropout_p".split()
+    )
 
     model_type: object = "c2i"
     dim: int = 4096
@@ -100,7 +99,7 @@ class LlamaGenConfig(DecoderConfig):
         """Reads the published constructor's names; what is left out has the published default.
         `UserError` for an unknown name, a value of the wrong type, or grouped queries, which no
         released model has."""
-        found = cls.arguments(arguments, IGNORED_NAMES, n_kv_head=object)
+        found = cls.arguments(arguments, n_kv_head=object)
         kv_heads = found.pop("n_kv_head", None)
         if kv_heads not in (None, found.get("n_head", cls.n_head)):
             raise cls.wrong(
@@ -162,20 +161,20 @@ class LlamaGenConfig(DecoderConfig):
         return sampling.per_scale("cfg", 1)[0] > 1
 
 
-def _preset(layers: int, width: int, heads: int, pixels: int, **text) -> LlamaGenConfig:
-    tokens = (pixels // 16) ** 2
-    return LlamaGenConfig(n_layer=layers, dim=width, n_head=heads, block_size=tokens, **text)
-
-
 _SIZES = {"b": (12, 768, 12), "l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
 _SIZES |= {"3b": (24, 3200, 32)}
 _TEXT = {"model_type": "t2i", "num_classes": 0, "caption_dim": 2048, "cls_token_num": TEXT_TOKENS}
 PRESETS = {
-    f"llamagen-{name}-{pixels}": _preset(*size, pixels)
-    for name, size in _SIZES.items()
+    f"llamagen-{name}-{pixels}": LlamaGenConfig(
+        n_layer=layers, dim=width, n_head=heads, block_size=(pixels // 16) ** 2
+    )
+    for name, (layers, width, heads) in _SIZES.items()
     for pixels in (256, 384)
 }
-PRESETS |= {f"llamagen-t2i-xl-{n}": _preset(*_SIZES["xl"], n, **_TEXT) for n in (256, 512)}
+PRESETS |= {
+    f"llamagen-t2i-xl-{n}": replace(PRESETS["llamagen-xl-256"], block_size=(n // 16) ** 2, **_TEXT)
+    for n in (256, 512)
+}
 
 
 class LlamaGen(Decoder):

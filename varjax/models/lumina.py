@@ -109,10 +109,10 @@ class LuminaConfig(LlamaConfig):
         for name in ("model", "grammar", "vqgan", "image_vocab", "vocabulary_map"):
             model.pop(name, None)
         # our name: `vocab_size` is the language model's in published files
-        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)}, ())
+        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)})
         found = cls.language_arguments(model) | codes
         ids = {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
-        found |= cls.arguments(ids, ())
+        found |= cls.arguments(ids)
         if names is not None:
             with about("vocabulary"):
                 ids = image_ids(names)

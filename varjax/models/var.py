@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import Rows8, Sums, Vectors
-from varjax.errors import UserError, show
 from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
@@ -35,11 +34,6 @@ from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
-# Published constructor arguments and notes that do not change the function computed.
-IGNORED_NAMES = frozenset(
-    "vae vae_local vae_kwargs L note drop_rate attn_drop_rate drop_path_rate flash_if_available"
-    " fused_if_available".split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +42,10 @@ class VARConfig(published.TransformerConfig):
     `patch_nums`."""
 
     what = "VAR"
+    ignored = frozenset(
+        "vae vae_local vae_kwargs L note drop_rate attn_drop_rate drop_path_rate flash_if_available"
+        " fused_if_available".split()
+    )
     condition: ClassVar[str] = "labels"  # what images are made of
 
     num_classes: int = 1000
@@ -77,7 +75,7 @@ class VARConfig(published.TransformerConfig):
         """Reads the published constructor's names; `patch_nums` holds sides or [height, width].
         What is left out has the published default; hence `attn_l2_norm` is off unless given.
         `UserError` for an unknown name or a value of the wrong type."""
-        found = cls.arguments(arguments, IGNORED_NAMES, patch_nums=object)
+        found = cls.arguments(arguments, patch_nums=object)
         found.setdefault("attn_l2_norm", False)
         schedule = cls.read_schedule(found.pop("patch_nums", SIDES_256))
         return cls(**found, schedule=schedule)
@@ -97,11 +95,7 @@ class VARConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         sampling.check(self.schedule.num_scales, self.vocab_size).check_no_interval(self.what)
-        if sampling.cfg_insertion_layer != (0,):
-            raise UserError(
-                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: VAR mixes its rows on "
-                f"the logits only, which is 0"
-            )
+        self.check_mixing(sampling)
         return sampling
 
     def is_guided(self, sampling: Sampling) -> bool:

@@ -5,7 +5,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import ClassVar, Self
 
-from varjax.errors import UserError, nearest
+from varjax.errors import UserError, nearest, show
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 # Generous limits: what is beyond them is a mistake, refused before anything of that size is made.
@@ -19,25 +20,28 @@ class Configuration:
     `patch_nums` in published files.
 
     what: the model's name in messages.
+    ignored: names in published files that change no function computed.
+    fixed: options in them with the one value that all released models have.
     """
 
     what: ClassVar[str]
+    ignored: ClassVar[Collection[str]] = ()
+    fixed: ClassVar[Mapping[str, object]] = {}
 
     @classmethod
     def wrong(cls, problem: str) -> UserError:
         return UserError(f"{cls.what} configuration: {problem}")
 
     @classmethod
-    def arguments(cls, given: Mapping, ignored: Collection[str], **others: type) -> dict:
+    def arguments(cls, given: Mapping, **others: type) -> dict:
         """The entries of `given` that are arguments, checked and converted to the types of the
         fields: bool, int, float, tuple[int, ...] or object, which takes anything.
 
         Args:
           given: {argument name: JSON value}.
-          ignored: names that are accepted and have no effect on the function computed.
           others: types of further names, and of fields that published files write differently.
 
-        `UserError` for an unknown name or a value of another type.
+        `UserError` for an unknown name, a value of another type, or another one of `fixed`.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls)} | others
         types = {name: kind for name, kind in types.items() if kind is not Schedule}
@@ -45,7 +49,10 @@ class Configuration:
         for name, value in given.items():
             if name in types:
                 found[name] = cls._typed(name, value, types[name])
-            elif name not in ignored:
+            elif name in cls.fixed:
+                if value != cls.fixed[name]:
+                    raise cls.wrong(f"{name}={value!r:.40}: released models have {cls.fixed[name]}")
+            elif name not in cls.ignored:
                 known = ", ".join(sorted(types))
                 raise cls.wrong(f"unknown name {name!r}: known are {known}{nearest(name, types)}")
         return found
@@ -54,7 +61,7 @@ class Configuration:
     def from_published(cls, given: Mapping) -> Self:
         """The configuration with these arguments. `UserError` if one is unknown, of another type or
         missing."""
-        found, fields = cls.arguments(given, ()), dataclasses.fields(cls)
+        found, fields = cls.arguments(given), dataclasses.fields(cls)
         for field in fields:
             if field.name not in found and field.default is dataclasses.MISSING:
                 raise cls.wrong(f"{field.name} is missing")
@@ -152,6 +159,14 @@ class TransformerConfig(Configuration):
     def total_tokens(self) -> int:
         """L: tokens that are drawn, of all maps together."""
         return sum(h * w for h, w in self.token_maps)
+
+    def check_mixing(self, sampling: Sampling) -> None:
+        """Raises `UserError` unless rows are mixed on the logits only."""
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: {self.what} mixes its"
+                " rows on the logits only, which is 0"
+            )
 
     def with_template(
         self, aspect: float | str | None, size: str | None, cell: int = 16

@@ -245,13 +245,7 @@ class TextKind(ConditionKind):
         found = instance("text_features", text_features, TextFeatures, FEATURES_WANTED)
         return len(found)
 
-    def resolve(
-        self,
-        model: TakesCondition,
-        *,
-        prompts: Sequence[str] | None = None,
-        text_features: TextFeatures | None = None,
-    ) -> TextFeatures:
+    def resolve(self, model: TakesCondition, *, prompts=None, text_features=None) -> TextFeatures:
         """Features that fit the model. The text encoder is on the device only while this runs.
         `UserError` also if there is no encoder, or it is another model's."""
         self.count(model, prompts=prompts, text_features=text_features)

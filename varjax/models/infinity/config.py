@@ -103,29 +103,6 @@ def _stretched(cells: int, full: int) -> np.ndarray:
 
 LEVELS = 15  # rows of the published level embedding
 FFN_MULTIPLE = 256  # the feed-forward's width is rounded to a multiple of it
-# Options of the published constructor with the one value that all released models have.
-FIXED = {
-    "cos_attn": True,
-    "shared_aln": True,
-    "head_aln": True,
-    "use_bit_label": True,
-    "rms_norm": False,
-    "swiglu": False,
-    "nm0": False,
-    "cross_attn_layer_scale": -1,
-    "rope2d_each_sa_layer": True,
-    "add_lvl_embeding_only_first_block": True,
-    "rope2d_normalized_by_hw": 2,
-    "head_depth": 1,
-    "lvl_embed_rows": LEVELS,
-}
-# Published arguments and notes that do not change the function computed, or follow from others.
-IGNORED_NAMES = frozenset(
-    "vae vae_local note drop_rate drop_path_rate cond_drop_rate rand_uncond tau top_p top_k"
-    " customized_flash_attn fused_mlp fused_norm checkpointing pad_to_multiplier use_flex_attn"
-    " batch_size pn train_h_div_w_list video_frames always_training_scales inference_mode"
-    " raw_scale_schedule ffn_hidden text_pool_heads".split()
-)
 MAPS = ("aspect", "size", "patch_nums", "rope_map")
 TEMPLATE = resolve("1.000", "1M")
 
@@ -141,6 +118,27 @@ class InfinityConfig(published.TransformerConfig):
     """
 
     what = "Infinity"
+    fixed = {
+        "cos_attn": True,
+        "shared_aln": True,
+        "head_aln": True,
+        "use_bit_label": True,
+        "rms_norm": False,
+        "swiglu": False,
+        "nm0": False,
+        "cross_attn_layer_scale": -1,
+        "rope2d_each_sa_layer": True,
+        "add_lvl_embeding_only_first_block": True,
+        "rope2d_normalized_by_hw": 2,
+        "head_depth": 1,
+        "lvl_embed_rows": LEVELS,
+    }
+    ignored = frozenset(
+        "vae vae_local note drop_rate drop_path_rate cond_drop_rate rand_uncond tau top_p top_k"
+        " customized_flash_attn fused_mlp fused_norm checkpointing pad_to_multiplier use_flex_attn"
+        " batch_size pn train_h_div_w_list video_frames always_training_scales inference_mode"
+        " raw_scale_schedule ffn_hidden text_pool_heads".split()
+    )
     condition: ClassVar[str] = "text"  # what images are made of
 
     depth: int = 32
@@ -178,12 +176,8 @@ class InfinityConfig(published.TransformerConfig):
         """Reads the published constructor's names. Besides, `aspect` and `size` name a template, or
         `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
         wrong type, an option that no released model has, or a value that contradicts others."""
-        loose = (*FIXED, *MAPS, "apply_spatial_patchify", "schedule")
-        found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))
-        for name, value in FIXED.items():
-            given = found.pop(name, value)
-            if given != value:
-                raise cls.wrong(f"{name}={given!r:.40} is not supported: models have {value}")
+        loose = (*MAPS, "apply_spatial_patchify", "schedule")
+        found = cls.arguments(arguments, **dict.fromkeys(loose, object))
         patchify = found.pop("apply_spatial_patchify", False)
         if patchify not in (0, 1):
             raise cls.wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")

@@ -14,14 +14,6 @@ from varjax.sampling import Sampling
 
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 LONGEST_PROMPT = 2**14
-# Names of published language configurations that do not change the function computed here.
-IGNORED_NAMES = frozenset(
-    "architectures attention_dropout bos_token_id dropout eos_token_id hidden_act"
-    " initializer_range mask_image_logits max_sequence_length model_type pad_token_id"
-    " pretraining_tp tie_word_embeddings torch_dtype transformers_version use_cache vq_config"
-    " z_loss_weight _attn_implementation _attn_implementation_internal _name_or_path dtype"
-    " aligner_config vision_config note".split()
-)
 
 
 class DecoderConfig(published.TransformerConfig):
@@ -48,11 +40,7 @@ class DecoderConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         sampling.check(1, self.vocab_size)
-        if sampling.cfg_insertion_layer != (0,):
-            raise UserError(
-                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: {self.what} mixes its"
-                " rows on the logits only, which is 0"
-            )
+        self.check_mixing(sampling)
         if sampling.more_smooth:
             raise UserError(f"more_smooth mixes codes of scales; {self.what} draws tokens: drop it")
         return sampling
@@ -76,6 +64,14 @@ class LlamaConfig(DecoderConfig):
     """
 
     condition = "prompt_ids"
+    fixed = {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "hidden_act": "silu"}
+    ignored = frozenset(
+        "architectures attention_dropout bos_token_id dropout eos_token_id initializer_range"
+        " mask_image_logits max_sequence_length model_type pad_token_id pretraining_tp"
+        " tie_word_embeddings torch_dtype transformers_version use_cache vq_config z_loss_weight"
+        " _attn_implementation _attn_implementation_internal _name_or_path dtype aligner_config"
+        " vision_config note".split()
+    )
 
     hidden_size: int
     intermediate_size: int
@@ -113,19 +109,7 @@ class LlamaConfig(DecoderConfig):
     def language_arguments(cls, given: Mapping) -> dict:
         """Fields from a published language configuration. `UserError` for unknown names, for values
         of the wrong type, and for what would be another function."""
-        found = cls.arguments(
-            given,
-            IGNORED_NAMES,
-            attention_bias=bool,
-            mlp_bias=bool,
-            rope_scaling=object,
-            head_dim=object,
-        )
-        for name in ("attention_bias", "mlp_bias", "rope_scaling"):
-            if found.pop(name, None):
-                raise cls.wrong(f"{name}={show(given[name])}: no released model has it")
-        if given.get("hidden_act", "silu") != "silu":
-            raise cls.wrong(f"hidden_act={show(given['hidden_act'])}: it must be silu")
+        found = cls.arguments(given, head_dim=object)
         size = found.pop("head_dim", None)
         if "vocab_size" in found:
             found["text_vocab_size"] = found.pop("vocab_size")
