@@ -214,16 +214,13 @@ class LlamaGen(Decoder):
         """The unconditional rows have the null class. With texts they have the negative text, or
         without one the learned unconditional text with as many visible tokens as the image's own
         text."""
-        if self.config.condition == "text":
-            return self._encode_texts(condition, guided)
-        labels = condition
-        if guided:
-            null = jnp.full_like(labels, self.config.null_label)
-            labels = jnp.concatenate([labels, null])
-        embedded = self.class_embedding[labels].astype(jnp.float32)
-        return {"condition": embedded[:, None], "visible": jnp.ones((len(labels), 1), bool)}
-
-    def _encode_texts(self, condition: dict, guided: bool) -> dict[str, Array]:
+        if self.config.condition == "labels":
+            labels = condition
+            if guided:
+                null = jnp.full_like(labels, self.config.null_label)
+                labels = jnp.concatenate([labels, null])
+            embedded = self.class_embedding[labels].astype(jnp.float32)
+            return {"condition": embedded[:, None], "visible": jnp.ones((len(labels), 1), bool)}
         texts, visible = self._left_padded(condition["kv"], condition["length"])
         learned = self.unconditional_text[...].astype(jnp.float32)
         texts = jnp.where(condition["unconditional"][:, None, None], learned, texts)

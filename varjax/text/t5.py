@@ -152,7 +152,7 @@ class T5Encoder(nnx.Module):
         bias = self.score_bias(lengths, ids.shape[1])
         x = self.embedding[...][ids].astype(jnp.float32)
         x = stacked.scan(lambda x, block: self.layer(block, x, bias), x, self.blocks)
-        return self._norm(x, self.final_norm[...])
+        return self._norm(x, self.final_norm)
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
         """The addition to the scores of every layer: the bias of relative positions, and the mask
@@ -166,7 +166,7 @@ class T5Encoder(nnx.Module):
         self, block: T5Block, x: Float[Array, "B T D"], bias: Float[Array, "B N T K"]
     ) -> Float[Array, "B T D"]:
         """Self attention and feed-forward of one layer with their residuals, float32."""
-        h = self._norm(x, block.attention_norm[...])
+        h = self._norm(x, block.attention_norm)
         q, k, v = (
             layers.split_heads(self._product(h, p), self.config.d_kv)
             for p in (block.q, block.k, block.v)
@@ -174,15 +174,12 @@ class T5Encoder(nnx.Module):
         scores = self._einsum("bnth,bnkh->bntk", q, k) + bias
         attended = self._einsum("bntk,bnkh->bnth", jax.nn.softmax(scores, axis=-1), v)
         x = x + self._product(layers.merge_heads(attended), block.o)
-        h = self._norm(x, block.feed_forward_norm[...])
+        h = self._norm(x, block.feed_forward_norm)
         gate = jax.nn.gelu(self._product(h, block.gate), approximate=True)
         return x + self._product(gate * self._product(h, block.up), block.down)
 
-    def _norm(self, x: Float[Array, "B T D"], scale: Float[Array, " D"]) -> Float[Array, "B T D"]:
-        """Root-mean-square normalisation: no mean is taken off, no bias added."""
-        mean_square = jnp.square(x).mean(-1, keepdims=True)
-        normal = x * jax.lax.rsqrt(mean_square + self.config.layer_norm_epsilon)
-        return normal * scale.astype(jnp.float32)
+    def _norm(self, x: Float[Array, "B T D"], scale: nnx.Param) -> Float[Array, "B T D"]:
+        return layers.rms_norm(x, scale[...], self.config.layer_norm_epsilon, jnp.float32)
 
     def _product(self, x: Array, projection: nnx.Linear) -> Float[Array, "B T _"]:
         factors = x.astype(self.dtype), projection.kernel[...].astype(self.dtype)

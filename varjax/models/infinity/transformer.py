@@ -128,12 +128,10 @@ class Infinity(NextScaleTransformer):
         self, text: Float[Array, "R M E"], visible: Bool[Array, "R M"]
     ) -> tuple[Float[Array, "R D"], Float[Array, "R M D"]]:
         """Condition vector of every row, and what cross attention takes keys and values from."""
-        wide = text.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.config.norm_eps)
-        normal = (wide * self.text_norm[...]).astype(self.dtype)
-        hidden = jax.nn.gelu(self.text_proj1(normal), approximate=True)
+        text = layers.rms_norm(text, self.text_norm[...], self.config.norm_eps, self.dtype)
+        hidden = jax.nn.gelu(self.text_proj1(text), approximate=True)
         pool, heads = self.text_pool, self.config.pool_heads
-        k, v = jnp.split(pool.kv(normal), 2, axis=-1)
+        k, v = jnp.split(pool.kv(text), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
         pooled = layers.merge_heads(attend_visible(q, k, v, visible))
