@@ -51,6 +51,7 @@ class BSQConfig(published.Configuration):
 
     what = "BSQ-VAE"
     ignored = ("note",)
+    fixed = {"cnn_attention": "no"}
 
     codebook_dim: int = 32  # bits per latent position
     base_ch: int = 128
@@ -59,7 +60,6 @@ class BSQConfig(published.Configuration):
     num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
     patch_size: int = 16  # pixels per latent position along each axis
     image_channels: int = 3
-    cnn_attention: object = "no"
     downsample = property(attrgetter("patch_size"))
 
     def __post_init__(self):
@@ -68,11 +68,6 @@ class BSQConfig(published.Configuration):
         if self.patch_size & (self.patch_size - 1):
             raise self.wrong(
                 f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)"
-            )
-        if self.cnn_attention != "no":
-            raise self.wrong(
-                f'cnn_attention is {self.cnn_attention!r:.40}; only "no" is supported, as in the'
-                " released tokenizers"
             )
         least = self.num_resamplings + 1
         for name in ("encoder_ch_mult", "decoder_ch_mult"):

@@ -189,11 +189,8 @@ class ChameleonVQConfig(CodebookConfig):
         """Reads the layout of the published yaml file: `ddconfig`, `embed_dim`, `n_embed`; other
         entries of its `params` are ignored. The names of `ddconfig` may also stand beside it.
         `UserError` for unknown names, and for values that no released model has."""
-        values = dict(values)
-        inner = values.pop("ddconfig", {})
-        if not isinstance(inner, Mapping):
-            raise cls.wrong(f"ddconfig is {inner!r:.60}, it must hold names and values")
-        return cls(**cls.arguments({**values, **inner}))
+        outer = {name: value for name, value in values.items() if name != "ddconfig"}
+        return cls(**cls.arguments({**outer, **cls.inside(values, "ddconfig")}))
 
     def to_published(self) -> dict:
         """The layout of the published file: the inverse of `from_published`."""

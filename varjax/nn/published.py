@@ -58,6 +58,15 @@ class Configuration:
         return found
 
     @classmethod
+    def inside(cls, given: Mapping, name: str) -> Mapping:
+        """The names and values that a configuration has under a name; none where it lacks it.
+        `UserError` for anything else."""
+        found = given.get(name, {})
+        if not isinstance(found, Mapping):
+            raise cls.wrong(f"{name} is {show(found)}, it must hold names and values")
+        return found
+
+    @classmethod
     def from_published(cls, given: Mapping) -> Self:
         """The configuration with these arguments. `UserError` if one is unknown, of another type or
         missing."""

@@ -122,15 +122,6 @@ class LlamaConfig(DecoderConfig):
             raise cls.wrong(f"head_dim={show(size)}: it must be hidden_size over the heads, {wide}")
         return found
 
-    @classmethod
-    def inside(cls, given: Mapping, name: str) -> Mapping:
-        """The names and values that a configuration has under a name; none where it lacks it.
-        `UserError` for anything else."""
-        found = given.get(name, {})
-        if not isinstance(found, Mapping):
-            raise cls.wrong(f"{name} is {show(found)}, it must hold names and values")
-        return found
-
     # --- what follows, by the names that all models have ------------------------------------------
 
     depth = property(attrgetter("num_hidden_layers"))
