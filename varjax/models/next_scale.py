@@ -127,5 +127,6 @@ class NextScaleTransformer(Transformer):
             attended = layers.dense_attention(q, k, v, mask)
             return self.post_attention(block, layer_context, shared, x, attended)
 
-        x = stacked.scan(self.trained(layer), x, (self.blocks, context["layers"]))
+        layer = self.differentiated(layer) if self.differentiated else layer
+        x = stacked.scan(layer, x, (self.blocks, context["layers"]))
         return self.plain_logits(context["head"], x)

@@ -129,5 +129,6 @@ class NextTokenTransformer(Transformer):
         x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
         keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
         x = layers.dropout(x, 0, rate=dropout, key=keys[0])
-        x = stacked.scan(self.trained(layer), x, (self.blocks, keys[1:]))
+        layer = self.differentiated(layer) if self.differentiated else layer
+        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
         return self.plain_logits(x[:, length - 1 :])

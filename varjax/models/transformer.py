@@ -47,10 +47,6 @@ class Transformer(nnx.Module):
         divided.model_axis = axis
         return divided
 
-    def trained(self, layer: Callable) -> Callable:
-        """The body of a scan over layers as it is differentiated."""
-        return self.differentiated(layer) if self.differentiated else layer
-
     @property
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""

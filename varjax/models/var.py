@@ -202,9 +202,9 @@ class VAR(NextScaleTransformer):
             modulation = self.blocks.modulation
             per_layer = modulation.of_all_layers(active)
             per_layer = per_layer + modulation.bias[...][:, None]
-            per_layer = layers.whole(per_layer, self.model_axis).reshape(
-                config.depth, -1, 6, config.embed_dim
-            )
+            if self.model_axis is not None:  # every device has a part of the last axis
+                per_layer = jax.lax.all_gather(per_layer, self.model_axis, axis=2, tiled=True)
+            per_layer = per_layer.reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),

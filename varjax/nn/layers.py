@@ -3,8 +3,7 @@ with a dense mask; and weights that are divided over devices, with the products 
 
 The generation engine may run a transformer's step functions on every device of a mesh axis, each
 with its share of the heads and of the feed-forward's width. The transformer then has the name of
-that axis (`Transformer.model_axis`) and passes it to `contract`, `whole` and `own_part`. On one
-device the axis is None.
+that axis (`Transformer.model_axis`) and passes it to `contract`. On one device the axis is None.
 
 Letters: R rows, T tokens, N heads, H head size, D width.
 """
@@ -111,19 +110,6 @@ def contract(
     # be added after the sum over devices.
     product = jax.lax.psum(linear.product(x, axis=axis, activation=activation), axis)
     return product if linear.bias is None else product + linear.bias[...]
-
-
-def whole(x: Float[Array, "... D"], axis: str | None) -> Float[Array, "... D"]:
-    """Gathers an array whose last axis is divided over `axis` of the mesh."""
-    return x if axis is None else jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
-
-
-def own_part(array: Float[Array, "N ..."], size: int, axis: str | None) -> Float[Array, "M ..."]:
-    """The `size` rows that belong to this device, of an array that is whole on all devices along
-    `axis` of the mesh."""
-    if axis is None:
-        return array
-    return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axis) * size, size)
 
 
 def rms_norm(

@@ -53,11 +53,15 @@ class HeadNorm(nnx.Module):
         # Two dimensions: XLA tries every tiling of a norm for GPUs, and with four or five of them
         # compiling a layer takes three times as long, one with its neighbours minutes.
         flat = x.astype(jnp.float32).reshape(-1, size)
-        # The sets are whole on all devices: there may be fewer of them than devices.
-        scale, bias = (
-            layers.own_part(jnp.repeat(p[...].astype(jnp.float32), each, axis=0), own, axis)
-            for p in (self.scale, self.bias)
-        )
+
+        def of_device(parameter):
+            rows = jnp.repeat(parameter[...].astype(jnp.float32), each, axis=0)
+            if axis is None:
+                return rows
+            # the sets are whole on all devices: there may be fewer of them than devices
+            return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(axis) * own, own)
+
+        scale, bias = of_device(self.scale), of_device(self.bias)
         return layers.layer_norm(flat, HEAD_NORM_EPS).reshape(x.shape) * scale + bias
 
 
