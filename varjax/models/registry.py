@@ -89,6 +89,7 @@ FAMILIES = {
     ),
 }
 CATALOGUE = Catalogue(FAMILIES, {"text_encoder": TEXT_ENCODER})
+family = CATALOGUE.family
 
 # What the authors recommend: VAR's and LlamaGen's published FID evaluations, and the published
 # inference scripts of the others. Infinity's top-k never binds on two values.
@@ -248,11 +249,6 @@ OWN = own_modules.Kind(
     _models_of,
     "call varjax.models.registry.register('its_name', ...)",
 )
-
-
-def family(name: str) -> Family:
-    """The family called `name`; `UserError` with the list of families otherwise."""
-    return CATALOGUE.family(name)
 
 
 def preset(name: str) -> Preset:
