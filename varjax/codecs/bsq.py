@@ -69,7 +69,7 @@ class BSQConfig(published.Configuration):
             raise self.wrong(
                 f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)"
             )
-        least = self.num_resamplings + 1
+        least = self.patch_size.bit_length()  # a level more than halvings
         for name in ("encoder_ch_mult", "decoder_ch_mult"):
             multipliers = getattr(self, name)
             if not least <= len(multipliers) <= LARGEST_LEVELS or min(multipliers) < 1:
@@ -86,11 +86,6 @@ class BSQConfig(published.Configuration):
                     )
 
     @property
-    def num_resamplings(self) -> int:
-        """Halvings of the encoder, doublings of the decoder."""
-        return self.patch_size.bit_length() - 1
-
-    @property
     def encoder(self) -> CoderSizes:
         return CoderSizes(
             image_channels=self.image_channels,
@@ -98,7 +93,7 @@ class BSQConfig(published.Configuration):
             base=self.base_ch,
             widths=tuple(self.base_ch * m for m in self.encoder_ch_mult),
             num_blocks=self.num_res_blocks,
-            num_resamplings=self.num_resamplings,
+            num_resamplings=self.patch_size.bit_length() - 1,
             group_choices=GROUP_CHOICES,
         )
 

@@ -57,7 +57,7 @@ class NextScaleTransformer(Transformer):
 
     # --- traced steps -----------------------------------------------------------------------------
 
-    resampling = Resampling()  # of the code map, on the way to a scale and back
+    resampling: Resampling = ("area", "bicubic", 1)
     takes_streams = False
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:

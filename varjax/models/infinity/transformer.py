@@ -139,7 +139,7 @@ class Infinity(NextScaleTransformer):
 
     @property
     def resampling(self) -> Resampling:
-        return Resampling("bilinear", "bilinear", self.config.patch)
+        return "bilinear", "bilinear", self.config.patch
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
         return text_shapes(self.config, images, text_tokens)
