@@ -156,7 +156,7 @@ WRONG = {
     "levels": ({"encoder_ch_mult": [1, 2]}, r"encoder_ch_mult is \[1, 2\]: patch_size 16 needs 5"),
     "multipliers": ({"decoder_ch_mult": [1, "a"]}, "decoder_ch_mult .* must list whole numbers"),
     "wide": ({"encoder_ch_mult": [10**6] * 5}, "base_ch . encoder_ch_mult is"),
-    "attention": ({"cnn_attention": "yes"}, "cnn_attention='yes': released models have no"),
+    "attention": ({"cnn_attention": "yes"}, "cnn_attention='yes' is not supported"),
 }
 
 

@@ -67,7 +67,7 @@ def test_published_layout():
     ("values", "message"),
     [
         ({"attn_resolutions": [100]}, r"attn_resolutions has \[100\].*\[512, 256, 128, 64, 32\]"),
-        ({"double_z": True}, "double_z=True: released models have False"),
+        ({"double_z": True}, "double_z=True is not supported: released models have False"),
         ({"z_chanels": 4}, "unknown name 'z_chanels'.*did you mean 'z_channels'"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_released_file_of_janus():
     ("change", "message"),
     [
         ({"language_config": {"hidden_sise": 3}}, "unknown name 'hidden_sise'.*hidden_size"),
-        ({"language_config": {"attention_bias": True}}, "attention_bias=True: released models"),
+        ({"language_config": {"attention_bias": True}}, "attention_bias=True is not"),
         ({"gen_aligner_config": {"params": {"depth": 3}}}, "depth is 3, not 2"),
         ({"grid": [6]}, "a height and a width"),
         ({"grid": [300, 300]}, "images of 300x300 tokens: at least 2, at most 65536"),

@@ -51,7 +51,8 @@ class Configuration:
                 found[name] = cls._typed(name, value, types[name])
             elif name in cls.fixed:
                 if value != cls.fixed[name]:
-                    raise cls.wrong(f"{name}={value!r:.40}: released models have {cls.fixed[name]}")
+                    only = f"released models have {cls.fixed[name]}"
+                    raise cls.wrong(f"{name}={value!r:.40} is not supported: {only}")
             elif name not in cls.ignored:
                 known = ", ".join(sorted(types))
                 raise cls.wrong(f"unknown name {name!r}: known are {known}{nearest(name, types)}")
