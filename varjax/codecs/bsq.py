@@ -36,7 +36,6 @@ from varjax.codecs.autoencoder import (
     ImageCodec,
 )
 from varjax.codecs.maps import flatten_maps, resize_area, resize_bilinear
-from varjax.errors import UserError
 from varjax.nn import published
 from varjax.schedule import Schedule
 
@@ -163,11 +162,6 @@ def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[
 
     The published quantiser normalises the rest first. That is left out: it cannot change a sign.
     """
-    if h.shape[1:3] != schedule.final_map:
-        raise UserError(
-            f"a latent map of {h.shape[1]} x {h.shape[2]} positions does not fit schedule"
-            f" {schedule}: its last map has {schedule.final_map[0]} x {schedule.final_map[1]}"
-        )
     rest = h.astype(jnp.float32)
     for size in schedule.maps:
         pooled = resize_area(rest, size)

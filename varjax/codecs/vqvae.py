@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, Int
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
 from varjax.codecs.levels import Levels
 from varjax.codecs.maps import HIGHEST, flatten_maps, nearest, resize_area, resize_bicubic
-from varjax.errors import UserError
 from varjax.sampling import smooth_codes
 from varjax.schedule import Schedule
 
@@ -162,12 +161,6 @@ class Quantizer(nnx.Module):
 
         Gradients reach the codes and phi through the last one, never `f`.
         """
-        if f.shape[1:] != (*self.config.schedule.final_map, self.config.z_channels):
-            raise UserError(
-                f"a latent map of shape {f.shape[1:]} does not fit schedule"
-                f" {self.config.schedule} with {self.config.z_channels} channels:"
-                f" images of {self.config.image_size} pixels are needed"
-            )
         rest = jax.lax.stop_gradient(f).astype(jnp.float32)
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
@@ -181,11 +174,6 @@ class Quantizer(nnx.Module):
     def code_maps(self, tokens: Int[Array, "B L"]) -> Float[Array, "K B P Q C"]:
         """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
         schedule = self.config.schedule
-        if tokens.shape[1] != schedule.total_tokens:
-            raise UserError(
-                f"{tokens.shape[1]} tokens per image given, schedule {schedule} has"
-                f" {schedule.total_tokens}"
-            )
         total = jnp.zeros((len(tokens), *schedule.final_map, self.config.z_channels), jnp.float32)
         totals = []
         for scale, (height, width) in enumerate(schedule.maps):
