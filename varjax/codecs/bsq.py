@@ -101,6 +101,10 @@ class BSQConfig(published.Configuration):
         widths = tuple(self.base_ch * m for m in self.decoder_ch_mult)
         return replace(self.encoder, widths=widths, num_blocks=self.num_res_blocks + 1)
 
+    def to_published(self) -> dict:
+        """The published names, with the fixed ones."""
+        return super().to_published() | self.fixed
+
 
 # The released tokenizers, by bits per transformer token: 56 bits are 2x2 positions of 14.
 LEVELS_P8 = (1, 2, 4, 4)
