@@ -16,6 +16,8 @@ import varjax
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from varjax import conditions
+from varjax.codecs import bsq as bsq
+from varjax.codecs import maps
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models import registry
@@ -174,8 +176,8 @@ def fixture_model(name: str) -> Model:
         return fixture_model(of).with_grid(grid).with_prompt_tokens(slots)
     if name not in SMALL:
         return varjax.load(checkpoint_folder(name), "float32")
-    name, maps = SMALL[name]
-    model, schedule = fixture_model(name), Schedule.parse(maps)
+    name, text = SMALL[name]
+    model, schedule = fixture_model(name), Schedule.parse(text)
     config = dataclasses.replace(model.config, schedule=schedule, rope_map=schedule.final_map)
     return model.with_config(config)
 
@@ -230,7 +232,7 @@ def prompt(model: Model, number: int) -> np.ndarray:
     first = min(200, config.text_vocab_size // 2)
     most = config.text_vocab_size - 1
     text = np.random.default_rng(number).integers(first, most, length)
-    text[np.isin(text, [*getattr(config, "_not_text", ()), end[0]])] = most - 1  # no image
+    text[np.isin(text, [*getattr(config, "token_ids", ()), end[0]])] = most - 1  # no image
     return np.concatenate([text, end]).astype(np.int32)
 
 
@@ -263,6 +265,16 @@ def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **op
 # Segments of six scales with the last one alone: it then stores nothing, so the final state holds
 # what it saw. Sharing a segment, it evicts everything, as nothing reads the cache after it.
 LAST_ALONE = 3
+
+
+def sums_of_bits(bits, schedule: Schedule) -> list:
+    """Latent maps [B, P, Q, C] after every scale of bits [B, L, C] of a BSQ-VAE, by themselves."""
+    total, sums = 0, []
+    for (h, w), start, end in zip(schedule.maps, schedule.starts, schedule.ends, strict=True):
+        part = bsq.codes(bits[:, start:end], bits.shape[-1]).reshape(len(bits), h, w, -1)
+        total = total + maps.resize_bilinear(part, schedule.final_map)
+        sums.append(total)
+    return sums
 
 
 def unpack_keep_token(arrays: dict[str, np.ndarray]) -> np.ndarray:

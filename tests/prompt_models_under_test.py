@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 
 from tests import models_under_test as models
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
-from varjax.codecs.vq.model import VQConfig
+from varjax.codecs.vq import ChameleonVQConfig, VQConfig
 from varjax.models import registry
-from varjax.models.janus.config import JanusConfig
-from varjax.models.lumina.config import LuminaConfig
+from varjax.models.janus import JanusConfig
+from varjax.models.lumina import LuminaConfig
 from varjax.nn.published import Configuration
 from varjax.storage import checkpoint
 from varjax.text import prompt_tokenizer

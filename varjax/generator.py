@@ -106,7 +106,7 @@ class Generator(Runner):
         batch_size = arguments.integer("batch_size", batch_size, 1, most)
         if decode_batch is not None:
             decode_batch = arguments.integer("decode_batch", decode_batch, 1, most)
-        decoding = Decoding(arithmetic.resolve_here(decode_dtype), decode_batch)
+        decoding = Decoding(arithmetic.resolve(decode_dtype), decode_batch)
         sampling = model.resolve_sampling(sampling)
         program.check_attention(attention)
         choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)

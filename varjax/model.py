@@ -16,7 +16,6 @@ from flax import nnx
 from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
-from varjax.model_names import convert_command, found
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
@@ -262,14 +261,15 @@ class Model:
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
-                f"`{convert_command(self.name)}` converts them; then give the name, or the folder"
+                f"`{registry.convert_command(self.name)}` converts them; then give the name, or"
+                " the folder"
             )
         arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}
-        kernels = quantized.matrices(self.transformer).items()
-        values = {f"transformer/{name}": kernel.get_value() for name, kernel in kernels}
         in_8_bits = {
-            name: value.scheme for name, value in values.items() if quantized.is_one(value)
+            f"transformer/{name}": kernel.get_value().scheme
+            for name, kernel in quantized.matrices(self.transformer).items()
+            if quantized.is_one(kernel.get_value())
         }
         parts, _ = checkpoint.load(
             self.directory, registry.CATALOGUE, dtypes, in_8_bits=in_8_bits, on_disk=on_disk
@@ -364,7 +364,7 @@ def load(
         other; or this device does not multiply such numbers.
     """
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
-    model, dtype = describe(found(path), **shape), computed_in(dtype, weights_dtype)
+    model, dtype = describe(registry.found(path), **shape), computed_in(dtype, weights_dtype)
     if weights_dtype in SCHEMES:
         if why := schemes.why_not_here(SCHEMES[weights_dtype]):
             raise UserError(f"weights_dtype={why}")

@@ -86,7 +86,8 @@ class Runner:
         spec.arrange(self.networks, layers, jax.default_backend())
         # only now: another generator may have left matrices turned, which are never divided
         weights.check_weights(self.networks, self.mesh)
-        if self.mesh.num_devices == 1 and stored.is_one(jax.tree.leaves(self.networks)[0]):
+        first = jax.tree.leaves(self.networks)[0]
+        if self.mesh.num_devices == 1 and isinstance(first, stored.Stored):
             raise UserError("the weights are on disk, for several devices: give a mesh of these")
         self.compiled = self.compiled_decoder = None
         self._formats = self._cache_formats = self._sharded = self._make_empty = None

@@ -10,9 +10,9 @@ from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model, describe
-from varjax.model_names import convert_command, found
 from varjax.models import registry
-from varjax.models.infinity.schedules import SIZES, TEMPLATES
+from varjax.models.infinity.config import SIZES, TEMPLATES
+from varjax.models.registry import convert_command, found
 
 
 class ModelFlags:

@@ -167,7 +167,7 @@ class ProgramFlags:
             )
         asked, name = self._decode_dtype.value, "--decode_dtype"
         if chip is None:
-            decoded = arithmetic.resolve_here(asked, name)
+            decoded = arithmetic.resolve(asked, name=name)
         else:
             decoded = arithmetic.resolve(asked, chip.platform, chip.capability, chip.name, name)
         return ProgramOptions(

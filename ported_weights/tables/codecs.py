@@ -1,5 +1,5 @@
-"""Where the tensors of published image tokenizers go: `varjax.codecs.vqvae.model.VQVAE` and
-`varjax.codecs.bsq.model.BSQVAE`.
+"""Where the tensors of published image tokenizers go: `varjax.codecs.vqvae.VQVAE` and
+`varjax.codecs.bsq.BSQVAE`.
 
 The module trees keep the published names (`encoder.down.0.block.1.conv1` is
 `encoder/down/0/block/1/conv1`); 1x1 convolutions are matrix products here.
@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from ported_weights.rules import Ignore, Rule, layer, path_of
-from varjax.codecs.bsq.model import PRESETS, BSQConfig
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
-from varjax.codecs.vq.config import VQConfig
-from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.codecs.bsq import PRESETS, BSQConfig
+from varjax.codecs.vq import ChameleonVQConfig, VQConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
-from varjax.models.var.config import VARConfig
+from varjax.models.var import VARConfig
 
 _BOTH = r"(encoder|decoder)"
 _LEVELS = (r"(down|up)\.(\d+)",)

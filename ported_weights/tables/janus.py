@@ -1,4 +1,4 @@
-"""Where the tensors of Janus-Pro go: `varjax.models.janus.transformer.Janus`. Its image tokenizer
+"""Where the tensors of Janus-Pro go: `varjax.models.janus.Janus`. Its image tokenizer
 is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
 `Names`.
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ported_weights.rules import Ignore, Rule, linear
 from ported_weights.tables import llama
-from varjax.models.janus.config import JanusConfig
+from varjax.models.janus import JanusConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ported_weights.readers.sources import Source, Tensor
 from ported_weights.tables.janus import TRANSFORMERS
 from varjax.errors import about, show
-from varjax.models.janus.config import OWN, PAD, JanusConfig
+from varjax.models.janus import OWN, PAD, JanusConfig
 from varjax.storage.manifest import read_json
 
 KIND = "janus"  # model_type of such a file; the original's is multi_modality

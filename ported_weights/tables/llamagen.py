@@ -1,5 +1,5 @@
-"""Where the tensors of LlamaGen go: `varjax.models.llamagen.transformer.LlamaGen` and its image
-tokenizer, `varjax.codecs.vq.model.VQ`.
+"""Where the tensors of LlamaGen go: `varjax.models.llamagen.LlamaGen` and its image
+tokenizer, `varjax.codecs.vq.VQ`.
 
 In the transformer, layers are stacked: `layers.N.` is index N on the leading axis. The published
 tokenizer numbers its blocks in the order in which they run. Ours are numbered by size, the finest
@@ -13,8 +13,8 @@ import numpy as np
 
 from ported_weights.rules import Ignore, Refuse, Rule, product
 from ported_weights.tables.codecs import vq_rules, vq_table
-from varjax.codecs.vq.config import VQConfig
-from varjax.models.llamagen.config import LlamaGenConfig
+from varjax.codecs.vq import VQConfig
+from varjax.models.llamagen import LlamaGenConfig
 
 _N = r"layers\.(\d+)\."
 _LINEAR = {  # {published name in a layer: ours}

@@ -1,4 +1,4 @@
-"""Where the tensors of Lumina-mGPT go: `varjax.models.lumina.transformer.Lumina`. Those of
+"""Rules for the tensors of Lumina-mGPT: `varjax.models.lumina.Lumina`. Those of
 Chameleon's image tokenizer have our names (`ported_weights.tables.codecs.vq_table`).
 
 The published head has a row for every token of the vocabulary. Ours has a column for every code of
@@ -12,7 +12,7 @@ from pathlib import Path
 from ported_weights.rules import Ignore, Rule
 from ported_weights.tables import llama
 from varjax.errors import UserError, about
-from varjax.models.lumina.config import PATCH, LuminaConfig, image_ids
+from varjax.models.lumina import PATCH, LuminaConfig, image_ids
 from varjax.storage.manifest import read_json
 
 _N = r"model\.layers\.(\d+)\."

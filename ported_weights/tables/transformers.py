@@ -1,4 +1,4 @@
-"""Where the tensors of published transformers go: `varjax.models.var.transformer.VAR`,
+"""Where the tensors of published transformers go: `varjax.models.var.VAR`,
 `varjax.models.infinity.transformer.Infinity`, and the encoder of T5 (flan-t5),
 `varjax.text.t5.T5Encoder`.
 
@@ -14,7 +14,7 @@ import numpy as np
 from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, product, zero_key_bias
 from varjax.errors import some
 from varjax.models.infinity.transformer import InfinityConfig
-from varjax.models.var.transformer import VARConfig
+from varjax.models.var import VARConfig
 from varjax.schedule import Schedule
 
 _N = r"blocks\.(\d+)\."

@@ -7,7 +7,7 @@ from varjax import policies
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
-from varjax.models.var.config import SIDES_256
+from varjax.models.var import SIDES_256
 from varjax.schedule import Schedule
 
 SCHEDULES = {

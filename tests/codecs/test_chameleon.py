@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.codecs.vq.chameleon import ChameleonVQConfig
+from varjax.codecs.vq import ChameleonVQConfig
 from varjax.errors import UserError
 
 IMAGE = 3e-4
@@ -67,7 +67,7 @@ def test_published_layout():
     ("values", "message"),
     [
         ({"attn_resolutions": [100]}, r"attn_resolutions has \[100\].*\[512, 256, 128, 64, 32\]"),
-        ({"double_z": True}, "double_z is True; only False is supported"),
+        ({"double_z": True}, "double_z=True is not supported: released models have False"),
         ({"z_chanels": 4}, "unknown name 'z_chanels'.*did you mean 'z_channels'"),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 
@@ -26,7 +26,7 @@ WRONG = {
     ),
     "patch_nums": ({"patch_nums": [1, "x"]}, "must list sides"),
     "shrinking": ({"patch_nums": [1, 4, 2]}, "the last map must be the largest"),
-    "groups": ({"ch": 48}, "ch is 48, which 32 normalisation groups do not divide"),
+    "groups": ({"ch": 48}, "ch 48 is not a multiple of the normalisation groups, 32"),
     "two": ({"patch_nums": [1, 2], "v_patch_nums": [1, 3]}, "differ: give one of them"),
     "kernel": ({"quant_conv_ks": 2}, "must be odd"),
     "large": ({"z_channels": 10**12}, "z_channels is .*at most 10000000"),

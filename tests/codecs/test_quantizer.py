@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from varjax.codecs.vqvae.model import Quantizer, VQVAEConfig
+from varjax.codecs.vqvae import Quantizer, VQVAEConfig
 from varjax.schedule import Schedule
 
 SMALL = VQVAEConfig(
@@ -55,7 +55,7 @@ def test_shapes_and_agreement(text, share, quant_resi):
 
     @jax.jit
     def run(quantizer, f):
-        tokens = quantizer.features_to_tokens(f)
+        tokens = jnp.concatenate([found for found, _, _ in quantizer.steps(f)], axis=1)
         again = quantizer.code_maps(tokens), quantizer.teacher_inputs(tokens)
         return tokens, *again, quantizer.quantize(f)
 

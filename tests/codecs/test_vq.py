@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.codecs.vq.model import VQConfig
+from varjax.codecs.vq import VQConfig
 from varjax.errors import UserError
 
 LATENT, IMAGE = 1e-4, 3e-4

@@ -17,7 +17,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.codecs import vqvae_rules
 from tests.often import often
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.nn import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
@@ -62,7 +62,7 @@ def test_quantizer(case):
     quantizer, tokens = codec.quantizer, jnp.asarray(arrays["idx"])
     found, maps, inputs = jax.jit(
         lambda q, f, tokens: (
-            q.features_to_tokens(f),
+            q.quantize(f)[1],
             q.code_maps(tokens),
             q.teacher_inputs(tokens),
         )

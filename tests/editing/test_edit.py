@@ -59,7 +59,7 @@ def reconstructed(model, picture):
         bits = jax.numpy.asarray(model.transformer.tokens_to_file(tokens))
         patch = model.config.patch
         maps = tuple((patch * h, patch * w) for h, w in model.config.schedule.maps)
-        found = codec.bits_to_images(bits, Schedule(maps))
+        found = codec.decode(models.sums_of_bits(bits, Schedule(maps))[-1])
     elif model.draws_tokens:
         found = codec.tokens_to_images(codec.images_to_tokens(images), model.config.grid)
     else:

@@ -15,11 +15,11 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.cache.step import cache_step
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.engine import program
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
-from varjax.models.var.transformer import VAR, VARConfig
+from varjax.models.var import VAR, VARConfig
 from varjax.nn import parameters
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, image_keys

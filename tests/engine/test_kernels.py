@@ -15,10 +15,10 @@ from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.engine import scales
 from varjax.model import Model
-from varjax.models.var.transformer import VAR, VARConfig
+from varjax.models.var import VAR, VARConfig
 from varjax.nn import quantized
 from varjax.schedule import Schedule
 

@@ -118,8 +118,15 @@ def test_teacher_forcing(name):
 
     @jax.jit
     def run(transformer, kv, length, codes):
+        context = transformer.encode_rows(kv, length)
+        scale = transformer.config.schedule.scale_of_token
+        x = jnp.concatenate([context["start"], transformer.words(len(codes), codes)], axis=1)
+        x = (x + transformer.level_embedding[scale]).astype(jnp.float32)
+        rotation = transformer.rotation(jnp.arange(len(scale)))
+        shared = {"rotation": rotation, "text": context["text"]}
         visible = jnp.arange(kv.shape[1]) < length[:, None]
-        return transformer.encode_text(kv, visible)[0], transformer(kv, length, codes)
+        condition = transformer.encode_text(kv, visible)[0]
+        return condition, transformer.teacher_forced(context, shared, x)
 
     codes = jnp.asarray(arrays["x_wo_prefix"])
     condition, logits = run(transformer, batch["kv"], batch["length"], codes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.models.infinity.schedules import (
+from varjax.models.infinity.config import (
     PIXELS,
     TEMPLATES,
     name_of,
@@ -26,12 +26,12 @@ def test_tables(aspect):
     positions = np.load(FIXTURES / "rope_tables.npz")[f"pos_{aspect}"]
     for size, entry in PUBLISHED["table"][aspect].items():
         found = resolve(aspect, size)
-        assert name_of(*found) == (aspect, size)
-        assert [list(m) for m in found.schedule.maps] == [scale[1:] for scale in entry["scales"]]
-        assert [side * PIXELS for side in found.schedule.final_map] == entry["pixel"]
-        ours = rope_positions(found.schedule, found.rope_map)
+        assert name_of(**found) == (aspect, size)
+        assert [list(m) for m in found["schedule"].maps] == [scale[1:] for scale in entry["scales"]]
+        assert [side * PIXELS for side in found["schedule"].final_map] == entry["pixel"]
+        ours = rope_positions(found["schedule"], found["rope_map"])
         chex.assert_type(ours, np.int32)
-        chex.assert_shape(ours, (found.schedule.total_tokens, 2))
+        chex.assert_shape(ours, (found["schedule"].total_tokens, 2))
         chex.assert_trees_all_equal(ours, positions[: len(ours)])
     assert len(ours) == len(positions)
 
@@ -43,7 +43,7 @@ def test_tables(aspect):
 )
 def test_nearest_template(aspect, name):
     """The last case is as far from 1.0 as from 1.25: the first of the published list is taken."""
-    assert name_of(*resolve(aspect, "1M"))[0] == name
+    assert name_of(**resolve(aspect, "1M"))[0] == name
 
 
 @pytest.mark.parametrize("aspect", ["x", "16:9", 0, -1, 5, 0.2, float("nan"), "inf", None])

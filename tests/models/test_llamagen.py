@@ -11,8 +11,7 @@ import pytest
 from tests import models_under_test as models
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.llamagen.transformer import LlamaGen, rotation_table
+from varjax.models.llamagen import LlamaGen, LlamaGenConfig, rotation_table
 from varjax.nn import parameters
 from varjax.sampling import Sampling
 
@@ -112,7 +111,7 @@ def test_guidance_ends_with_the_interval(interval, last):
         ({"n_kv_head": 2}, "n_kv_head=2 is not supported: released models have as many key heads"),
         ({"model_type": "t2v"}, "model_type is 't2v', it must be c2i or t2i"),
         ({"dim": 66}, "dim 66 is not a multiple of n_head 4"),
-        ({"dim": 24}, "head size 6 .* is not a multiple of 4"),
+        ({"dim": 24}, "head size .* 6 is not a multiple of 4"),
         ({"block_size": 35}, "block_size 35 is no square"),
         ({"cls_token_num": 2}, "cls_token_num is 2, it must be at most 1"),
         ({"model_type": "t2i", "caption_dim": 0}, "caption_dim is 0, it must be at least 1"),

@@ -9,11 +9,8 @@ from flax import nnx
 
 from tests.often import often
 from varjax.errors import UserError
-from varjax.models.janus.config import JanusConfig
-from varjax.models.janus.transformer import Janus
-from varjax.models.lumina import sizes
-from varjax.models.lumina.config import LuminaConfig, image_ids
-from varjax.models.lumina.transformer import Lumina
+from varjax.models.janus import Janus, JanusConfig
+from varjax.models.lumina import Lumina, LuminaConfig, image_ids, units_for, units_of
 
 SMALL = dict(
     hidden_size=32,
@@ -76,7 +73,7 @@ def test_a_released_file_of_janus():
     ("change", "message"),
     [
         ({"language_config": {"hidden_sise": 3}}, "unknown name 'hidden_sise'.*hidden_size"),
-        ({"language_config": {"attention_bias": True}}, "attention_bias=True: no released"),
+        ({"language_config": {"attention_bias": True}}, "attention_bias=True is not"),
         ({"gen_aligner_config": {"params": {"depth": 3}}}, "depth is 3, not 2"),
         ({"grid": [6]}, "a height and a width"),
         ({"grid": [300, 300]}, "images of 300x300 tokens: at least 2, at most 65536"),
@@ -93,8 +90,8 @@ def test_impossible_configurations_of_janus(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3 key heads"),
-        ({"model_parallel_size": 4}, "2 heads are no multiple of model_parallel_size 4"),
+        ({"num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"model_parallel_size": 4}, "heads 2 is not a multiple of model_parallel_size 4"),
         ({"image_ids": (1, 2)}, "lists 2 ids for 20 codes"),
         ({"new_line": 5}, "must all differ"),
         ({"image_start": 5}, "must all differ"),
@@ -109,15 +106,15 @@ def test_impossible_configurations_of_lumina(change, message):
 
 def test_sizes():
     """Those of the published cropping for an area of 576 units, at most 4 times as long as wide."""
-    known = sizes.units_of(576)
+    known = units_of(576)
     assert (24, 24) in known and (48, 12) in known and (12, 48) in known and (20, 28) in known
     assert (49, 11) not in known and (24, 25) not in known and (23, 23) not in known
-    assert sizes.resolve(None, "768x768", (24, 24), 32) == sizes.resolve(None, "768", (24, 24), 32)
-    assert sizes.resolve(None, "640x896", (24, 24), 32) == (20, 28)
-    assert sizes.resolve(None, "24x16", (2, 3), 8) == (3, 2)  # a codec of one's own
+    assert units_for(None, "768x768", (24, 24), 32) == units_for(None, "768", (24, 24), 32)
+    assert units_for(None, "640x896", (24, 24), 32) == (20, 28)
+    assert units_for(None, "24x16", (2, 3), 8) == (3, 2)  # a codec of one's own
     for wrong in ("768x760", "2048x64", "x", "512"):
         with pytest.raises(UserError, match="HEIGHTxWIDTH in pixels is one of .*768x768"):
-            sizes.resolve(None, wrong, (24, 24), 32)
+            units_for(None, wrong, (24, 24), 32)
     with pytest.raises(UserError, match="aspect=1.5"):
         LUMINA.with_template(1.5, None)
 

@@ -6,7 +6,7 @@ import pytest
 
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.var.transformer import VARConfig
+from varjax.models.var import VARConfig
 from varjax.sampling import Sampling
 
 

@@ -66,7 +66,7 @@ def test_teacher_forced_logits(name, fixtures):
 def _hidden_states(model, labels, codes):
     """Input and output of every block, [D + 1, B, L, C], layer by layer."""
     scale = model.config.schedule.scale_of_token
-    context = model.encode_rows(labels)
+    context = model.encode_condition(labels, guided=False)
     x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
     x = x + model.position_embedding[...] + model.level_embedding[scale]
     states = [x]

@@ -18,8 +18,8 @@ from tests.ported_weights.hub_server import Hub, serving
 from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.model import load
-from varjax.model_names import found
 from varjax.models import registry
+from varjax.models.registry import found
 from varjax.storage import names
 
 FIXTURES = ROOT / "tests" / "fixtures" / "var"

@@ -14,7 +14,7 @@ from ported_weights.tables.registry import RULE_TABLES
 from tests import released_shapes
 from tests.ported_weights.conversions import assert_same
 from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
-from varjax.codecs.bsq import model as bsq
+from varjax.codecs import bsq as bsq
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.infinity.transformer import InfinityConfig

@@ -128,7 +128,7 @@ WRONG = {
     ),
     "positions": (
         {"text_config": {"rope_parameters": {"rope_type": "yarn"}}},
-        "rope_scaling=.*yarn.*no released model has it",
+        "rope_scaling=.*yarn.*released models have None",
     ),
 }
 

@@ -21,10 +21,10 @@ from ported_weights.readers.sources import open_source, open_t5_folder
 from tests.ported_weights.conftest import TorchZip, assemble, view
 from tests.properties import mutations
 from tests.properties.conftest import EXAMPLES
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import LONGEST_MESSAGE, UserError
 from varjax.models import registry
-from varjax.models.var.transformer import VARConfig
+from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule

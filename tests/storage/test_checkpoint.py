@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.evaluation import extractors
 from varjax.model import describe
 from varjax.models import registry
 from varjax.models.registry import CATALOGUE, FAMILIES
-from varjax.models.var.transformer import VARConfig
+from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.schedule import Schedule
 from varjax.storage import arrays, checkpoint, checksums, manifest
@@ -356,5 +356,5 @@ def test_a_network_of_evaluation_is_no_model(name, tmp_path):
 
 
 def test_own_folders_are_those_of_all_catalogues():
-    known = registry.CATALOGUE | extractors.CATALOGUE
-    assert set(known.parts) == set(checkpoint.OWN_FOLDERS)
+    known = registry.CATALOGUE.parts | extractors.CATALOGUE.parts
+    assert set(known) == set(checkpoint.OWN_FOLDERS)

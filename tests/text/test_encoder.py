@@ -24,7 +24,7 @@ def test_prompts_to_features(text_encoder):
     found = text_encoder.encode(prompts, batch_size=2, warn=None)
     assert found.prompts == tuple(p.strip() for p in prompts)
     assert found.unconditional.tolist() == [False, True, False, False, False]
-    ids = [text_encoder.tokenizer.encode(p, 512).ids for p in found.prompts]
+    ids = [text_encoder.tokenizer.ids(p) for p in found.prompts]
     wanted = [len(i) if p else 1 for i, p in zip(ids, found.prompts, strict=True)]
     assert found.lens.tolist() == wanted and max(wanted) > 64
     assert {encoder_lib.padded_size(n) for n in wanted} >= {16, 64}
@@ -51,7 +51,7 @@ def test_long_prompts_are_cut_and_named(text_encoder):
     found = text_encoder.encode(
         ["a cat", LONG], max_length=12, names=["line 1 of f", "line 2 of f"], warn=lines.append
     )
-    full = len(text_encoder.tokenizer.encode(LONG, 512).ids)
+    full = len(text_encoder.tokenizer.ids(LONG))
     assert lines == [f"line 2 of f has {full} tokens: cut to 12"]
     assert found.lens[1] == 12 and found.text_maxlen == 12
 

@@ -101,7 +101,7 @@ def test_dropout(whole):
 WRONG = {
     "schedule": ({"patch_nums": (1, 2)}, "patch_nums=1,2 is for family=var only: leave it out"),
     "size": ({"image_size": 7, "ch_mult": (1, 1)}, "image_size=7 given, .* choose a multiple of 2"),
-    "width": ({"ch": 40}, "ch is 40, which 32 normalisation groups do not divide"),
+    "width": ({"ch": 40}, "ch 40 is not a multiple of the normalisation groups, 32"),
     "shifts": ({"shifts": 25}, "shifts=25 given: choose 0 to 24"),
     "heads": ({"heads": 3}, "dim 32 is not a multiple of n_head 3"),
 }

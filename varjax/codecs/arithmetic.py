@@ -26,7 +26,7 @@ AMPERE = 8  # first major compute capability whose tensor cores take TF32
 
 def resolve(
     decode_dtype: object,
-    platform: str,
+    platform: str | None = None,
     capability: str | None = None,
     machine: str = "this machine",
     name: str = "decode_dtype",
@@ -36,13 +36,16 @@ def resolve(
     Args:
       decode_dtype: one of `CHOICES`, or a dtype. "auto" is "float32" on a CPU, to which bfloat16 is
         no gain, and "bfloat16" on accelerators.
-      platform: "cpu", "gpu" or "tpu". capability: compute capability of a GPU, "9.0" for example.
+      platform: "cpu", "gpu" or "tpu"; None: this machine's default one. capability: compute
+        capability of a GPU, "9.0" for example.
       machine, name: words for the device and the argument in messages.
 
     Raises:
       UserError: another value; TF32 where there is none.
     """
     asked = arguments.dtype(name, decode_dtype, CHOICES)
+    if platform is None:
+        platform, capability = target.platform(), target.capability()
     if asked == AUTO:
         return FLOAT32 if platform == "cpu" else BFLOAT16
     major = (capability or "").partition(".")[0]
@@ -53,11 +56,6 @@ def resolve(
         why = needed if platform == "gpu" else f"a {platform.upper()} has no TF32"
         raise UserError(f"{name}={TF32}: {why} ({machine}): choose {AUTO}, {BFLOAT16} or {FLOAT32}")
     return asked
-
-
-def resolve_here(decode_dtype: object, name: str = "decode_dtype") -> str:
-    """`resolve` for this machine's default platform."""
-    return resolve(decode_dtype, target.platform(), target.capability(), name=name)
 
 
 def arrays(decode_dtype) -> jnp.dtype:

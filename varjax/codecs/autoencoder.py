@@ -44,10 +44,6 @@ class CoderSizes:
     attended_levels: tuple[int, ...] = ()  # attention after every block of these, finest is 0
     attend_middle: bool = False  # attention between the two middle blocks
 
-    def groups(self, channels: int) -> int:
-        """Normalisation groups of a width; configurations make sure that there is a choice."""
-        return next(groups for groups in self.group_choices if channels % groups == 0)
-
 
 def conv(c_in: int, c_out: int, size: int, rngs: nnx.Rngs, stride: int = 1) -> nnx.Conv:
     """A convolution that keeps height and width, or with stride 2 halves them; then it pads at the
@@ -74,7 +70,9 @@ class GroupNorm(nnx.Module):
     """
 
     def __init__(self, channels: int, sizes: CoderSizes):
-        self.groups, self.epsilon = sizes.groups(channels), sizes.epsilon
+        # configurations make sure that there is a choice
+        self.groups = next(n for n in sizes.group_choices if channels % n == 0)
+        self.epsilon = sizes.epsilon
         self.scale = nnx.Param(jnp.ones((channels,)))
         self.bias = nnx.Param(jnp.zeros((channels,)))
 
@@ -237,42 +235,46 @@ class ImageCodec(nnx.Module):
     """Images [B, H, W, 3] in [-1, 1] to latent maps [B, P, Q, C] and back.
 
     Both directions run in float32 with full-precision products, on accelerators too, unless another
-    `dtype` is asked for: one of `arithmetic.DTYPES`, or a dtype. Subclasses have a `config`.
+    `dtype` is asked for: one of `arithmetic.DTYPES`, or a dtype. Subclasses have a `config`, an
+    `encoder`, which is None where it only decodes, and a `decoder`; behind the one and before the
+    other may come `quant_conv` and `post_quant_conv`.
     """
 
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        """The modules of `encode`, in the order in which they run."""
-        return (self.encoder,)
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        return (self.decoder,)
+    quant_conv: nnx.Module | None = None
+    post_quant_conv: nnx.Module | None = None
 
     def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
         """Latent map before quantisation, float32. `UserError` unless height and width are
-        multiples of `config.downsample`."""
+        multiples of `config.downsample`, and where there is no encoder."""
+        if self.encoder is None:
+            raise UserError(
+                f"this {self.config.what} tokenizer has no encoder (has_encoder is false): it turns"
+                " tokens into pictures and cannot turn pictures into tokens"
+            )
         downsample = self.config.downsample
         if images.ndim != 4 or any(side % downsample for side in images.shape[1:3]):
             raise UserError(
                 f"images of shape {images.shape} given: [batch, height, width, channels] with"
                 f" sides that are multiples of {downsample} are needed"
             )
-        return _run(self.encoding(), images, dtype)
+        return _run((self.encoder, self.quant_conv), images, dtype)
 
     def decode(
         self, code_map: Float[Array, "B P Q C"], clip: bool = True, dtype=jnp.float32
     ) -> Float[Array, "B H W 3"]:
         """Images of a quantised latent map, float32; clipped to [-1, 1] unless `clip` is False."""
-        images = _run(self.decoding(), code_map, dtype)
+        images = _run((self.post_quant_conv, self.decoder), code_map, dtype)
         return jnp.clip(images, -1, 1) if clip else images
 
 
-def _run(modules: tuple[nnx.Module, ...], x, dtype) -> Float[Array, "..."]:
-    """Applies `modules` one after the other in `dtype`; the result is float32."""
+def _run(modules: tuple[nnx.Module | None, ...], x, dtype) -> Float[Array, "..."]:
+    """Applies those modules that there are, one after the other in `dtype`; the result is
+    float32."""
     arrays = arithmetic.arrays(dtype)
     x = x.astype(arrays)
     with arithmetic.products(dtype):
         for module in cast(modules, arrays):
-            x = module(x)
+            x = x if module is None else module(x)
     return x.astype(jnp.float32)
 
 

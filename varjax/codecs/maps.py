@@ -1,4 +1,4 @@
-"""Maps [B, h, w, C] of codes and latents: resized, as rows of tokens, and in patches.
+"""Maps [B, h, w, C] of codes and latents: resized, as rows of tokens, in patches; nearest codes.
 
 Resizing is a matrix product whose results equal torch's, which the original models use.
 `jax.image.resize` has another bicubic constant (-0.5) and another border rule, so its pictures and
@@ -17,9 +17,12 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.projection import l2_normalize
 
 AnyArray = Array | np.ndarray
+HIGHEST = jax.lax.Precision.HIGHEST
 CUBIC_CONSTANT = -0.75
 
 
@@ -106,9 +109,8 @@ def resize(
     columns: Float[AnyArray, "q w"],
 ) -> Float[Array, "B p q C"]:
     """Applies one matrix per axis, with full float32 products on every device."""
-    high = jax.lax.Precision.HIGHEST
-    x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=high)
-    return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=high)
+    x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=HIGHEST)
+    return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=HIGHEST)
 
 
 def _resize_to(
@@ -156,3 +158,18 @@ def unpatchify(
     x = x.reshape(batch, height, width, channels // side**2, side, side)
     x = x.transpose(0, 1, 4, 2, 5, 3)
     return x.reshape(batch, height * side, width * side, channels // side**2)
+
+
+def nearest(
+    z: Float[Array, "... C"], codes: Float[Array, "V C"], *, by_angle: bool
+) -> Int[Array, "..."]:
+    """int32 index of the nearest code: the one of smallest distance, or with `by_angle` of largest
+    cosine. Among equally near codes it is the first."""
+    z, codes = z.astype(jnp.float32), codes.astype(jnp.float32)
+    if by_angle:
+        z, codes = l2_normalize(z), l2_normalize(codes)
+        similarity = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
+        return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
+    products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
+    # |z|^2 is the same for every code and left out
+    return jnp.argmin(jnp.square(codes).sum(-1) - 2 * products, axis=-1).astype(jnp.int32)

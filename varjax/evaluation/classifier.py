@@ -37,8 +37,8 @@ class ClassifierConfig(published.Configuration):
     class_names: object = ()
 
     def __post_init__(self):
-        self.check_sizes("num_classes")
-        self.check_sizes("image_size", least=2 ** len(self.widths), most=LARGEST_SIDE)
+        self.check_size("num_classes", self.num_classes)
+        self.check_size("image_size", self.image_size, 2 ** len(self.widths), LARGEST_SIDE)
         for width in self.widths:
             self.check_size("width", width, least=GROUP)
             if width % GROUP:

@@ -121,7 +121,7 @@ class InceptionConfig(published.Configuration):
     num_classes: int = 1008
 
     def __post_init__(self):
-        self.check_sizes("num_classes")
+        self.check_size("num_classes", self.num_classes)
         if len(self.widths) != len(CONVOLUTIONS):
             raise self.wrong(f"{len(self.widths)} widths for {len(CONVOLUTIONS)} convolutions")
         for name, width in zip(CONVOLUTIONS, self.widths, strict=True):

@@ -3,33 +3,45 @@
 The engine (`varjax.engine.scales`) knows schedules, segments, layers and the cache; everything else
 is a step that the transformer brings, in the order in which it is called:
 
-    encode_condition    once per image: all that depends on the condition only
-    scale_context       once per scale: what its layers share
-    embed               token inputs of a scale
-    project             a layer's queries, keys and values
-    post_attention      the rest of the layer, given the attention output
-    logits              the head, with guidance
-    sample              tokens
+    encode_condition(condition, *, guided, implementation)
+        Once per image: a dictionary of all that depends on the condition only, for all rows. It has
+        at least `head` [R, 2, D] and `layers`, arrays with a leading axis over layers that are
+        scanned with the stacked blocks. implementation: name of the attention over a text.
+    scale_context(context, step, sampling)
+        Once per scale: what its layers share beyond the condition.
+    embed(context, codes, step)
+        [R, T, D] inputs of a scale from the code map so far [B, T, C], resized to the scale.
+    project(block, layer_context, shared, x)
+        Queries, keys and values of a layer, a `Projection`.
+    post_attention(block, layer_context, shared, x, attended)
+        [R, T, D] the rest of the layer, given the attention output [R, T, N, H].
+    logits(head, x, step, sampling)
+        `Scores`: float32 logits before filters, with guidance.
+    sample(scores, keys, sampling, implementation)
+        Tokens [B, T, ...], as `varjax.sampling.sample` gives them.
+
+Where `takes_streams`, the transformer also has `project_stream(block, vectors, x)`, which gives the
+projection of a `Stream` and the stream with the branch that it had, and `post_attention` takes a
+`Stream` with all layers' `Vectors` in place of `x` and the layer's context, and returns one.
 
 Rows: first come the conditional rows of all images. With guidance their unconditional rows follow
 (R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
 (`codes`, `accumulate`, `decode`). A new family writes one subclass.
+
+Letters: B images, R rows, T tokens of a scale, C channels of a code, N heads, H head size, D width.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from pallas_kernels.projection import Projection
-from pallas_kernels.residual import Vectors
 from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, quantized, stacked
+from varjax.nn.layers import Split
 from varjax.nn.published import Configuration
 from varjax.nn.schemes import Scheme
-from varjax.nn.split import Split
-from varjax.nn.stream import Stream
-from varjax.sampling import Sampling, Scores
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 
@@ -43,42 +55,13 @@ class NextScaleTransformer(Transformer):
     def code_map(self, codec: Configuration) -> tuple[int, int, int]:
         return self.config.code_map
 
-    @property
-    def resampling(self) -> Resampling:
-        """The resizing of the code map on the way to a scale and back."""
-        return Resampling()
-
     # --- traced steps -----------------------------------------------------------------------------
 
-    def encode_condition(
-        self, condition: PyTree, *, guided: bool, implementation: str | None = None
-    ) -> dict[str, PyTree]:
-        """Everything that depends on the condition only, for all rows. It has at least `head`
-        [R, 2, D] and `layers`, arrays with a leading axis over layers that are scanned with the
-        stacked blocks. implementation: name of the attention over a text, where there is one."""
-        raise NotImplementedError
+    resampling: Resampling = ("area", "bicubic", 1)
+    takes_streams = False
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
-        """Data that all layers of a scale share beyond the condition."""
         return None
-
-    def embed(
-        self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
-    ) -> Float[Array, "R T D"]:
-        """Inputs of a scale from the code map so far, resized to the scale."""
-        raise NotImplementedError
-
-    def project(
-        self, block, layer_context: PyTree, shared: PyTree, x: Float[Array, "R T D"]
-    ) -> Projection:
-        """Queries, keys and values of one layer."""
-        raise NotImplementedError
-
-    @property
-    def takes_streams(self) -> bool:
-        """Whether the transformer has `project_stream`, and `post_attention` takes a `Stream` with
-        all layers' `Vectors` in place of `x` and the layer's context, and returns one."""
-        return False
 
     @property
     def bits(self) -> Scheme | None:
@@ -86,37 +69,6 @@ class NextScaleTransformer(Transformer):
         kernel = self.head.kernel.get_value()
         both = quantized.is_one(kernel) and kernel.scheme.activations
         return kernel.scheme if both else None
-
-    def project_stream(self, block, vectors: Vectors, x: Stream) -> tuple[Projection, Stream]:
-        """`project`, and the stream with the branch that it had."""
-        raise NotImplementedError
-
-    def post_attention(
-        self,
-        block,
-        layer_context: PyTree,
-        shared: PyTree,
-        x: Float[Array, "R T D"],
-        attended: Float[Array, "R T N H"],
-    ) -> Float[Array, "R T D"]:
-        """Everything of a layer that comes after its attention."""
-        raise NotImplementedError
-
-    def logits(
-        self,
-        head: Float[Array, "R 2 D"],
-        x: Float[Array, "R T D"],
-        step: StepInputs,
-        sampling: Sampling,
-    ) -> Scores:
-        """Float32 logits before filters."""
-        raise NotImplementedError
-
-    def sample(
-        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
-    ) -> tuple[Array, Array | None]:
-        """Draws tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
-        raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------
 
@@ -175,5 +127,6 @@ class NextScaleTransformer(Transformer):
             attended = layers.dense_attention(q, k, v, mask)
             return self.post_attention(block, layer_context, shared, x, attended)
 
-        x = stacked.scan(self.trained(layer), x, (self.blocks, context["layers"]))
+        layer = self.differentiated(layer) if self.differentiated else layer
+        x = stacked.scan(layer, x, (self.blocks, context["layers"]))
         return self.plain_logits(context["head"], x)

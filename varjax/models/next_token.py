@@ -3,13 +3,31 @@
 The engine knows stages, layers and the cache; everything else is a step that the transformer
 brings, in the order in which it is called:
 
-    encode_condition    once per image: embedded condition, which of its tokens are visible
-    rotation            once per token: what turns queries and keys
-    project             a layer's queries, keys and values, finished: rotated, queries scaled
-    post_attention      the rest of the layer, given the attention output
-    logits              the head, with guidance
-    sample              tokens
-    embed               the tokens drawn, as inputs of the next step
+    encode_condition(condition, *, guided)
+        Once per image, for all rows: `condition` float32 [R, M, D], its embedded tokens; `visible`
+        bool [R, M], the tokens that are no padding; and what else `rotation` needs.
+    rotation(context, index)
+        Once per token: cosines and sines that rotate tokens `index` [T], float32 [T, H], in the
+        layout of `Projection`. They have a leading axis over rows only where rows differ.
+    project(block, rotation, x)
+        Finished queries, keys and values of a layer: queries carry the attention scale, they and
+        keys are rotated. What answers as a `Projection` will do; Q query heads may share N heads of
+        keys.
+    post_attention(block, x, attended, drop)
+        [R, T, D] the rest of the layer, given the attention output [R, T, Q, H].
+        drop(branch, number): applied to what branch `number` adds; training passes dropout.
+    logits(x, index, sampling)
+        `Scores` of image token `index`, from the output of the layers [R, 1, D] for the token
+        before it, with temperature and guidance to be applied.
+    sample(scores, keys, sampling, implementation)
+        Tokens [B, T], as `varjax.sampling.sample` gives them.
+    embed(context, tokens)
+        [R, T, D] inputs of the next step: both rows of an image have the same tokens [B, T].
+
+`plain_logits(x)` gives float32 logits [R, T, V] of every row, before temperature and guidance
+(`teacher_forced`). Where `condition_is_one_slot`, `condition_slot(values, visible)` gives the key
+and the value [R, N, 1, H] of the one slot that stands for the condition's M tokens in a layer, and
+what is added to its score, float32 [R].
 
 The condition is what the cache holds first: M tokens, causal (`condition_mask`); its last one gives
 the first image token. Image tokens are counted from 0 and the condition's from -M to -1, so that a
@@ -25,19 +43,15 @@ heads of keys and values, H head size, D width, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.projection import Projection
-from varjax import sampling as sampling_lib
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
 from varjax.nn.published import Configuration
-from varjax.sampling import Sampling, Scores
 from varjax.sequence import TokenSequence
 
 
@@ -70,71 +84,13 @@ class NextTokenTransformer(Transformer):
     def code_map(self, codec: Configuration) -> tuple[int, int, int]:
         return (*self.config.grid, codec.code_channels)
 
-    # --- traced steps -----------------------------------------------------------------------------
-
-    def encode_condition(self, condition: PyTree, *, guided: bool) -> dict[str, Array]:
-        """Everything that depends on the condition only, for all rows: `condition` float32
-        [R, M, D], its embedded tokens; `visible` bool [R, M], the tokens that are no padding; and
-        what else `rotation` needs."""
-        raise NotImplementedError
-
-    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
-        """Embedded image tokens; both rows of an image have the same tokens."""
-        raise NotImplementedError
-
-    def rotation(
-        self, context: dict, index: Int[Array, " T"]
-    ) -> tuple[Float[Array, "*rows T H"], Float[Array, "*rows T H"]]:
-        """Cosines and sines that rotate these tokens, float32, in the layout of `Projection`. They
-        have a leading axis over rows only where rows differ."""
-        raise NotImplementedError
-
-    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
-        """Finished queries, keys and values of one layer: queries carry the attention scale, they
-        and keys are rotated. What answers as a `Projection` will do; Q query heads may share N
-        heads of keys."""
-        raise NotImplementedError
-
-    def post_attention(
-        self,
-        block,
-        x: Float[Array, "R T D"],
-        attended: Float[Array, "R T Q H"],
-        drop: Callable = as_it_is,
-    ) -> Float[Array, "R T D"]:
-        """Output projection, feed-forward and residuals of one layer. drop(branch, number): applied
-        to what branch `number` adds; training passes dropout."""
-        raise NotImplementedError
-
     def token_products(self, implementation: str | None):
         """The layers for one token as a few products that do more
         (`varjax.models.llama.token_products.TokenProducts`), or None: `project` and
         `post_attention` then are the layer."""
         return None
 
-    def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
-        """Float32 logits of every row, before temperature and guidance."""
-        raise NotImplementedError
-
-    def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
-        """Logits of image token `index`, from the output of the layers for the token before it,
-        with temperature and guidance to be applied."""
-        raise NotImplementedError
-
-    def condition_slot(
-        self, values: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
-    ) -> tuple[Float[Array, "R N 1 H"], Float[Array, "R N 1 H"], Float[Array, " R"]]:
-        """Where `condition_is_one_slot`: the key and the value of the one slot that stands for the
-        condition's M tokens in a layer, and what is added to its score, float32."""
-        raise NotImplementedError
-
     # --- what families share ----------------------------------------------------------------------
-
-    def sample(
-        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        """Draws tokens; the results are those of `varjax.sampling.sample`."""
-        return sampling_lib.sample(scores, keys, sampling, implementation)
 
     @staticmethod
     def condition_mask(
@@ -173,5 +129,6 @@ class NextTokenTransformer(Transformer):
         x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
         keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
         x = layers.dropout(x, 0, rate=dropout, key=keys[0])
-        x = stacked.scan(self.trained(layer), x, (self.blocks, keys[1:]))
+        layer = self.differentiated(layer) if self.differentiated else layer
+        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
         return self.plain_logits(x[:, length - 1 :])

@@ -4,26 +4,23 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flax import nnx
 
 from varjax import own_modules
-from varjax.codecs.bsq import model as bsq
-from varjax.codecs.vq.chameleon import ChameleonVQ, ChameleonVQConfig
-from varjax.codecs.vq.model import VQ, VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
-from varjax.codecs.vqvae.model import VQVAE
+from varjax.codecs import bsq as bsq
+from varjax.codecs.vq import VQ, ChameleonVQ, ChameleonVQConfig, VQConfig
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.errors import UserError, choose, show
+from varjax.models import janus, llamagen, lumina, var
 from varjax.models.infinity import transformer as infinity
-from varjax.models.janus import transformer as janus
 from varjax.models.labels import LABELS
-from varjax.models.llamagen import transformer as llamagen
-from varjax.models.lumina import transformer as lumina
 from varjax.models.transformer import Transformer
-from varjax.models.var import transformer as var
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
+from varjax.storage.names import converted
 from varjax.text.encoder import TEXT, TEXT_ENCODER
 from varjax.text.prompt_ids import PROMPT_IDS
 
@@ -91,6 +88,7 @@ FAMILIES = {
     ),
 }
 CATALOGUE = Catalogue(FAMILIES, {"text_encoder": TEXT_ENCODER})
+family = CATALOGUE.family
 
 # What the authors recommend: VAR's and LlamaGen's published FID evaluations, and the published
 # inference scripts of the others. Infinity's top-k never binds on two values.
@@ -246,11 +244,22 @@ OWN = own_modules.Kind(
 )
 
 
-def family(name: str) -> Family:
-    """The family called `name`; `UserError` with the list of families otherwise."""
-    return CATALOGUE.family(name)
-
-
 def preset(name: str) -> Preset:
     """The published size called `name`; `UserError` with the list of sizes otherwise."""
     return PRESETS[choose("model", name, PRESETS)]
+
+
+def convert_command(name: str) -> str:
+    """The command that gets and converts the weights of a published model."""
+    return f"python -m ported_weights --model={name} --source=hub"
+
+
+def found(name_or_directory: str | Path | None) -> str | Path | None:
+    """The path to read for a checkpoint's name: a published name stands for what
+    `python -m ported_weights --source=hub` has converted (`varjax.storage.names`), if it has and
+    there is no folder of that name here; anything else stands for itself."""
+    name = str(name_or_directory)
+    if name in PRESETS and not Path(name).exists():
+        folder = converted(name)
+        return folder if folder.is_dir() else name
+    return name_or_directory

@@ -19,17 +19,9 @@ from varjax.schedule import Schedule
 AnyArray = Array | np.ndarray  # made on the host, read on the device
 
 
-@dataclass(frozen=True)
-class Resampling:
-    """The resizing of a model's code map. The defaults are VAR's.
-
-    down, up: names in `codecs.maps.MATRICES`, towards a scale and back.
-    patch: side of the square of codes that one token stands for.
-    """
-
-    down: str = "area"
-    up: str = "bicubic"
-    patch: int = 1
+# The resizing of a model's code map: names in `codecs.maps.MATRICES`, towards a scale and back, and
+# the side of the square of codes that one token stands for.
+Resampling = tuple[str, str, int]
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +65,7 @@ class StepInputs:
         schedule: Schedule,
         scales: range,
         length: int,
-        resampling: Resampling = Resampling(),
+        resampling: Resampling = ("area", "bicubic", 1),
         **observed: np.ndarray,
     ) -> "StepInputs":
         """Host arrays of consecutive scales, each padded to `length` tokens, which is at least what
@@ -104,7 +96,7 @@ class StepInputs:
             up_rows=up_rows,
             down_columns=columns[0],
             up_columns=columns[1],
-            patch=resampling.patch,
+            patch=resampling[2],
             **observed,
         )
 
@@ -127,10 +119,11 @@ def _resizing(
     sides: np.ndarray, grid: int, final: int, resampling: Resampling
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matrices of all scales along one axis: from the latent map to the padded grid, and back."""
-    patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
+    shrink, enlarge, patch = resampling
+    final, grid = final * patch, grid * patch
     # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
     # the padding of the grid neither enters the latent map nor comes out of it.
-    down, up = MATRICES[resampling.down], MATRICES[resampling.up]
+    down, up = MATRICES[shrink], MATRICES[enlarge]
     sides = [int(side) * patch for side in sides]
     return (
         np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),

@@ -8,18 +8,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
+from varjax import sampling as sampling_lib
 from varjax.errors import UserError
-from varjax.nn.published import Configuration
-from varjax.nn.split import Split
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
+from varjax.nn.layers import Split
+from varjax.sampling import Sampling, Scores
 
 
-def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+def text_shapes(config, images: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of what `TextFeatures.take` gives, without negative texts: these double what is read
-    and change nothing later."""
+    and change nothing later. length: None: the most that the model takes."""
+    length = config.text_maxlen if length is None else length
     return {
-        "kv": jax.ShapeDtypeStruct((images, length, channels), np.float32),
+        "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), np.float32),
         "length": jax.ShapeDtypeStruct((images,), np.int32),
         "unconditional": jax.ShapeDtypeStruct((images,), bool),
     }
@@ -27,7 +27,12 @@ def text_shapes(images: int, length: int, channels: int) -> dict[str, jax.ShapeD
 
 class Transformer(nnx.Module):
     """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
-    `head` is the last linear layer, `blocks` are the stacked layers."""
+    `head` is the last linear layer, `blocks` are the stacked layers.
+
+    `sequence(one_slot)` is the order of an image, as the cache sees it: scales or tokens. one_slot:
+    whether one slot stands for the whole condition where the model allows it. `code_map(codec)` is
+    height, width and channels of the latent map that a codec of this configuration decodes.
+    """
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
@@ -42,10 +47,6 @@ class Transformer(nnx.Module):
         divided.model_axis = axis
         return divided
 
-    def trained(self, layer: Callable) -> Callable:
-        """The body of a scan over layers as it is differentiated."""
-        return self.differentiated(layer) if self.differentiated else layer
-
     @property
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""
@@ -56,18 +57,11 @@ class Transformer(nnx.Module):
         length of texts; None: the most that the model takes."""
         raise NotImplementedError
 
-    def sequence(self, one_slot: bool = True) -> Schedule | TokenSequence:
-        """The order of an image, as the cache sees it: scales or tokens.
-
-        one_slot: where tokens are drawn, whether one slot stands for the whole condition if the
-          model allows it (`NextTokenTransformer.condition_is_one_slot`).
-        """
-        raise NotImplementedError
-
-    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
-        """Height, width and channels of the latent map that a codec of this configuration
-        decodes."""
-        raise NotImplementedError
+    def sample(
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[Array, Array | None]:
+        """Draws tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
+        return sampling_lib.sample(scores, keys, sampling, implementation)
 
     def splits(self) -> dict[str, Split]:
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;

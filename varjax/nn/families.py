@@ -96,7 +96,3 @@ class Catalogue:
     def family(self, name: str) -> Family:
         """The family called `name`; `UserError` with the list of families otherwise."""
         return self.families[choose("model family", name, self.families)]
-
-    def __or__(self, other: "Catalogue") -> "Catalogue":
-        """All that both know."""
-        return Catalogue({**self.families, **other.families}, {**self.parts, **other.parts})

@@ -1,11 +1,15 @@
 """Small parts of transformer decoders: normalisation, dense projection, head split, attention
-with a dense mask.
+with a dense mask; and weights that are divided over devices, with the products that need to know.
+
+The generation engine may run a transformer's step functions on every device of a mesh axis, each
+with its share of the heads and of the feed-forward's width. The transformer then has the name of
+that axis (`Transformer.model_axis`) and passes it to `contract`. On one device the axis is None.
 
 Letters: R rows, T tokens, N heads, H head size, D width.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +62,11 @@ class Linear(nnx.Linear):
             return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 
-    def sums(self, x: Rows8) -> Sums:
-        """The product of rows in 8 bits with a matrix in 8 bits; scales and bias are still to
-        come."""
+    def sums(self, x: Float[Array, "... D_in"] | Rows8) -> Sums:
+        """The layer of rows; of rows in 8 bits, which a matrix in 8 bits multiplies, scales and
+        bias are still to come."""
+        if not isinstance(x, Rows8):
+            return Sums(self(x))
         bias = None if self.bias is None else self.bias[...]
         return replace(self.kernel.get_value().sums(x), bias=bias)
 
@@ -73,6 +79,37 @@ class Linear(nnx.Linear):
         # a product per layer: one over all would first copy all these weights, transposed
         rows = jnp.broadcast_to(x, (len(kernel), *x.shape))
         return jnp.einsum("l...d,lde->l...e", rows, kernel)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The division of a parameter.
+
+    axis: the axis of the array that is divided.
+    name: what the axis counts (`varjax.logical_axes`), which says over which devices.
+    parts: relative widths of the sections that this axis consists of, each divided by itself: (2,
+      1, 1) for two queries, a key and a value of every head side by side.
+    """
+
+    axis: int
+    name: str
+    parts: tuple[int, ...] = (1,)
+
+
+def contract(
+    linear: Linear,
+    x: Float[Array, "... D_in"],
+    axis: str | None,
+    activation: Activation | None = None,
+) -> Float[Array, "... D_out"]:
+    """Applies a linear layer whose input width is divided over `axis` of the mesh; the bias is
+    added once. activation: applied to `x` first."""
+    if axis is None:
+        return linear(x, activation)
+    # Every device sums over its part of the width. The bias is whole on all of them, so it may only
+    # be added after the sum over devices.
+    product = jax.lax.psum(linear.product(x, axis=axis, activation=activation), axis)
+    return product if linear.bias is None else product + linear.bias[...]
 
 
 def rms_norm(
@@ -99,7 +136,7 @@ def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"] | Rows8, head_dim: int
     """Queries, keys and values as one product `block.qkv`, with biases `block.q_bias` and
     `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
     q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
-    sums = block.qkv.sums(h) if isinstance(h, Rows8) else Sums(block.qkv(h))
+    sums = block.qkv.sums(h)
     channels = sums.channel_scale
     return Projection(
         sums.array.reshape(*h.shape[:2], 3, -1, head_dim),

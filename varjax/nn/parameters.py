@@ -29,8 +29,11 @@ def _abstract(network, config):
 
 def named(module: nnx.Module) -> dict:
     """{name: leaf} of a module, concrete or abstract; layers that lie apart are stacked."""
-    found = {_name(path): leaf for path, leaf in _by_path(module).items()}
-    return {n: leaf.stacked() if stacked.is_one(leaf) else leaf for n, leaf in found.items()}
+    found = flatten_dict(nnx.to_pure_dict(nnx.split(module)[1]))
+    return {
+        "/".join(map(str, path)): leaf.stacked() if stacked.is_one(leaf) else leaf
+        for path, leaf in found.items()
+    }
 
 
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
@@ -39,14 +42,11 @@ def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
     The names must be exactly the names of `named(module)`; callers report differences before.
     """
     graph, state = nnx.split(module)
-    filled = {path: arrays[_name(path)] for path in _by_path(module)}
+    filled = {
+        path: arrays["/".join(map(str, path))] for path in flatten_dict(nnx.to_pure_dict(state))
+    }
     nnx.replace_by_pure_dict(state, unflatten_dict(filled))
     return nnx.merge(graph, state)
-
-
-def nested(arrays: Mapping) -> dict:
-    """{"a/b": x} -> {"a": {"b": x}}."""
-    return unflatten_dict(arrays, sep="/")
 
 
 def count(module: nnx.Module) -> int:
@@ -76,12 +76,3 @@ def default_dtype() -> str:
 def is_floating(dtype) -> bool:
     """True for float32, bfloat16 and the like."""
     return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _by_path(module: nnx.Module) -> dict[tuple, object]:
-    """{keys, which may be numbers: leaf}."""
-    return flatten_dict(nnx.to_pure_dict(nnx.split(module)[1]))
-
-
-def _name(path: tuple) -> str:
-    return "/".join(map(str, path))

@@ -5,7 +5,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import ClassVar, Self
 
-from varjax.errors import UserError, nearest
+from varjax.errors import UserError, nearest, show
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 # Generous limits: what is beyond them is a mistake, refused before anything of that size is made.
@@ -19,25 +20,28 @@ class Configuration:
     `patch_nums` in published files.
 
     what: the model's name in messages.
+    ignored: names in published files that change no function computed.
+    fixed: options in them with the one value that all released models have.
     """
 
     what: ClassVar[str]
+    ignored: ClassVar[Collection[str]] = ()
+    fixed: ClassVar[Mapping[str, object]] = {}
 
     @classmethod
     def wrong(cls, problem: str) -> UserError:
         return UserError(f"{cls.what} configuration: {problem}")
 
     @classmethod
-    def arguments(cls, given: Mapping, ignored: Collection[str], **others: type) -> dict:
+    def arguments(cls, given: Mapping, **others: type) -> dict:
         """The entries of `given` that are arguments, checked and converted to the types of the
         fields: bool, int, float, tuple[int, ...] or object, which takes anything.
 
         Args:
           given: {argument name: JSON value}.
-          ignored: names that are accepted and have no effect on the function computed.
           others: types of further names, and of fields that published files write differently.
 
-        `UserError` for an unknown name or a value of another type.
+        `UserError` for an unknown name, a value of another type, or another one of `fixed`.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls)} | others
         types = {name: kind for name, kind in types.items() if kind is not Schedule}
@@ -45,16 +49,29 @@ class Configuration:
         for name, value in given.items():
             if name in types:
                 found[name] = cls._typed(name, value, types[name])
-            elif name not in ignored:
+            elif name in cls.fixed:
+                if value != cls.fixed[name]:
+                    only = f"released models have {cls.fixed[name]}"
+                    raise cls.wrong(f"{name}={value!r:.40} is not supported: {only}")
+            elif name not in cls.ignored:
                 known = ", ".join(sorted(types))
                 raise cls.wrong(f"unknown name {name!r}: known are {known}{nearest(name, types)}")
+        return found
+
+    @classmethod
+    def inside(cls, given: Mapping, name: str) -> Mapping:
+        """The names and values that a configuration has under a name; none where it lacks it.
+        `UserError` for anything else."""
+        found = given.get(name, {})
+        if not isinstance(found, Mapping):
+            raise cls.wrong(f"{name} is {show(found)}, it must hold names and values")
         return found
 
     @classmethod
     def from_published(cls, given: Mapping) -> Self:
         """The configuration with these arguments. `UserError` if one is unknown, of another type or
         missing."""
-        found, fields = cls.arguments(given, ()), dataclasses.fields(cls)
+        found, fields = cls.arguments(given), dataclasses.fields(cls)
         for field in fields:
             if field.name not in found and field.default is dataclasses.MISSING:
                 raise cls.wrong(f"{field.name} is missing")
@@ -98,10 +115,22 @@ class Configuration:
             values["patch_nums"] = [h if h == w else [h, w] for h, w in maps]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
-    def check_sizes(self, *names: str, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raises `UserError` unless `least` <= value <= `most` in these fields."""
-        for name in names:
-            self.check_size(name, getattr(self, name), least, most)
+    def check_numbers(self, *positive: str, **limits: tuple[float, float]) -> None:
+        """Raises `UserError` unless the fields that are numbers lie within `limits` (least, most).
+        Without any these are 1 and `LARGEST_SIZE` for whole numbers, 0 and infinity for real ones,
+        which must be finite. positive: real ones that must not be 0 either."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type is int:
+                self.check_size(name, value, *limits.get(name, (1, LARGEST_SIZE)))
+            elif field.type is float:
+                least, most = limits.get(name, (0, math.inf))
+                fits = math.isfinite(value) and least <= value <= most
+                if not fits or (name in positive and value == 0):
+                    allowed = "greater than 0" if name in positive else f"at least {least}"
+                    raise self.wrong(
+                        f"{name} is {value!r:.60}, it must be a finite number, {allowed}"
+                    )
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
         """Raises `UserError` unless `least` <= value <= `most`, for a value that follows from
@@ -110,17 +139,17 @@ class Configuration:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
 
-    def check_real(self, name: str, *, positive: bool = False) -> None:
-        """Raises `UserError` unless a field is finite and not negative, with `positive` not 0
-        either."""
-        value = getattr(self, name)
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
-            allowed = "greater than 0" if positive else "at least 0"
-            raise self.wrong(f"{name} is {value!r:.60}, it must be a finite number, {allowed}")
+    def check_multiple(self, name: str, value: int, of: int, words: str = "") -> None:
+        """Raises `UserError` unless a value is a multiple of another, which messages call
+        `words`."""
+        if value % of:
+            raise self.wrong(f"{name} {value} is not a multiple of {words}{of}")
 
 
 class TransformerConfig(Configuration):
-    """Base of the configurations of transformers.
+    """Base of the configurations of transformers. All have `is_guided(sampling)`, whether there are
+    unconditional rows, and `check_sampling(sampling)`, which returns it, or raises `UserError` if
+    the model cannot draw that way.
 
     condition: name of the kind of condition that images are made of (`Family.conditions`).
     num_classes: classes that images may be made of; 0: the model draws from something else.
@@ -141,14 +170,13 @@ class TransformerConfig(Configuration):
         """L: tokens that are drawn, of all maps together."""
         return sum(h * w for h, w in self.token_maps)
 
-    def check_shape(self, *names: str) -> None:
-        """Raises `UserError` for an impossible size in the shared fields or in the fields
-        `names`."""
-        self.check_sizes("depth", most=LARGEST_DEPTH)
-        self.check_sizes("embed_dim", "num_heads", *names)
-        self.check_real("norm_eps")
-        self.check_real("mlp_ratio", positive=True)
-        self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
+    def check_mixing(self, sampling: Sampling) -> None:
+        """Raises `UserError` unless rows are mixed on the logits only."""
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: {self.what} mixes its"
+                " rows on the logits only, which is 0"
+            )
 
     def with_template(
         self, aspect: float | str | None, size: str | None, cell: int = 16

@@ -24,11 +24,12 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels import target
 from pallas_kernels.residual.operands import Activation, Rows8, Sums
 from pallas_kernels.residual.reference import rows_8
-from varjax.nn import channels, stored
+from varjax.nn import schemes
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
+from varjax.nn.stored import Stored
 
 # a parameter of a network, with or without values
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | stored.Stored
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | Stored
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
@@ -56,21 +57,6 @@ class Quantized:
         *layers, first, second = self.array.shape
         turned = self.scheme.activations
         return (*layers, second, first) if turned else (*layers, first, second)
-
-    def layer(self, index: int) -> "Quantized":
-        """The matrix of one layer of several."""
-
-        def one(leaf: Leaf) -> Leaf:
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-            return leaf[index]
-
-        return jax.tree.map(one, self)
-
-    @classmethod
-    def stack(cls, layers: Sequence["Quantized"]) -> "Quantized":
-        """The inverse of `layer`."""
-        return jax.tree.map(lambda *leaves: stack(leaves), *layers)
 
     def by_axis(self, function: Callable[[Leaf, int | None], object], axis: int) -> "Quantized":
         """Calls `function(array, its axis)` for numbers and scales, where `axis` is one of the
@@ -107,7 +93,11 @@ class Quantized:
             sums = self._multiply(in_8_bits.numbers, kind).astype(jnp.float32) * in_8_bits.scale
         else:
             rows = activation(rows) if activation else rows
-            sums = self._by_parts(rows) if target.platform() == "cpu" else self._at_once(rows)
+            if target.platform() == "cpu":
+                sums = self._by_parts(rows)
+            else:
+                matrix = self.array.astype(rows.dtype)
+                sums = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
         return (sums * self.scale).astype(kind).reshape(*x.shape[:-1], -1)
 
     def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
@@ -149,9 +139,6 @@ class Quantized:
         last = (((1,), (1,)), ((), ()))
         return jax.lax.dot_general(numbers, self.array, last, preferred_element_type=kind)
 
-    def _at_once(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
-        return jnp.dot(x, self.array.astype(x.dtype), preferred_element_type=jnp.float32)
-
     def _by_parts(self, x: Float[Array, "R D_in"]) -> Float[Array, "R D_out"]:
         """The product with some numbers of every channel at a time."""
         (rows, columns), along = self.shape, int(self.scheme.activations)
@@ -175,12 +162,6 @@ class Quantized:
         array, scale = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.array, self.scale))
         return replace(self, array=array, scale=scale, dtype=jnp.dtype(dtype))
 
-    def matrix(self) -> Float[np.ndarray, "*L D_in D_out"]:
-        """float32, on the host: what the numbers stand for."""
-        numbers = np.asarray(self.array).astype(np.float32)
-        numbers = numbers.swapaxes(-1, -2) if self.scheme.activations else numbers
-        return numbers * np.asarray(self.scale)[..., None, :]
-
 
 # --- leaves of networks -------------------------------------------------------------------------
 
@@ -190,7 +171,7 @@ def stack(leaves: Sequence[Leaf]) -> Leaf:
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
-    if stored.is_one(first):
+    if isinstance(first, Stored):
         return first.origin
     return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
 
@@ -211,13 +192,13 @@ def quantize(matrix: Leaf, scheme: Scheme = SCHEMES[INT8], dtype=None) -> Quanti
     become NumPy arrays.
     """
     *layers, _, d_out = matrix.shape
-    kind, shape = jnp.dtype(dtype or matrix.dtype), channels.shape_of_numbers(matrix.shape, scheme)
+    kind, shape = jnp.dtype(dtype or matrix.dtype), schemes.shape_of_numbers(matrix.shape, scheme)
     if isinstance(matrix, jax.ShapeDtypeStruct):
         scale = jax.ShapeDtypeStruct((*layers, d_out), jnp.float32)
         return Quantized(jax.ShapeDtypeStruct(shape, scheme.dtype), scale, kind, scheme)
-    if stored.is_one(matrix):
-        return Quantized(*channels.of_stored(matrix, scheme), kind, scheme)
-    return Quantized(*channels.convert(matrix, scheme), kind, scheme)
+    if isinstance(matrix, Stored):
+        return Quantized(*schemes.of_stored(matrix, scheme), kind, scheme)
+    return Quantized(*schemes.convert(matrix, scheme), kind, scheme)
 
 
 def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:

@@ -17,8 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from varjax.nn import quantized, stored
+from varjax.nn import quantized
 from varjax.nn.quantized import Leaf, Quantized
+from varjax.nn.stored import Stored
 
 T = TypeVar("T")
 
@@ -72,12 +73,11 @@ class Separate:
 
     def stacked(self) -> Leaf | Quantized:
         """One array, or its shape."""
-        if quantized.is_one(self.parts[0]):
-            return Quantized.stack(self.parts)
-        if not isinstance(self.parts[0], Turned):
-            return quantized.stack(self.parts)
-        found = quantized.stack([part.array for part in self.parts])
-        if stored.is_one(found):  # the layers as they lie in the file, not turned
+        found = jax.tree.map(lambda *layers: quantized.stack(layers), *self.parts)
+        if not isinstance(found, Turned):
+            return found
+        found = found.array
+        if isinstance(found, Stored):  # the layers as they lie in the file, not turned
             return found
         if isinstance(found, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -87,9 +87,7 @@ class Separate:
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """Builds `num_layers` modules with one vmapped initialisation: every parameter gains a leading
     layer axis."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(
-        rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers)
-    )
+    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
@@ -128,16 +126,17 @@ def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = F
 
 def _part(value: Leaf | Quantized, index: int, turn: bool) -> Leaf | Turned | Quantized:
     """Layer `index` of a stacked parameter."""
-    if quantized.is_one(value):
-        return value.layer(index)
-    if isinstance(value, jax.ShapeDtypeStruct):
-        shape = value.shape[1:]
-        part = jax.ShapeDtypeStruct(shape[::-1] if turn else shape, value.dtype)
-    else:
-        part = value[index].T if turn else value[index]
-    if turn and isinstance(part, np.ndarray):
-        part = np.ascontiguousarray(part)  # a view would lie as before
-    return Turned(part) if turn else part
+
+    def one(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            shape = leaf.shape[1:]
+            return jax.ShapeDtypeStruct(shape[::-1] if turn else shape, leaf.dtype)
+        part = leaf[index].T if turn else leaf[index]
+        # a view would lie as before
+        return np.ascontiguousarray(part) if turn and isinstance(part, np.ndarray) else part
+
+    found = jax.tree.map(one, value)
+    return Turned(found) if turn else found
 
 
 def restack(blocks: nnx.Module) -> None:
@@ -158,14 +157,10 @@ def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree) -> T:
     if not is_separate(layers):
         return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
-    for index in range(_count(layers)):
+    leaves = jax.tree.leaves(layers, is_leaf=is_one)
+    for index in range(next(len(leaf) for leaf in leaves if is_one(leaf))):
         carry = body(carry, layer(layers, index))
     return carry
-
-
-def _count(layers: PyTree) -> int:
-    leaves = jax.tree.leaves(layers, is_leaf=is_one)
-    return next(len(leaf) for leaf in leaves if is_one(leaf))
 
 
 def _parameters(blocks: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:

@@ -73,14 +73,9 @@ class Stored:
         return found if dtype is None else found.astype(dtype)
 
 
-def is_one(leaf: object) -> bool:
-    """Whether this is an array in a file."""
-    return isinstance(leaf, Stored)
-
-
 def part_of(leaf, axis: int | None, ranges: Ranges) -> np.ndarray:
     """`Stored.part` of any parameter with values."""
-    if is_one(leaf):
+    if isinstance(leaf, Stored):
         return leaf.part(axis, ranges)
     array = np.asarray(leaf)
     if axis is WHOLE:

@@ -21,7 +21,7 @@ from pallas_kernels.residual import (
 )
 from pallas_kernels.residual.api import MODULES
 from pallas_kernels.residual.operands import Activation, Bits8
-from varjax.nn import split
+from varjax.nn import layers
 from varjax.nn.layers import Linear
 
 
@@ -49,25 +49,21 @@ class Stream:
     def normalized(
         self, vectors: Vectors, scale: int, shift: int, eps: float
     ) -> tuple[Float[Array, "R T D"] | Rows8, "Stream"]:
-        """The normalised and modulated stream, ready for `product`, and the stream with its branch
-        added. scale, shift: places in `vectors`."""
+        """The normalised and modulated stream, which `Linear.sums` takes, and the stream with its
+        branch added. scale, shift: places in `vectors`."""
         norm = Norm(vectors, scale, shift, eps, self.value.dtype, self.bits)
         found, value = add_and_normalize(
             self.value, self.branch, norm, implementation=self.implementation
         )
         return found, replace(self, value=value, branch=None)
 
-    def product(self, linear: Linear, x: Float[Array, "R T D"] | Rows8) -> Sums:
-        """A linear layer of what `normalized` has returned."""
-        return linear.sums(x) if isinstance(x, Rows8) else Sums(linear(x))
-
     def contracted(
         self, linear: Linear, x: Sums, axis: str | None, activation: Activation | None = None
     ) -> Sums:
-        """A linear layer of other rows. axis: of the mesh, see `split.contract`; None where the
+        """A linear layer of other rows. axis: of the mesh, see `layers.contract`; None where the
         stream has `bits`. activation: applied to `x` first."""
         if self.bits is None:
-            return Sums(split.contract(linear, x.finished(), axis, activation))
+            return Sums(layers.contract(linear, x.finished(), axis, activation))
         rows = to_8_bits(x, self.bits, activation, implementation=self.implementation)
         return linear.sums(rows)
 

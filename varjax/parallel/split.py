@@ -1,7 +1,7 @@
 """How many devices a mesh has along each axis.
 
 `data` splits the images of a batch; `model` splits heads and weights of every layer
-(`varjax.nn.split`).
+(`varjax.nn.layers.Split`).
 """
 
 import math

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from varjax.errors import UserError
 from varjax.nn import quantized, schemes, stacked, stored
+from varjax.nn.layers import Split
 from varjax.nn.quantized import Quantized
-from varjax.nn.split import Split
 from varjax.nn.stacked import Leaf, Turned
 from varjax.nn.stored import WHOLE, Ranges
 from varjax.parallel.split import MeshSpec
@@ -160,7 +160,7 @@ def place(
     together = defaultdict(list)  # layers of one stored array
     for placing in found:
         leaf = placing.leaf
-        together[id(leaf.origin if stored.is_one(leaf) else leaf)].append(placing)
+        together[id(leaf.origin if isinstance(leaf, stored.Stored) else leaf)].append(placing)
     arrays = {}
     for group in together.values():
         arrays |= zip(map(id, group), _placed(group), strict=True)
@@ -177,7 +177,7 @@ def _placed(group: list[_Placing]) -> list[jax.Array]:
             held += [jax.device_put(part, device) for device in devices]
             jax.block_until_ready(held[-len(devices) :])  # only then the host's copy is free
             del part
-    if stored.is_one(group[0].leaf):
+    if isinstance(group[0].leaf, stored.Stored):
         group[0].leaf.forget()
     return [
         jax.make_array_from_single_device_arrays(p.leaf.shape, p.where, held)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
@@ -113,7 +113,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry, multiprocessing_options=alone
     )
-    tree = parameters.nested(arrays)
+    tree = unflatten_dict(arrays, sep="/")
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
     with failed_writing(folder), checkpointer:

@@ -20,9 +20,9 @@ from varjax.nn.compiled import peak_bytes
 from varjax.nn.families import Catalogue, Part
 from varjax.nn.parameters import default_dtype
 from varjax.storage import arrays, checkpoint
-from varjax.text import unknown
 from varjax.text.features import MAX_LENGTH, TextFeatures
-from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder, Tokenizer, Tokens
+from varjax.text.prompt_set import Tell, no_known_word, warn
+from varjax.text.t5 import END, SPIECE_FILE, T5Config, T5Encoder, Tokenizer
 
 PART = "text_encoder"  # its name in a family, and its folder in a checkpoint
 TEXT_ENCODER = Part("T5", T5Config, T5Encoder, own_folder=True)
@@ -85,7 +85,7 @@ class TextEncoder:
         batch_size: int = 8,
         names: Sequence[str] | None = None,
         negative_names: Sequence[str] | None = None,
-        warn: unknown.Tell = unknown.warn,
+        warn: Tell = warn,
         progress: Callable[[int, int], None] | None = None,
     ) -> TextFeatures:
         """Features of prompts. An empty one stands for the model's own unconditional text.
@@ -108,9 +108,9 @@ class TextEncoder:
         prompts = [prompt.strip() for prompt in given]
         names = names or [f"prompt {i}" for i in range(len(prompts))]
         negatives, negative_names = negative_texts(negative_prompts, len(prompts), negative_names)
-        tokens = self._tokens(prompts, names, max_length, warn)
-        tokens += self._tokens(negatives, negative_names, max_length, warn)
-        features = encode_ids(self.module, [t and t.ids for t in tokens], batch_size, progress)
+        ids = self._ids(prompts, names, max_length, warn)
+        ids += self._ids(negatives, negative_names, max_length, warn)
+        features = encode_ids(self.module, ids, batch_size, progress)
         lens = np.array([len(f) for f in features], np.int32)
         negative = {}
         if negatives:
@@ -125,16 +125,17 @@ class TextEncoder:
             text_maxlen=max_length,
         )
 
-    def _tokens(self, texts, names, max_length: int, warn) -> list[Tokens | None]:
-        """Tokens of every text, None for an empty one."""
-        found = [self.tokenizer.encode(text, max_length) if text else None for text in texts]
-        for tokens, name, text in zip(found, names, texts, strict=True):
-            if tokens is None:
-                continue
-            if tokens.full_length > len(tokens.ids):
-                warn(f"{name} has {tokens.full_length} tokens: cut to {max_length}")
-            if not self.tokenizer.knows(tokens):
-                warn(unknown.message(name, text))
+    def _ids(self, texts, names, max_length: int, tell) -> list[list[int] | None]:
+        """Token ids of every text, None for an empty one."""
+        found = []
+        for text, name in zip(texts, names, strict=True):
+            ids = self.tokenizer.ids(text) if text else None
+            if ids is not None and len(ids) > max_length:
+                tell(f"{name} has {len(ids)} tokens: cut to {max_length}")
+                ids = [*ids[: max_length - 1], END]
+            if ids is not None and not self.tokenizer.knows(ids):
+                tell(no_known_word(name, text))
+            found.append(ids)
         return found
 
 

@@ -82,26 +82,13 @@ class TextFeatures(PromptSet):
 
     def _check_rows(self, kv_name: str, lens_name: str) -> None:
         """Checks features and lengths of texts, and gives them their types."""
-        kv, lens = (arguments.as_array(name, getattr(self, name)) for name in (kv_name, lens_name))
-        for name, array, axes, kind, needed in (
-            (kv_name, kv, 2, np.floating, "floats [sum of lengths, C]"),
-            (lens_name, lens, 1, np.integer, "a whole number per text"),
-        ):
-            if array.ndim != axes or not array.size or not np.issubdtype(array.dtype, kind):
-                given = f"shape {array.shape} and type {array.dtype}"
-                raise UserError(f"{name} has {given}: give {needed}")
+        kv = self._array(kv_name, 2, np.floating, "floats [sum of lengths, C]")
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
             kv = kv.astype(np.float32, copy=False)
         if not np.isfinite(kv).all():
             raise UserError(f"{kv_name} holds values that are NaN or infinite")
-        if (short := np.flatnonzero(lens < 1)).size:
-            raise UserError(
-                f"{lens_name}[{short[0]}] is {lens[short[0]]}: a text has at least 1 token"
-            )
-        if int(lens.astype(object).sum()) != len(kv):
-            raise UserError(f"{lens_name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
         object.__setattr__(self, kv_name, kv)
-        object.__setattr__(self, lens_name, lens.astype(np.int32))
+        self._check_lens(lens_name, kv_name)
 
     # --- images -----------------------------------------------------------------------------------
 

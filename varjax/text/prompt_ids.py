@@ -20,8 +20,7 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError, about
-from varjax.text import unknown
-from varjax.text.prompt_set import PromptSet, read_arrays
+from varjax.text.prompt_set import PromptSet, Tell, no_known_word, read_arrays, warn
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
@@ -51,26 +50,15 @@ class PromptIds(PromptSet):
     slots: int | None = None
 
     def __post_init__(self):
-        ids, lens = (arguments.as_array(name, getattr(self, name)) for name in ("ids", "lens"))
-        for name, array in (("ids", ids), ("lens", lens)):
-            if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-                given = f"shape {array.shape} and type {array.dtype}"
-                raise UserError(f"{name} has {given}: give a list of whole numbers")
-            if array.min() < -(2**31) or array.max() >= 2**31:
-                raise UserError(f"{name} holds numbers of more than 32 bits")
-        ids, lens = ids.astype(np.int64), lens.astype(np.int64)
-        if (short := np.flatnonzero(lens < 1)).size:
-            raise UserError(
-                f"lens[{short[0]}] is {lens[short[0]]}: a prompt has at least 1 token id"
-            )
-        if int(lens.sum()) != len(ids):
-            raise UserError(f"lens sums up to {lens.sum()}, ids has {len(ids)} entries")
-        if int(lens.max()) > LONGEST:
-            raise UserError(f"a prompt has {lens.max()} token ids: at most {LONGEST}")
+        ids = self._array("ids", 1, np.integer, "a list of whole numbers")
+        if ids.min() < -(2**31) or ids.max() >= 2**31:
+            raise UserError("ids holds numbers of more than 32 bits")
         object.__setattr__(self, "ids", ids.astype(np.int32))
-        object.__setattr__(self, "lens", lens.astype(np.int32))
+        self._check_lens("lens", "ids")
+        if self.longest > LONGEST:
+            raise UserError(f"a prompt has {self.longest} token ids: at most {LONGEST}")
         if self.slots is not None:
-            arguments.integer("slots", self.slots, int(lens.max()), LONGEST)
+            arguments.integer("slots", self.slots, self.longest, LONGEST)
         self._check_images()
 
     @classmethod
@@ -161,13 +149,13 @@ def encode(
     config: Any,
     tokenizer: PromptTokenizer,
     names: Sequence[str] | None = None,
-    warn: unknown.Tell = unknown.warn,
+    warn: Tell = warn,
 ) -> PromptIds:
     """The ids of texts, in the format in which models of this configuration were trained. names:
     how messages call each text. warn: is told of texts without a word that is known."""
     for number, text in enumerate(prompts):
         if not tokenizer.knows(text):
-            warn(unknown.message(names[number] if names else f"prompt {number}", text))
+            warn(no_known_word(names[number] if names else f"prompt {number}", text))
     return PromptIds.of([config.encode_prompt(text, tokenizer) for text in prompts], prompts)
 
 
@@ -191,7 +179,7 @@ class PromptIdKind(ConditionKind):
         found = self._ids(model, lambda line: None, **given)  # `resolve` will warn
         return model.with_prompt_tokens(found.checked(model.config).longest)
 
-    def _ids(self, model, warn=unknown.warn, *, prompts=None, prompt_ids=None) -> PromptIds:
+    def _ids(self, model, warn=warn, *, prompts=None, prompt_ids=None) -> PromptIds:
         if prompts is None:
             return prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
         texts = arguments.texts("prompts", prompts, PROMPTS_WANTED)

@@ -1,10 +1,13 @@
-"""The images of a set of prompts: what features of texts and prompts as token ids share.
+"""What features of texts and prompts as token ids share: the images of a set of prompts, and
+warnings about prompts of which a tokenizer knows no word: all of them give the same picture.
 
 Letters: P prompts, N images, B images of a batch.
 """
 
 import hashlib
 import os
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -16,6 +19,32 @@ from varjax.conditions import MOST_IMAGES
 from varjax.errors import UserError
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
+
+Tell = Callable[[str], None]
+
+
+def warn(message: str) -> None:
+    """Warns as a library does. Commands print the message to standard error instead."""
+    warnings.warn(message, stacklevel=3)
+
+
+def is_known(
+    ids: Sequence[int], unknown: int | None, decode: Callable[[Sequence[int]], str]
+) -> bool:
+    """Whether none of these ids is the unknown token, or the others hold a letter or digit.
+
+    unknown: the id of that token; None: the tokenizer has none, since it reads every byte.
+    """
+    known = [i for i in ids if i != unknown]
+    return len(known) == len(ids) or any(map(str.isalnum, decode(known)))
+
+
+def no_known_word(name: str, text: str) -> str:
+    """The message about such a prompt. name: how messages call it."""
+    return (
+        f"{name} ({text!r:.60}) has no word that the model's tokenizer knows: it gives the picture"
+        " of any such prompt; write it in the language and script that the model was trained on"
+    )
 
 
 def read_arrays(
@@ -45,6 +74,26 @@ class PromptSet:
     lens: Int[np.ndarray, " P"]
     prompts: tuple[str, ...] | None
     numbers: Int[np.ndarray, " N"] | None
+
+    def _array(self, name: str, axes: int, kind: type, needed: str) -> np.ndarray:
+        """A field as an array of so many axes and of this kind of numbers."""
+        array = arguments.as_array(name, getattr(self, name))
+        if array.ndim != axes or not array.size or not np.issubdtype(array.dtype, kind):
+            given = f"shape {array.shape} and type {array.dtype}"
+            raise UserError(f"{name} has {given}: give {needed}")
+        return array
+
+    def _check_lens(self, name: str, rows_name: str) -> None:
+        """Checks lengths of prompts, whose rows lie one after the other in another field."""
+        lens = self._array(name, 1, np.integer, "a whole number per prompt")
+        if (short := np.flatnonzero(lens < 1)).size:
+            raise UserError(
+                f"{name}[{short[0]}] is {lens[short[0]]}: a prompt has at least 1 token"
+            )
+        rows = len(getattr(self, rows_name))
+        if int(lens.astype(object).sum()) != rows:
+            raise UserError(f"{name} sums up to {lens.sum()}, {rows_name} has {rows} rows")
+        object.__setattr__(self, name, lens.astype(np.int32))
 
     def _check_images(self) -> None:
         """Checks `prompts` and `numbers` against `lens`, and gives them their types."""

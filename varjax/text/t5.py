@@ -17,8 +17,8 @@ V vocabulary. Names of the published files are in `ported_weights/tables/transfo
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
-from varjax.text.unknown import is_known
+from varjax.text.prompt_set import is_known
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -61,10 +61,10 @@ class T5Config(published.Configuration):
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        self.check_sizes("num_layers", most=published.LARGEST_DEPTH)
-        self.check_sizes("vocab_size", "d_model", "d_kv", "d_ff", "num_heads")
-        self.check_real("layer_norm_epsilon")
-        self.check_sizes("relative_attention_num_buckets", least=4)
+        self.check_numbers(
+            num_layers=(1, published.LARGEST_DEPTH),
+            relative_attention_num_buckets=(4, published.LARGEST_SIZE),
+        )
         buckets = self.relative_attention_num_buckets
         if buckets % 4 or self.relative_attention_max_distance <= buckets // 4:
             raise self.wrong(
@@ -83,29 +83,12 @@ class T5Config(published.Configuration):
                 f"feed_forward_proj is {kind!r:.60}, supported is {FEED_FORWARD!r} (T5 version 1.1"
                 " and flan-t5)"
             )
-        found = cls.arguments(arguments, ignored=arguments)
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]:
-            raise cls.wrong(f"{', '.join(missing)} not given: take the published config.json")
-        return cls(**found)
+        names = {field.name for field in fields(cls)}
+        return super().from_published({n: v for n, v in arguments.items() if n in names})
 
     def to_published(self) -> dict:
         """Names and values as in `config.json`: the inverse of `from_published`."""
         return {**super().to_published(), "feed_forward_proj": FEED_FORWARD}
-
-
-_FLAN = {  # d_model, d_ff, num_layers, num_heads
-    "small": (512, 1024, 8, 6),
-    "base": (768, 2048, 12, 12),
-    "large": (1024, 2816, 24, 16),
-    "xl": (2048, 5120, 24, 32),
-    "xxl": (4096, 10240, 24, 64),
-}
-PRESETS = {
-    f"flan-t5-{name}": T5Config(
-        vocab_size=32128, d_model=d, d_kv=64, d_ff=f, num_layers=layers, num_heads=heads
-    )
-    for name, (d, f, layers, heads) in _FLAN.items()
-}
 
 
 def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
@@ -169,7 +152,7 @@ class T5Encoder(nnx.Module):
         bias = self.score_bias(lengths, ids.shape[1])
         x = self.embedding[...][ids].astype(jnp.float32)
         x = stacked.scan(lambda x, block: self.layer(block, x, bias), x, self.blocks)
-        return self._norm(x, self.final_norm[...])
+        return self._norm(x, self.final_norm)
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
         """The addition to the scores of every layer: the bias of relative positions, and the mask
@@ -183,7 +166,7 @@ class T5Encoder(nnx.Module):
         self, block: T5Block, x: Float[Array, "B T D"], bias: Float[Array, "B N T K"]
     ) -> Float[Array, "B T D"]:
         """Self attention and feed-forward of one layer with their residuals, float32."""
-        h = self._norm(x, block.attention_norm[...])
+        h = self._norm(x, block.attention_norm)
         q, k, v = (
             layers.split_heads(self._product(h, p), self.config.d_kv)
             for p in (block.q, block.k, block.v)
@@ -191,47 +174,26 @@ class T5Encoder(nnx.Module):
         scores = self._einsum("bnth,bnkh->bntk", q, k) + bias
         attended = self._einsum("bntk,bnkh->bnth", jax.nn.softmax(scores, axis=-1), v)
         x = x + self._product(layers.merge_heads(attended), block.o)
-        h = self._norm(x, block.feed_forward_norm[...])
+        h = self._norm(x, block.feed_forward_norm)
         gate = jax.nn.gelu(self._product(h, block.gate), approximate=True)
         return x + self._product(gate * self._product(h, block.up), block.down)
 
-    def _norm(self, x: Float[Array, "B T D"], scale: Float[Array, " D"]) -> Float[Array, "B T D"]:
-        """Root-mean-square normalisation: no mean is taken off, no bias added."""
-        mean_square = jnp.square(x).mean(-1, keepdims=True)
-        normal = x * jax.lax.rsqrt(mean_square + self.config.layer_norm_epsilon)
-        return normal * scale.astype(jnp.float32)
+    def _norm(self, x: Float[Array, "B T D"], scale: nnx.Param) -> Float[Array, "B T D"]:
+        return layers.rms_norm(x, scale[...], self.config.layer_norm_epsilon, jnp.float32)
 
     def _product(self, x: Array, projection: nnx.Linear) -> Float[Array, "B T _"]:
-        return jnp.dot(
-            x.astype(self.dtype),
-            projection.kernel[...].astype(self.dtype),
-            precision=self._precision,
-            preferred_element_type=jnp.float32,
-        )
+        factors = x.astype(self.dtype), projection.kernel[...].astype(self.dtype)
+        return jnp.dot(*factors, precision=self._precision, preferred_element_type=jnp.float32)
 
-    def _einsum(self, subscripts: str, a: Array, b: Array) -> Array:
+    def _einsum(self, subscripts: str, *factors: Array) -> Array:
         """A product of factors in the type of the weights, with float32 sums."""
-        return jnp.einsum(
-            subscripts,
-            a.astype(self.dtype),
-            b.astype(self.dtype),
-            precision=self._precision,
-            preferred_element_type=jnp.float32,
-        )
+        how = {"precision": self._precision, "preferred_element_type": jnp.float32}
+        return jnp.einsum(subscripts, *(a.astype(self.dtype) for a in factors), **how)
 
     @property
     def _precision(self) -> jax.lax.Precision | None:
         """Full where weights are float32: TPUs shorten float32 factors by default."""
         return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """ids: token ids of a text, the end token last. full_length: how many there were before the
-    text was cut."""
-
-    ids: list[int]
-    full_length: int
 
 
 class Tokenizer:
@@ -270,12 +232,10 @@ class Tokenizer:
                 f" {_ADVICE}"
             )
 
-    def encode(self, text: str, max_length: int) -> Tokens:
-        """At most `max_length` ids (at least 1); the last one is always the end token."""
-        pieces = self._processor.encode(text)
-        return Tokens([*pieces[: max_length - 1], END], len(pieces) + 1)
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text; the last one is always the end token."""
+        return [*self._processor.encode(text), END]
 
-    def knows(self, tokens: Tokens) -> bool:
-        """Whether it knows a word of a text (`varjax.text.unknown.is_known`)."""
-        own = self._processor
-        return is_known(tokens.ids[:-1], own.unk_id(), own.decode)
+    def knows(self, ids: Sequence[int]) -> bool:
+        """Whether it knows a word of a text with these ids (`prompt_set.is_known`)."""
+        return is_known(ids[:-1], self._processor.unk_id(), self._processor.decode)

@@ -10,14 +10,14 @@ from functools import cached_property
 import numpy as np
 from flax import nnx
 
-from varjax import model, model_names
+from varjax import model
 from varjax.calibration.files import model_digest
-from varjax.codecs.vq.config import VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vq import VQConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.var.config import VARConfig
+from varjax.models.llamagen import LlamaGenConfig
+from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 from varjax.training.data import Dataset
@@ -77,7 +77,7 @@ class Start:
     @classmethod
     def read(cls, path: str) -> "Start":
         """Describe a checkpoint. `UserError` unless it can be trained further."""
-        found = model.describe(model_names.found(path))
+        found = model.describe(registry.found(path))
         family = found.family.name
         configs = {name: part.config for name, part in found.parts.items()}
         transformer, codec = configs["transformer"], configs["codec"]
@@ -122,7 +122,7 @@ class Start:
 
     def load(self, part: str) -> nnx.Module:
         """A part in float32, in host memory. `UserError` if files are damaged."""
-        folder = model.describe(model_names.found(self.path)).directory
+        folder = model.describe(registry.found(self.path)).directory
         wanted = {part: "float32"}
         return checkpoint.load(folder, registry.CATALOGUE, wanted, on_host=True)[0][part]
 

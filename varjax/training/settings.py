@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
-from varjax.codecs.vq.config import VQConfig
-from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vq import VQConfig
+from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError, choose
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.var.config import VARConfig
+from varjax.models.llamagen import LlamaGenConfig
+from varjax.models.var import VARConfig
 from varjax.schedule import Schedule
 from varjax.training.data import LOADERS
 

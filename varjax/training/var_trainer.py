@@ -16,10 +16,10 @@ import numpy as np
 import optax
 
 from varjax.codecs.autoencoder import ImageCodec, cast
-from varjax.codecs.vqvae.model import Quantizer
+from varjax.codecs.vqvae import Quantizer
 from varjax.errors import UserError
-from varjax.models.llamagen.config import LlamaGenConfig
-from varjax.models.var.config import VARConfig
+from varjax.models.llamagen import LlamaGenConfig
+from varjax.models.var import VARConfig
 from varjax.parallel import processes
 from varjax.storage import npz
 from varjax.storage.atomic import new_file

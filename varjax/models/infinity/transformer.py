@@ -26,29 +26,19 @@ from varjax import sampling as sampling_lib
 from varjax.codecs.maps import patchify, unpatchify
 from varjax.errors import UserError
 from varjax.logical_axes import HEADS
-from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
-from varjax.models.infinity.schedules import rope_positions
+from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes
-from varjax.nn import layers, split, stacked
-from varjax.nn.split import Split
+from varjax.nn import layers, stacked
+from varjax.nn.layers import Linear, Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
 ROPE_BASE = 10000.0
-
-
-def _normal(std: float):
-    return jax.nn.initializers.truncated_normal(std, lower=-2, upper=2)
-
-
-def _linear(
-    d_in: int, d_out: int, rngs: nnx.Rngs, std: float, use_bias: bool = True
-) -> layers.Linear:
-    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
+normal = jax.nn.initializers.truncated_normal  # at two standard deviations
 
 
 class TextPool(nnx.Module):
@@ -57,10 +47,11 @@ class TextPool(nnx.Module):
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
         shape = (config.pool_heads, width // config.pool_heads)
-        self.query = nnx.Param(_normal(std)(rngs.params(), shape))
-        self.kv = _linear(config.text_channels, 2 * width, rngs, std, use_bias=False)
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+        self.query = nnx.Param(normal(std)(rngs.params(), shape))
+        self.kv = linear(config.text_channels, 2 * width, use_bias=False)
         self.v_bias = nnx.Param(jnp.zeros((width,)))
-        self.proj = _linear(width, width, rngs, std)
+        self.proj = linear(width, width)
 
 
 class Block(nnx.Module):
@@ -68,23 +59,24 @@ class Block(nnx.Module):
 
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        residual_std = std / math.sqrt(2 * config.depth)
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+        last = partial(Linear, kernel_init=normal(std / math.sqrt(2 * config.depth)), rngs=rngs)
         gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])[:, None]
         self.modulation_offset = nnx.Param(
             jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates
         )
-        self.qkv = _linear(width, 3 * width, rngs, std, use_bias=False)
+        self.qkv = linear(width, 3 * width, use_bias=False)
         self.q_bias = nnx.Param(jnp.zeros((width,)))
         self.v_bias = nnx.Param(jnp.zeros((width,)))
         self.log_scale = nnx.Param(jnp.full((config.num_heads,), math.log(4.0)))
-        self.proj = _linear(width, width, rngs, residual_std)
+        self.proj = last(width, width)
         self.cross_norm = nnx.LayerNorm(width, epsilon=config.norm_eps, rngs=rngs)
-        self.cross_q = _linear(width, width, rngs, std)
-        self.cross_kv = _linear(width, 2 * width, rngs, std, use_bias=False)
+        self.cross_q = linear(width, width)
+        self.cross_kv = linear(width, 2 * width, use_bias=False)
         self.cross_v_bias = nnx.Param(jnp.zeros((width,)))
-        self.cross_proj = _linear(width, width, rngs, residual_std)
-        self.fc1 = _linear(width, config.hidden_dim, rngs, std)
-        self.fc2 = _linear(config.hidden_dim, width, rngs, residual_std)
+        self.cross_proj = last(width, width)
+        self.fc1 = linear(width, config.hidden_dim)
+        self.fc2 = last(config.hidden_dim, width)
 
 
 class Infinity(NextScaleTransformer):
@@ -102,21 +94,23 @@ class Infinity(NextScaleTransformer):
         self.config = config
         width, text, std = config.embed_dim, config.text_channels, (1 / config.embed_dim / 3) ** 0.5
 
+        linear = partial(Linear, kernel_init=normal(std), rngs=rngs)
+
         def table(*shape, spread=std):
-            return nnx.Param(_normal(spread)(rngs.params(), shape))
+            return nnx.Param(normal(spread)(rngs.params(), shape))
 
         self.text_norm = nnx.Param(jnp.ones((text,)))
         self.unconditional_text = table(config.text_maxlen, text, spread=1.2 / text**0.5)
         self.text_pool = TextPool(config, rngs=rngs)
-        self.text_proj1 = _linear(text, width, rngs, std)
-        self.text_proj2 = _linear(width, width, rngs, std)
+        self.text_proj1 = linear(text, width)
+        self.text_proj2 = linear(width, width)
         self.start_embedding = table(1, width)
         self.level_embedding = table(LEVELS, width)
-        self.word_embedding = _linear(config.bits, width, rngs, std)
-        self.shared_modulation = _linear(width, 6 * width, rngs, std)
+        self.word_embedding = linear(config.bits, width)
+        self.shared_modulation = linear(width, 6 * width)
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.head_modulation = _linear(width, 2 * width, rngs, 0.5 * std)
-        self.head = _linear(width, 2 * config.bits, rngs, 0.02 * std)
+        self.head_modulation = linear(width, 2 * width, kernel_init=normal(0.5 * std))
+        self.head = linear(width, 2 * config.bits, kernel_init=normal(0.02 * std))
 
     @staticmethod
     def splits() -> dict[str, Split]:
@@ -134,12 +128,10 @@ class Infinity(NextScaleTransformer):
         self, text: Float[Array, "R M E"], visible: Bool[Array, "R M"]
     ) -> tuple[Float[Array, "R D"], Float[Array, "R M D"]]:
         """Condition vector of every row, and what cross attention takes keys and values from."""
-        wide = text.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.config.norm_eps)
-        normal = (wide * self.text_norm[...]).astype(self.dtype)
-        hidden = jax.nn.gelu(self.text_proj1(normal), approximate=True)
+        text = layers.rms_norm(text, self.text_norm[...], self.config.norm_eps, self.dtype)
+        hidden = jax.nn.gelu(self.text_proj1(text), approximate=True)
         pool, heads = self.text_pool, self.config.pool_heads
-        k, v = jnp.split(pool.kv(normal), 2, axis=-1)
+        k, v = jnp.split(pool.kv(text), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
         pooled = layers.merge_heads(attend_visible(q, k, v, visible))
@@ -147,12 +139,10 @@ class Infinity(NextScaleTransformer):
 
     @property
     def resampling(self) -> Resampling:
-        return Resampling("bilinear", "bilinear", self.config.patch)
+        return "bilinear", "bilinear", self.config.patch
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
-        config = self.config
-        length = config.text_maxlen if text_tokens is None else text_tokens
-        return text_shapes(images, length, config.text_channels)
+        return text_shapes(self.config, images, text_tokens)
 
     def encode_condition(
         self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None
@@ -274,11 +264,11 @@ class Infinity(NextScaleTransformer):
         guidance, where it acts after this layer."""
         modulation = layer_context["modulation"]
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
+        x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        x = x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
+        x = x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
         if "mix" not in shared:
             return x
         strength = shared["mix"][layer_context["number"]]
@@ -292,7 +282,7 @@ class Infinity(NextScaleTransformer):
         h = h.astype(self.dtype)
         q = block.cross_q(h).reshape(*h.shape[:2], -1, self.config.head_dim)
         out = attend_text(q, text, layer).reshape(*h.shape[:2], -1)
-        return split.contract(block.cross_proj, out, self.model_axis)
+        return layers.contract(block.cross_proj, out, self.model_axis)
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -367,20 +357,3 @@ class Infinity(NextScaleTransformer):
             maps = patchify(rows.reshape(num_images, h * patch, w * patch, bits), patch)
             parts.append(maps.reshape(num_images, h * w, -1))
         return np.concatenate(parts, axis=1)
-
-    # --- all scales at once (training) ------------------------------------------------------------
-
-    def __call__(
-        self,
-        text: Float[Array, "B M E"],
-        length: Int[Array, " B"],
-        codes: Float[Array, "B K C"],
-    ) -> Float[Array, "B L 2*C"]:
-        """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`codecs.bsq.model.teacher_inputs`)."""
-        context = self.encode_rows(text, length)
-        scale = self.config.schedule.scale_of_token
-        x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
-        x = (x + self.level_embedding[scale]).astype(jnp.float32)
-        rotation = self.rotation(jnp.arange(len(scale)))
-        return self.teacher_forced(context, {"rotation": rotation, "text": context["text"]}, x)

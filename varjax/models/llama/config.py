@@ -14,14 +14,6 @@ from varjax.sampling import Sampling
 
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 LONGEST_PROMPT = 2**14
-# Names of published language configurations that do not change the function computed here.
-IGNORED_NAMES = frozenset(
-    "architectures attention_dropout bos_token_id dropout eos_token_id hidden_act"
-    " initializer_range mask_image_logits max_sequence_length model_type pad_token_id"
-    " pretraining_tp tie_word_embeddings torch_dtype transformers_version use_cache vq_config"
-    " z_loss_weight _attn_implementation _attn_implementation_internal _name_or_path dtype"
-    " aligner_config vision_config note".split()
-)
 
 
 class DecoderConfig(published.TransformerConfig):
@@ -30,6 +22,8 @@ class DecoderConfig(published.TransformerConfig):
 
     grid: tuple[int, int]
     logits_per_token = property(attrgetter("vocab_size"))
+    norm_after = False  # whether layers normalise what a branch gives, not what it takes
+    norm_shards = 0  # sets of weights of the norm of queries and keys; 0: there is none
 
     @property
     def image_tokens(self) -> int:
@@ -45,13 +39,8 @@ class DecoderConfig(published.TransformerConfig):
         return 0
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Returns it, or raises `UserError` if this model cannot draw that way."""
         sampling.check(1, self.vocab_size)
-        if sampling.cfg_insertion_layer != (0,):
-            raise UserError(
-                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: {self.what} mixes its"
-                " rows on the logits only, which is 0"
-            )
+        self.check_mixing(sampling)
         if sampling.more_smooth:
             raise UserError(f"more_smooth mixes codes of scales; {self.what} draws tokens: drop it")
         return sampling
@@ -75,8 +64,14 @@ class LlamaConfig(DecoderConfig):
     """
 
     condition = "prompt_ids"
-    norm_after = False  # whether layers normalise what a branch gives, not what it takes
-    norm_shards = 0  # sets of weights of the norm of queries and keys; 0: there is none
+    fixed = {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "hidden_act": "silu"}
+    ignored = frozenset(
+        "architectures attention_dropout bos_token_id dropout eos_token_id initializer_range"
+        " mask_image_logits max_sequence_length model_type pad_token_id pretraining_tp"
+        " tie_word_embeddings torch_dtype transformers_version use_cache vq_config z_loss_weight"
+        " _attn_implementation _attn_implementation_internal _name_or_path dtype aligner_config"
+        " vision_config note".split()
+    )
 
     hidden_size: int
     intermediate_size: int
@@ -90,22 +85,19 @@ class LlamaConfig(DecoderConfig):
     vocab_size: int
     prompt_tokens: int
 
-    def check_language_model(self) -> None:
-        """Raises `UserError` for impossible sizes."""
-        self.check_sizes("num_hidden_layers", most=published.LARGEST_DEPTH)
-        self.check_sizes("hidden_size", "intermediate_size", "num_attention_heads")
-        self.check_sizes("num_key_value_heads", "max_position_embeddings")
-        self.check_sizes("text_vocab_size", "vocab_size")
-        self.check_sizes("prompt_tokens", most=LONGEST_PROMPT)
-        self.check_real("rms_norm_eps")
-        self.check_real("rope_theta", positive=True)
+    def check_language_model(self, grid: Sequence[int], **limits: tuple[float, float]) -> None:
+        """Raises `UserError` for impossible sizes. grid: height and width, in any unit. limits: see
+        `check_numbers`."""
+        if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
+            raise self.wrong(f"grid {list(grid)} must be a height and a width")
+        limits["num_hidden_layers"] = 1, published.LARGEST_DEPTH
+        self.check_numbers("rope_theta", prompt_tokens=(1, LONGEST_PROMPT), **limits)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % heads or self.head_dim % 2:
             raise self.wrong(
                 f"hidden_size {self.hidden_size} over {heads} heads: heads must have an even size"
             )
-        if heads % kv_heads:
-            raise self.wrong(f"{heads} query heads are no multiple of {kv_heads} key heads")
+        self.check_multiple("num_attention_heads", heads, kv_heads, "num_key_value_heads ")
         if not 2 <= self.image_tokens <= MOST_TOKENS:
             raise self.wrong(
                 f"images of {'x'.join(map(str, self.grid))} tokens: at least 2, at most "
@@ -113,28 +105,11 @@ class LlamaConfig(DecoderConfig):
             )
         self.check_context(self.prompt_tokens)
 
-    def check_grid(self, grid: Sequence[int]) -> None:
-        """Raises `UserError` unless this is a height and a width."""
-        if len(grid) != 2 or not all(1 <= side <= MOST_TOKENS for side in grid):
-            raise self.wrong(f"grid {list(grid)} must be a height and a width")
-
     @classmethod
     def language_arguments(cls, given: Mapping) -> dict:
         """Fields from a published language configuration. `UserError` for unknown names, for values
         of the wrong type, and for what would be another function."""
-        found = cls.arguments(
-            given,
-            IGNORED_NAMES,
-            attention_bias=bool,
-            mlp_bias=bool,
-            rope_scaling=object,
-            head_dim=object,
-        )
-        for name in ("attention_bias", "mlp_bias", "rope_scaling"):
-            if found.pop(name, None):
-                raise cls.wrong(f"{name}={show(given[name])}: no released model has it")
-        if given.get("hidden_act", "silu") != "silu":
-            raise cls.wrong(f"hidden_act={show(given['hidden_act'])}: it must be silu")
+        found = cls.arguments(given, head_dim=object)
         size = found.pop("head_dim", None)
         if "vocab_size" in found:
             found["text_vocab_size"] = found.pop("vocab_size")
@@ -146,22 +121,6 @@ class LlamaConfig(DecoderConfig):
         if heads > 0 and size not in (None, wide):
             raise cls.wrong(f"head_dim={show(size)}: it must be hidden_size over the heads, {wide}")
         return found
-
-    @classmethod
-    def inside(cls, given: Mapping, name: str) -> Mapping:
-        """The names and values that a configuration has under a name; none where it lacks it.
-        `UserError` for anything else."""
-        found = given.get(name, {})
-        if not isinstance(found, Mapping):
-            raise cls.wrong(f"{name} is {show(found)}, it must hold names and values")
-        return found
-
-    def language_model(self) -> dict:
-        """The inverse of `language_arguments`."""
-        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-        names += " num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
-        found = {name: getattr(self, name) for name in names.split()}
-        return found | {"vocab_size": self.text_vocab_size}
 
     # --- what follows, by the names that all models have ------------------------------------------
 

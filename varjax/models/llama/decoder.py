@@ -17,11 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.logical_axes import HEADS, HIDDEN
-from varjax.models.llama.config import DecoderConfig, LlamaConfig
+from varjax.models.llama.config import DecoderConfig
 from varjax.models.llama.token_products import TokenProducts
 from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, quantized, split
-from varjax.nn.split import Split
+from varjax.nn import layers
+from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
 
 HEAD_NORM_EPS = 1e-5  # fixed in published code, whatever `rms_norm_eps` says
@@ -32,10 +32,6 @@ def linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=normal, *, bias=False) ->
     return layers.Linear(d_in, d_out, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def ones(*shape: int) -> nnx.Param:
-    return nnx.Param(jnp.ones(shape))
-
-
 def table(rows: int, columns: int, rngs: nnx.Rngs, init=normal) -> nnx.Param:
     return nnx.Param(init(rngs.params(), (rows, columns)))
 
@@ -44,7 +40,7 @@ class HeadNorm(nnx.Module):
     """Layer normalisation of heads, with S sets of weights for equally many neighbouring heads."""
 
     def __init__(self, shards: int, size: int):
-        self.scale = ones(shards, size)
+        self.scale = nnx.Param(jnp.ones((shards, size)))
         self.bias = nnx.Param(jnp.zeros((shards, size)))
 
     def __call__(
@@ -57,36 +53,35 @@ class HeadNorm(nnx.Module):
         # Two dimensions: XLA tries every tiling of a norm for GPUs, and with four or five of them
         # compiling a layer takes three times as long, one with its neighbours minutes.
         flat = x.astype(jnp.float32).reshape(-1, size)
-        # The sets are whole on all devices: there may be fewer of them than devices.
-        scale, bias = (
-            split.own_part(jnp.repeat(p[...].astype(jnp.float32), each, axis=0), own, axis)
-            for p in (self.scale, self.bias)
-        )
+
+        def of_device(parameter):
+            rows = jnp.repeat(parameter[...].astype(jnp.float32), each, axis=0)
+            if axis is None:
+                return rows
+            # the sets are whole on all devices: there may be fewer of them than devices
+            return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(axis) * own, own)
+
+        scale, bias = of_device(self.scale), of_device(self.bias)
         return layers.layer_norm(flat, HEAD_NORM_EPS).reshape(x.shape) * scale + bias
 
 
 class Block(nnx.Module):
     """One layer (parameters only); models stack them. `qkv` gives all queries, then keys, then
-    values; `gate_up` the gates, then what they let through."""
+    values; `gate_up` the gates, then what they let through. `q_norm` and `k_norm`: queries and keys
+    are normalised before they are rotated."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, hidden, size = config.embed_dim, config.hidden_dim, config.head_dim
         heads, groups = config.num_heads, config.queries_per_head
-        self.attention_norm = ones(width)
+        self.attention_norm = nnx.Param(jnp.ones(width))
         self.qkv = linear(width, (groups + 2) * heads * size, rngs)
         self.proj = linear(groups * heads * size, width, rngs)
-        self.feed_forward_norm = ones(width)
+        self.feed_forward_norm = nnx.Param(jnp.ones(width))
         self.gate_up = linear(width, 2 * hidden, rngs)
         self.down = linear(hidden, width, rngs)
-
-
-class NormedBlock(Block):
-    """A layer that normalises queries and keys before it rotates them."""
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.q_norm = HeadNorm(config.norm_shards, config.head_dim)
-        self.k_norm = HeadNorm(config.norm_shards, config.head_dim)
+        if config.norm_shards:
+            self.q_norm = HeadNorm(config.norm_shards, size)
+            self.k_norm = HeadNorm(config.norm_shards, size)
 
 
 @dataclass(frozen=True)
@@ -131,31 +126,9 @@ class Decoder(NextTokenTransformer):
     def token_products(self, implementation: str | None) -> TokenProducts | None:
         return TokenProducts.where_they_fit(self, implementation)
 
-    def why_no_token_products(self) -> str | None:
-        """Why a layer for one token cannot be `TokenProducts`, whatever its sizes, or None."""
-        if getattr(self.config, "norm_after", False) or getattr(self.config, "norm_shards", 0):
-            return "its layers normalise queries and keys, or what a branch gives"
-        if self.model_axis is not None:
-            return "its weights are divided over devices"
-        kernel = self.blocks.qkv.kernel.get_value()  # several, where layers are apart
-        if any(map(quantized.is_one, jax.tree.leaves(kernel, is_leaf=quantized.is_one))):
-            return "its weights are in 8 bits"
-        return None
-
     def rms_norm(self, x: Float[Array, "R T D"], scale: nnx.Param) -> Float[Array, "R T D"]:
         """Normalised `x` in the type of the weights."""
         return layers.rms_norm(x, scale[...], self.config.norm_eps, self.dtype)
-
-    def attention_branch(self, block: Block, attended: Float[Array, "R T Q H"]):
-        """The addition of attention to the stream, float32 [R, T, D]."""
-        attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
-        return split.contract(block.proj, attended, self.model_axis).astype(jnp.float32)
-
-    def feed_forward_branch(self, block: Block, h: Float[Array, "R T D"]):
-        """The addition of the feed-forward to the stream, float32 [R, T, D]."""
-        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        product = split.contract(block.down, jax.nn.silu(gate) * up, self.model_axis)
-        return product.astype(jnp.float32)
 
     def post_attention(
         self,
@@ -164,9 +137,20 @@ class Decoder(NextTokenTransformer):
         attended: Float[Array, "R T Q H"],
         drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
-        x = x + drop(self.attention_branch(block, attended), 0)
-        h = self.rms_norm(x, block.feed_forward_norm)
-        return x + drop(self.feed_forward_branch(block, h), 1)
+        """Attention's output projection and the feed-forward, with norms before them, or where
+        `norm_after` says so behind them."""
+        after, axis = self.config.norm_after, self.model_axis
+        attended = attended.reshape(*attended.shape[:2], -1).astype(self.dtype)
+        branch = layers.contract(block.proj, attended, axis).astype(jnp.float32)
+        if after:
+            branch = self.rms_norm(branch, block.attention_norm).astype(jnp.float32)
+        x = x + drop(branch, 0)
+        h = x.astype(self.dtype) if after else self.rms_norm(x, block.feed_forward_norm)
+        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
+        branch = layers.contract(block.down, jax.nn.silu(gate) * up, axis).astype(jnp.float32)
+        if after:
+            branch = self.rms_norm(branch, block.feed_forward_norm).astype(jnp.float32)
+        return x + drop(branch, 1)
 
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         h = self.rms_norm(x, self.norm)

@@ -8,12 +8,14 @@ import math
 import warnings
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_products
 from pallas_kernels.token_products import Angles, Norm, QuerySum, Stream
 from varjax.models.llama.config import DecoderConfig
+from varjax.nn import quantized
 from varjax.nn.layers import Linear
 from varjax.nn.stacked import Turned
 
@@ -38,11 +40,19 @@ class TokenProducts:
         model: the layer is then XLA's. A kernel that was named and does not fit is warned about."""
         if not token_products.has_kernel(implementation):
             return None
-        found = cls(transformer.config, transformer.dtype, implementation, transformer.halves)
-        one = jnp.zeros((1, found.config.head_dim))  # shapes alone matter
-        reason = transformer.why_no_token_products() or token_products.why_not(
-            implementation, found.dtype, transformer.config.hidden_dim, found.angles((one, one))
-        )
+        config = transformer.config
+        found = cls(config, transformer.dtype, implementation, transformer.halves)
+        one = jnp.zeros((1, config.head_dim))  # shapes alone matter
+        kernel = transformer.blocks.qkv.kernel.get_value()  # several, where layers are apart
+        if config.norm_after or config.norm_shards:
+            reason = "its layers normalise queries and keys, or what a branch gives"
+        elif transformer.model_axis is not None:
+            reason = "its weights are divided over devices"
+        elif any(map(quantized.is_one, jax.tree.leaves(kernel, is_leaf=quantized.is_one))):
+            reason = "its weights are in 8 bits"
+        else:
+            angles = found.angles((one, one))
+            reason = token_products.why_not(implementation, found.dtype, config.hidden_dim, angles)
         if reason is None:
             return found
         if implementation is not None:

@@ -1,23 +1,36 @@
-"""Configuration of Lumina-mGPT's transformer (Chameleon's), in the names of its published
-config.json, with the ids of the tokens that an image is written in."""
+"""Lumina-mGPT: Chameleon's transformer, tuned to draw pictures of many sizes (Liu et al. 2024,
+arXiv 2408.02657; Chameleon: arXiv 2405.09818).
+
+An image is written line by line, with a new line behind every line; the prompt ends with its height
+and width. Tokens are numbered by the codes of the image tokenizer here; V is the new line.
+
+Letters: B images, R rows, M slots of the condition, T tokens, Q query heads, H head size, D width,
+V codes. Names of the original implementation are in `ported_weights/tables/lumina.py`.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.lumina import sizes
-from varjax.nn import published
+from varjax.models.llama.decoder import Block, Llama, linear, table
+from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models
 IMAGE_TOKEN, DIGITS = re.compile(r"IMGIMG([A-J]{1,9})Z"), str.maketrans("ABCDEFGHIJ", "0123456789")
 BEGIN, END_OF_TURN, IMAGE_START = "<s>", "<reserved08706>", "<racm3:break>"
+LONGEST = 4  # times the other side, of pictures that the model was trained on
 UNIT = 32  # pixels, in the sentence that the model was trained on
 SIZES_FROM = 8800  # the token of n units is <reserved{8800 + n}>
+IDS = ("image_start", "new_line", "size_zero", "first_image")  # checked against the vocabulary
 GRAMMAR = {  # names in the file of a custom model: ours
     "boi": "image_start",
     "newline": "new_line",
@@ -60,15 +73,11 @@ class LuminaConfig(LlamaConfig):
     image_ids: published.INTEGERS = ()
 
     def __post_init__(self):
-        self.check_grid(self.units)
-        self.check_language_model()
-        self.check_sizes("model_parallel_size")
-        for heads in (self.num_attention_heads, self.num_key_value_heads):
-            if heads % self.model_parallel_size:
-                raise self.wrong(
-                    f"{heads} heads are no multiple of model_parallel_size "
-                    f"{self.model_parallel_size}"
-                )
+        anything = -published.LARGEST_SIZE, published.LARGEST_SIZE
+        self.check_language_model(self.units, **dict.fromkeys(IDS, anything))
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            shards = self.model_parallel_size
+            self.check_multiple(name, getattr(self, name), shards, "model_parallel_size ")
         ids = self.token_ids
         if self.image_ids and len(self.image_ids) != self.vocab_size:
             raise self.wrong(
@@ -100,10 +109,10 @@ class LuminaConfig(LlamaConfig):
         for name in ("model", "grammar", "vqgan", "image_vocab", "vocabulary_map"):
             model.pop(name, None)
         # our name: `vocab_size` is the language model's in published files
-        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)}, ())
+        codes = cls.arguments({"vocab_size": model.pop("num_codes", cls.vocab_size)})
         found = cls.language_arguments(model) | codes
         ids = {ours: grammar[name] for name, ours in GRAMMAR.items() if name in grammar}
-        found |= cls.arguments(ids, ())
+        found |= cls.arguments(ids)
         if names is not None:
             with about("vocabulary"):
                 ids = image_ids(names)
@@ -111,13 +120,10 @@ class LuminaConfig(LlamaConfig):
         return cls(**found)
 
     def to_published(self) -> dict:
-        own = (
-            "swin_norm model_parallel_size units prompt_tokens image_start new_line size_zero"
-            " first_image image_ids"
-        )
-        found = {name: getattr(self, name) for name in own.split()}
-        found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
-        return self.language_model() | found | {"num_codes": self.vocab_size}
+        """The inverse of `from_published`: `vocab_size` is the language model's there."""
+        found = super().to_published()
+        found["num_codes"] = found["vocab_size"]
+        return found | {"vocab_size": found.pop("text_vocab_size")}
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -142,10 +148,6 @@ class LuminaConfig(LlamaConfig):
         first = self.first_image
         ids = self.image_ids or range(first, first + self.vocab_size)
         return (*ids, self.new_line)
-
-    @cached_property
-    def _not_text(self) -> frozenset[int]:
-        return frozenset(self.token_ids)
 
     @property
     def opening(self) -> tuple[int, int, int]:
@@ -184,7 +186,8 @@ class LuminaConfig(LlamaConfig):
                 f"prompt ids ask for an image of {height}x{width} units, the model draws "
                 f"{self.units[0]}x{self.units[1]}: choose grid={height}x{width}, or other prompts"
             )
-        wrong = [i for i in ids[:-3] if i == self.image_start or i in self._not_text]
+        image = {*self.token_ids, self.image_start}
+        wrong = [i for i in ids[:-3] if i in image]
         if wrong or len(ids) == 3:
             found = f"have image tokens {wrong[:8]}" if wrong else "have no text"
             raise UserError(
@@ -203,7 +206,7 @@ class LuminaConfig(LlamaConfig):
         trained on that shape; `UserError` that lists the shapes."""
         if aspect is None and size is None:
             return self
-        return self.shaped(units=sizes.resolve(aspect, size, self.units, PATCH * cell))
+        return self.shaped(units=units_for(aspect, size, self.units, PATCH * cell))
 
 
 def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
@@ -231,6 +234,41 @@ def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(found[code] for code in range(len(found)))
 
 
+def units_of(area: int) -> list[tuple[int, int]]:
+    """(height, width) in units of all sizes for an area, at most `LONGEST` times as long as wide:
+    of every width the tallest that fits, and those down to the tallest of the next. Training
+    pictures were cropped to these."""
+    found = [
+        (height, width)
+        for width in range(1, area + 1)
+        for height in range(max(1, area // (width + 1)), area // width + 1)
+    ]
+    return sorted((h, w) for h, w in found if max(h, w) <= LONGEST * min(h, w))
+
+
+def units_for(
+    aspect: float | str | None, size: str | None, units: tuple[int, int], unit: int
+) -> tuple[int, int]:
+    """Height and width in units of a size in pixels, "768x512" or "512" for a square.
+
+    units: those of the model as it is; their product is its area.
+    unit: pixels of a side of one; 32 in released models.
+
+    Raises:
+      UserError: `aspect` is given, or the size is none of the model's; the message lists these.
+    """
+    if aspect is not None:
+        raise UserError(f"aspect={show(aspect)}: Lumina-mGPT takes size=HEIGHTxWIDTH in pixels")
+    known = units_of(units[0] * units[1])
+    listed = some((f"{unit * h}x{unit * w}" for h, w in known), 60)
+    found = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", str(size))
+    pixels = (int(found[1]), int(found[2] or found[1])) if found else (1, 1)
+    wanted = pixels[0] // unit, pixels[1] // unit
+    if pixels != (unit * wanted[0], unit * wanted[1]) or wanted not in known:
+        raise UserError(f"size={show(size)}: HEIGHTxWIDTH in pixels is one of {listed}")
+    return wanted
+
+
 LARGE = {  # the 34B family's shape
     "hidden_size": 8192,
     "intermediate_size": 22016,
@@ -242,3 +280,33 @@ LARGE = {  # the 34B family's shape
 }
 PRESETS = {f"lumina-mgpt-7b-{32 * n}": LuminaConfig(units=(n, n)) for n in (16, 24, 32)}
 PRESETS["lumina-mgpt-34b-512"] = LuminaConfig(units=(16, 16), **LARGE)
+
+
+class Lumina(Llama):
+    """Parameters of the transformer and the steps of generation. The head gives logits of image
+    tokens only, in the order of codes: others are never allowed within an image."""
+
+    new_lines = True
+
+    def __init__(self, config: LuminaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width = config.hidden_size
+        self.token_embedding = table(config.text_vocab_size, width, rngs)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.norm = nnx.Param(jnp.ones(width))
+        self.head = linear(width, config.vocab_size, rngs)
+
+    def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
+        """The unconditional rows know the size of the image only: image start, height and width.
+        Their positions begin there."""
+        ids, length = condition["ids"], condition["length"]
+        if guided:
+            opening = jnp.full_like(length, len(self.config.opening))
+            ids, length = jnp.tile(ids, (2, 1)), jnp.concatenate([length, opening])
+        return self.prompt_context(ids, length)
+
+    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
+        """Embedded tokens, float32."""
+        ids = jnp.asarray(np.array(self.config.token_ids, np.int32))
+        embedded = self.token_embedding[ids[tokens]].astype(jnp.float32)
+        return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))

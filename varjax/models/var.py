@@ -10,8 +10,10 @@ are in `ported_weights/tables/transformers.py`.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +23,95 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import Rows8, Sums, Vectors
-from varjax import sampling as sampling_lib
 from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
-from varjax.models.var.config import PRESETS, VARConfig
-from varjax.nn import layers, split, stacked
-from varjax.nn.split import Split
+from varjax.nn import layers, published, stacked
+from varjax.nn.layers import Linear, Split
 from varjax.nn.stream import Stream
 from varjax.sampling import Sampling, Scores
+from varjax.schedule import Schedule
 
-__all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VARConfig(published.TransformerConfig):
+    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
+    `patch_nums`."""
+
+    what = "VAR"
+    ignored = frozenset(
+        "vae vae_local vae_kwargs L note drop_rate attn_drop_rate drop_path_rate flash_if_available"
+        " fused_if_available".split()
+    )
+    condition: ClassVar[str] = "labels"  # what images are made of
+
+    num_classes: int = 1000
+    depth: int = 16
+    embed_dim: int = 1024
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    norm_eps: float = 1e-6
+    shared_aln: bool = False
+    attn_l2_norm: bool = True
+    schedule: Schedule = Schedule.square(SIDES_256)
+    vocab_size: int = 4096
+    z_channels: int = 32
+    cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
+    logits_per_token = property(attrgetter("vocab_size"))
+    null_label = property(attrgetter("num_classes"))  # the class embedding that is "no class"
+
+    def __post_init__(self):
+        self.check_numbers("mlp_ratio", depth=(1, published.LARGEST_DEPTH))
+        self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
+        self.check_multiple("embed_dim", self.embed_dim, self.num_heads, "num_heads ")
+        if not 0 <= self.cond_drop_rate < 1:
+            raise self.wrong(f"cond_drop_rate {self.cond_drop_rate} is outside [0, 1)")
+
+    @classmethod
+    def from_published(cls, arguments) -> "VARConfig":
+        """Reads the published constructor's names; `patch_nums` holds sides or [height, width].
+        What is left out has the published default; hence `attn_l2_norm` is off unless given.
+        `UserError` for an unknown name or a value of the wrong type."""
+        found = cls.arguments(arguments, patch_nums=object)
+        found.setdefault("attn_l2_norm", False)
+        schedule = cls.read_schedule(found.pop("patch_nums", SIDES_256))
+        return cls(**found, schedule=schedule)
+
+    @property
+    def hidden_dim(self) -> int:
+        return round(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def code_map(self) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map."""
+        return (*self.schedule.final_map, self.z_channels)
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that every layer holds of the condition while an image is drawn."""
+        return self.depth * rows * 6 * self.embed_dim * item_size
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        sampling.check(self.schedule.num_scales, self.vocab_size).check_no_interval(self.what)
+        self.check_mixing(sampling)
+        return sampling
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether unconditional rows have any weight: t = cfg * k / (K - 1) is not 0 everywhere."""
+        return any(cfg != 0 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
+
+
+# width 64 * depth and as many heads as layers
+PRESETS = {f"var-d{n}": VARConfig(depth=n, embed_dim=64 * n, num_heads=n) for n in (16, 20, 24, 30)}
+PRESETS["var-d36"] = VARConfig(
+    depth=36,
+    embed_dim=64 * 36,
+    num_heads=36,
+    schedule=Schedule.square(SIDES_512),
+    shared_aln=True,
+)
 
 
 def _normal(std: float):
@@ -39,26 +119,21 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends)
 
 
-def _linear(
-    d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True
-) -> layers.Linear:
-    return layers.Linear(d_in, d_out, use_bias=use_bias, kernel_init=_normal(std), rngs=rngs)
-
-
 class Block(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `VAR`."""
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        residual_std = std / math.sqrt(2 * config.depth)
-        self.qkv = _linear(width, 3 * width, std, rngs, use_bias=False)
+        linear = partial(Linear, kernel_init=_normal(std), rngs=rngs)
+        last = partial(Linear, kernel_init=_normal(std / math.sqrt(2 * config.depth)), rngs=rngs)
+        self.qkv = linear(width, 3 * width, use_bias=False)
         self.q_bias = nnx.Param(jnp.zeros((width,)))
         self.v_bias = nnx.Param(jnp.zeros((width,)))
         if config.attn_l2_norm:
             self.log_scale = nnx.Param(jnp.full((config.num_heads,), math.log(4.0)))
-        self.proj = _linear(width, width, residual_std, rngs)
-        self.fc1 = _linear(width, config.hidden_dim, std, rngs)
-        self.fc2 = _linear(config.hidden_dim, width, residual_std, rngs)
+        self.proj = last(width, width)
+        self.fc1 = linear(width, config.hidden_dim)
+        self.fc2 = last(config.hidden_dim, width)
         # gates start at 1e-5 of the usual size, scales and shifts at half
         gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])
         if config.shared_aln:
@@ -66,7 +141,7 @@ class Block(nnx.Module):
                 jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates[:, None]
             )
         else:
-            self.modulation = _linear(width, 6 * width, std, rngs)
+            self.modulation = linear(width, 6 * width)
             kernel = _normal(std)(rngs.params(), (width, 6 * width)) * jnp.repeat(gates, width)
             self.modulation.kernel.set_value(kernel)
 
@@ -79,22 +154,21 @@ class VAR(NextScaleTransformer):
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         self.config = config
-        width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
-        schedule = config.schedule
-
-        def table(rows):
-            return nnx.Param(_normal(std)(rngs.params(), (rows, width)))
-
-        self.class_embedding = table(config.num_classes + 1)
-        self.start_embedding = table(schedule.tokens[0])
-        self.position_embedding = table(schedule.total_tokens)
-        self.level_embedding = table(schedule.num_scales)
-        self.word_embedding = _linear(config.z_channels, width, std, rngs)
+        width, std, schedule = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5, config.schedule
+        linear = partial(Linear, rngs=rngs)
+        for name, rows in (
+            ("class_embedding", config.num_classes + 1),
+            ("start_embedding", schedule.tokens[0]),
+            ("position_embedding", schedule.total_tokens),
+            ("level_embedding", schedule.num_scales),
+        ):
+            setattr(self, name, nnx.Param(_normal(std)(rngs.params(), (rows, width))))
+        self.word_embedding = linear(config.z_channels, width, kernel_init=_normal(std))
         if config.shared_aln:
-            self.shared_modulation = _linear(width, 6 * width, std, rngs)
+            self.shared_modulation = linear(width, 6 * width, kernel_init=_normal(std))
         self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
-        self.head_modulation = _linear(width, 2 * width, 0.5 * std, rngs)
-        self.head = _linear(width, config.vocab_size, 0.02 * std, rngs)
+        self.head_modulation = linear(width, 2 * width, kernel_init=_normal(0.5 * std))
+        self.head = linear(width, config.vocab_size, kernel_init=_normal(0.02 * std))
 
     @staticmethod
     def splits() -> dict[str, Split]:
@@ -112,15 +186,12 @@ class VAR(NextScaleTransformer):
     def encode_condition(
         self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
     ) -> dict[str, Array]:
-        """The conditional rows have the labels, the unconditional rows the null class."""
-        if not guided:
-            return self.encode_rows(condition)
-        null = jnp.full_like(condition, self.config.null_label)
-        return self.encode_rows(jnp.concatenate([condition, null]))
-
-    def encode_rows(self, labels: Int[Array, " R"]) -> dict[str, Array]:
         """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D]
-        (gates, scales, shifts)."""
+        (gates, scales, shifts). The conditional rows have the labels, the unconditional rows the
+        null class."""
+        labels = condition
+        if guided:
+            labels = jnp.concatenate([labels, jnp.full_like(labels, self.config.null_label)])
         config = self.config
         condition = self.class_embedding[labels]
         active = jax.nn.silu(condition)
@@ -131,9 +202,9 @@ class VAR(NextScaleTransformer):
             modulation = self.blocks.modulation
             per_layer = modulation.of_all_layers(active)
             per_layer = per_layer + modulation.bias[...][:, None]
-            per_layer = split.whole(per_layer, self.model_axis).reshape(
-                config.depth, -1, 6, config.embed_dim
-            )
+            if self.model_axis is not None:  # every device has a part of the last axis
+                per_layer = jax.lax.all_gather(per_layer, self.model_axis, axis=2, tiled=True)
+            per_layer = per_layer.reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -193,25 +264,18 @@ class VAR(NextScaleTransformer):
         attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"] | Stream:
         """Output projection, gate, feed-forward and residuals of one layer."""
+        axis, gelu = self.model_axis, partial(jax.nn.gelu, approximate=True)
         if isinstance(x, Stream):
-            return self._post_attention(block, modulation, x, attended)
+            attended = Sums(attended.reshape(*x.value.shape[:2], -1))
+            x = x.added(x.contracted(block.proj, attended, axis), modulation, 0)
+            h, x = x.normalized(modulation, 3, 5, self.config.norm_eps)
+            wide = x.contracted(block.fc2, block.fc1.sums(h), axis, gelu)
+            return x.added(wide, modulation, 1)
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
-        h = layers.modulate(
-            layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
-        )
-        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        return x + split.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
-
-    def _post_attention(
-        self, block: Block, vectors: Vectors, x: Stream, attended: Float[Array, "R T N H"]
-    ) -> Stream:
-        """`post_attention` of a stream."""
-        attended, axis = Sums(attended.reshape(x.value.shape[:2] + (-1,))), self.model_axis
-        x = x.added(x.contracted(block.proj, attended, axis), vectors, 0)
-        h, x = x.normalized(vectors, 3, 5, self.config.norm_eps)
-        wide, gelu = x.product(block.fc1, h), partial(jax.nn.gelu, approximate=True)
-        return x.added(x.contracted(block.fc2, wide, axis, gelu), vectors, 1)
+        x = x + layers.contract(block.proj, attended, axis) * modulation[:, None, 0]
+        h = layers.layer_norm(x, self.config.norm_eps)
+        h = layers.modulate(h, modulation[:, 3], modulation[:, 5])
+        return x + layers.contract(block.fc2, block.fc1(h), axis, gelu) * modulation[:, None, 1]
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -233,11 +297,6 @@ class VAR(NextScaleTransformer):
             strength = sampling.at("cfg", step.scale, num_scales) * step.ratio
         return Scores(logits, tau, strength)
 
-    def sample(
-        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        return sampling_lib.sample(scores, keys, sampling, implementation)
-
     # --- all scales at once (training) ------------------------------------------------------------
 
     def __call__(
@@ -245,7 +304,7 @@ class VAR(NextScaleTransformer):
     ) -> Float[Array, "B L V"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
         (`Quantizer.teacher_inputs`)."""
-        context = self.encode_rows(labels)
+        context = self.encode_condition(labels, guided=False)
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
         scale = self.config.schedule.scale_of_token
         x = x + self.position_embedding[...] + self.level_embedding[scale]

@@ -14,7 +14,9 @@ Letters: B images of H x W pixels, K scales, L tokens of all scales, P x Q the f
 channels, V codes.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +25,89 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
-from varjax.codecs.codes import nearest
-from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
-from varjax.codecs.vqvae.config import VQVAEConfig
-from varjax.errors import UserError
+from varjax.codecs.levels import Levels
+from varjax.codecs.maps import HIGHEST, flatten_maps, nearest, resize_area, resize_bicubic
 from varjax.sampling import smooth_codes
+from varjax.schedule import Schedule
 
-__all__ = ["VQVAE", "Quantizer", "VQVAEConfig"]
-
-HIGHEST = jax.lax.Precision.HIGHEST
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 
 
-def phi_index(num_scales: int, share_quant_resi: int, default_qresi_counts: int = 0) -> np.ndarray:
-    """int32 [K]: which phi convolution each scale uses.
-
-    `share_quant_resi` 1 means one for all, n >= 2 means n of them, 0 means `default_qresi_counts`
-    or as many as scales. Scale k sits at k / (K - 1) in [0, 1] and takes the phi with the nearest
-    tick. Ticks are evenly spaced; the original places them differently for exactly four phis, and
-    so do we.
+@dataclass(frozen=True, kw_only=True)
+class VQVAEConfig(Levels):
+    """Shape of the image codec; `UserError` when a size is impossible. Field names are the
+    published ones, `schedule` replaces `patch_nums`.
     """
-    if share_quant_resi == 1:
-        return np.zeros(num_scales, np.int32)
-    count = share_quant_resi or default_qresi_counts or num_scales
+
+    what = "VQVAE"
+    ignored = ("L", "note", "dropout", "test_mode")
+
+    vocab_size: int = 4096
+    z_channels: int = 32
+    ch: int = 160
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    num_res_blocks: int = 2
+    in_channels: int = 3
+    using_sa: bool = True  # attention after every block of the coarsest level
+    using_mid_sa: bool = True  # attention between the two middle blocks
+    quant_conv_ks: int = 3
+    quant_resi: float = 0.5  # phi(x) = (1 - r) x + r conv(x); 0 switches phi off
+    share_quant_resi: int = 4  # 0: one phi per scale, 1: one phi, n: n phis shared by all scales
+    default_qresi_counts: int = 0  # with share_quant_resi 0: how many phis, 0 = as many as scales
+    using_znorm: bool = False  # nearest code by angle instead of distance
+    group_norm_groups: int = 32
+    group_norm_eps: float = 1e-6
+    beta: float = 0.25  # training: weight of the commitment loss
+    schedule: Schedule = Schedule.square(SIDES_256)
+
+    def __post_init__(self):
+        self.check_levels(
+            share_quant_resi=(0, 1024),
+            default_qresi_counts=(0, 1024),
+            quant_conv_ks=(1, 63),
+            quant_resi=(-math.inf, math.inf),
+        )
+        if self.quant_conv_ks % 2 == 0:
+            raise self.wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
+        final = self.schedule.final_map
+        if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
+            raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
+
+    @property
+    def attended_levels(self) -> tuple[int, ...]:
+        return super().attended_levels if self.using_sa else ()
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the images in pixels."""
+        return tuple(side * self.downsample for side in self.schedule.final_map)
+
+    @property
+    def num_phi(self) -> int:
+        """The number of phi convolutions; 0 when `quant_resi` is 0."""
+        if abs(self.quant_resi) <= 1e-6:
+            return 0
+        return self.share_quant_resi or self.default_qresi_counts or self.schedule.num_scales
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "VQVAEConfig":
+        """Reads published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
+        `UserError` for unknown names, and if the two differ."""
+        found = cls.arguments(values, patch_nums=object, v_patch_nums=object)
+        maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]
+        if len(maps) == 2 and maps[0] != maps[1]:
+            raise cls.wrong("patch_nums and v_patch_nums differ: give one of them")
+        if maps:
+            found["schedule"] = cls.read_schedule(maps[0])
+        return cls(**found)
+
+
+def phi_index(num_scales: int, count: int) -> np.ndarray:
+    """int32 [K]: which of `count` phi convolutions each scale uses.
+
+    Scale k sits at k / (K - 1) in [0, 1] and takes the phi with the nearest tick. Ticks are evenly
+    spaced; the original places them differently for exactly four phis, and so do we.
+    """
     margin = 1 / 3 / count if count == 4 else 1 / 2 / count
     ticks = np.linspace(margin, 1 - margin, count)
     where = [k / max(num_scales - 1, 1) for k in range(num_scales)]
@@ -80,9 +143,7 @@ class Quantizer(nnx.Module):
         h = h.astype(jnp.float32)
         if not config.num_phi:
             return h
-        index = phi_index(
-            config.schedule.num_scales, config.share_quant_resi, config.default_qresi_counts
-        )
+        index = phi_index(config.schedule.num_scales, config.num_phi)
         index = index[scale] if isinstance(scale, int) else jnp.asarray(index)[scale]
         ratio = abs(config.quant_resi)
         kernel, bias = (p[...][index].astype(jnp.float32) for p in (self.phi_kernel, self.phi_bias))
@@ -92,15 +153,7 @@ class Quantizer(nnx.Module):
         )
         return h * (1 - ratio) + (convolved + bias) * ratio
 
-    def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
-        """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
-        return nearest(z, self.codebook(), by_angle=self.config.using_znorm)
-
     # --- images to tokens ---
-
-    def features_to_tokens(self, f: Float[Array, "B P Q C"]) -> Int[Array, "B L"]:
-        """Tokens of all scales, coarse to fine, each map row-major."""
-        return jnp.concatenate([tokens for tokens, _, _ in self.steps(f)], axis=1)
 
     def steps(self, f: Float[Array, "B P Q C"]) -> Iterator[tuple[Array, Array, Array]]:
         """Per scale: tokens [B, t_k], the pooled residual [B, h, w, C] that they stand for, and the
@@ -108,16 +161,10 @@ class Quantizer(nnx.Module):
 
         Gradients reach the codes and phi through the last one, never `f`.
         """
-        if f.shape[1:] != (*self.config.schedule.final_map, self.config.z_channels):
-            raise UserError(
-                f"a latent map of shape {f.shape[1:]} does not fit schedule"
-                f" {self.config.schedule} with {self.config.z_channels} channels:"
-                f" images of {self.config.image_size} pixels are needed"
-            )
         rest = jax.lax.stop_gradient(f).astype(jnp.float32)
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
-            tokens = self.nearest(pooled)
+            tokens = nearest(pooled, self.codebook(), by_angle=self.config.using_znorm)
             part = self.phi(resize_bicubic(self.codebook()[tokens], f.shape[1:3]), scale)
             rest = rest - jax.lax.stop_gradient(part)
             yield tokens.reshape(len(f), -1), pooled, part
@@ -127,11 +174,6 @@ class Quantizer(nnx.Module):
     def code_maps(self, tokens: Int[Array, "B L"]) -> Float[Array, "K B P Q C"]:
         """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
         schedule = self.config.schedule
-        if tokens.shape[1] != schedule.total_tokens:
-            raise UserError(
-                f"{tokens.shape[1]} tokens per image given, schedule {schedule} has"
-                f" {schedule.total_tokens}"
-            )
         total = jnp.zeros((len(tokens), *schedule.final_map, self.config.z_channels), jnp.float32)
         totals = []
         for scale, (height, width) in enumerate(schedule.maps):
@@ -182,12 +224,6 @@ class VQVAE(ImageCodec):
         self.post_quant_conv = conv(channels, channels, size, rngs)
         self.decoder = Decoder(config.decoder, rngs=rngs)
 
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        return self.encoder, self.quant_conv
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        return self.post_quant_conv, self.decoder
-
     # --- what generation asks of a codec ---
 
     def codes(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
@@ -236,7 +272,8 @@ class VQVAE(ImageCodec):
 
     def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B L"]:
         """Tokens of all scales, coarse to fine, each map row-major."""
-        return self.quantizer.features_to_tokens(self.encode(images))
+        steps = self.quantizer.steps(self.encode(images))
+        return jnp.concatenate([tokens for tokens, _, _ in steps], axis=1)
 
     def tokens_to_images(self, tokens: Int[Array, "B L"]) -> Float[Array, "B H W 3"]:
         return self.decode(self.quantizer.code_maps(tokens)[-1])

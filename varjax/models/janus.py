@@ -1,11 +1,24 @@
-"""Configuration of Janus-Pro's picture-drawing part, in the names of its published config.json."""
+"""Janus-Pro: a language model that draws pictures of image tokens (Chen et al. 2025, arXiv
+2501.17811). Only the part that draws is here: no vision tower, and no head for text.
+
+Image tokens have an embedding of their own, which an aligner widens, and a head of their own. Names
+of the original implementation are in `ported_weights/tables/janus.py`.
+
+Letters: B images, R rows, M slots of the condition, T tokens, D width, V codes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
 from varjax.errors import UserError, about, nearest, show
 from varjax.models.llama.config import LlamaConfig
-from varjax.nn import published
+from varjax.models.llama.decoder import Block, Llama, linear, table
+from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 RELEASED_GRID = (24, 24)  # 384 pixels
@@ -32,7 +45,7 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JanusConfig(LlamaConfig):
-    """Shape of a Janus-Pro transformer.
+    """Shape of a Janus-Pro transformer, in the names of its published config.json.
 
     code_dim: width of the embedding of image tokens, which the aligner widens to `hidden_size`.
     head_hidden: width inside the head.
@@ -58,10 +71,7 @@ class JanusConfig(LlamaConfig):
     prompt_tokens: int = 32
 
     def __post_init__(self):
-        self.check_sizes("code_dim", "head_hidden")
-        self.check_sizes("pad_id", least=0, most=self.text_vocab_size - 1)
-        self.check_grid(self.grid)
-        self.check_language_model()
+        self.check_language_model(self.grid, pad_id=(0, self.text_vocab_size - 1))
         if self.num_attention_heads != self.num_key_value_heads:
             raise self.wrong("num_key_value_heads must be num_attention_heads, as in all releases")
 
@@ -85,13 +95,13 @@ class JanusConfig(LlamaConfig):
             for name, ours in names.items():
                 if name not in params:
                     continue
-                value = cls.arguments({ours: params[name]}, ())[ours]
+                value = cls.arguments({ours: params[name]})[ours]
                 if found.setdefault(ours, value) != value:
                     raise cls.wrong(f"{section}: {name} is {value}, elsewhere it is {found[ours]}")
             for name, wanted in KINDS.items():
                 if params.get(name, wanted) != wanted:
                     raise cls.wrong(f"{section}: {name} is {show(params[name])}, not {wanted!r}")
-        return cls(**found, **cls.arguments(own, ()))
+        return cls(**found, **cls.arguments(own))
 
     def to_published(self) -> dict:
         """The layout of config.json: the inverse of `from_published`."""
@@ -100,7 +110,11 @@ class JanusConfig(LlamaConfig):
             for section, names in SECTIONS.items()
         }
         own = {"pad_id": self.pad_id, "grid": list(self.grid), "prompt_tokens": self.prompt_tokens}
-        return {"language_config": self.language_model(), **sections, **own}
+        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+        names += " num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
+        language = {name: getattr(self, name) for name in names.split()}
+        language["vocab_size"] = self.text_vocab_size
+        return {"language_config": language, **sections, **own}
 
     def with_grid(self, grid: tuple[int, int]) -> "JanusConfig":
         """The configuration for images of so many tokens, height x width. Only models of one's own
@@ -146,3 +160,46 @@ PRESETS = {
         head_hidden=4096,
     ),
 }
+
+
+class Janus(Llama):
+    """Parameters of the transformer and the steps of generation."""
+
+    every_token = ("blocks", "head", "head_hidden", "aligner1", "aligner2")
+
+    def __init__(self, config: JanusConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, hidden = config.hidden_size, config.head_hidden
+        self.token_embedding = table(config.text_vocab_size, width, rngs)
+        self.image_embedding = table(config.vocab_size, config.code_dim, rngs)
+        self.aligner1 = linear(config.code_dim, width, rngs, bias=True)
+        self.aligner2 = linear(width, width, rngs, bias=True)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.norm = nnx.Param(jnp.ones(width))
+        self.head_hidden = linear(width, hidden, rngs, bias=True)
+        self.head = linear(hidden, config.vocab_size, rngs, bias=True)
+
+    def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
+        """The unconditional rows have the prompt's first and last id, and `pad_id` between them.
+        These pads are seen like any other token, as published: so the logits of such a row depend
+        on the length of the prompt."""
+        ids, length = condition["ids"], condition["length"]
+        if guided:
+            slot, slots = jnp.arange(ids.shape[1]), ids.shape[1]
+            inner = (slot > slots - length[:, None]) & (slot < slots - 1)
+            nothing = jnp.where(inner, self.config.pad_id, ids)
+            ids, length = jnp.concatenate([ids, nothing]), jnp.tile(length, 2)
+        return self.prompt_context(ids, length)
+
+    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
+        """Embedded tokens, float32."""
+        codes = self.image_embedding[tokens].astype(self.dtype)
+        wide = jax.nn.gelu(self.aligner1(codes), approximate=False)
+        embedded = self.aligner2(wide).astype(jnp.float32)
+        return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))
+
+    def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        h = self.rms_norm(x, self.norm)
+        h = jax.nn.gelu(self.head_hidden(h), approximate=False)
+        logits = self.head.product(h, jnp.float32)
+        return logits + self.head.bias[...].astype(jnp.float32)
