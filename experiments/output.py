@@ -96,7 +96,7 @@ class BatchStore:
         self._files: dict[str, Files] = {}  # sound ones, by series
         self._check_out()
         self.work = WorkFolder(self._place(), description)
-        self.work.check(overwrite)
+        self.check()
 
     @property
     def replaces(self) -> Written | None:
@@ -109,6 +109,11 @@ class BatchStore:
     def _check_out(self) -> None:
         """Raise `UserError` unless `out` may be made now."""
         check_new_folder(self.out, replaces=self.replaces, flag="--out")
+
+    def check(self) -> None:
+        """Raise `UserError` unless results may be written here now."""
+        self._check_out()
+        self.work.check(self.overwrite)
 
     @classmethod
     def fresh(
@@ -134,14 +139,19 @@ class BatchStore:
         finished. `UserError` if another process works in it or it cannot be written."""
         with contextlib.ExitStack() as stack:
             with processes.together():
+                stack.callback(self._leave_results)
                 stack.enter_context(self.work.held())
-                self._check_out()  # again: another process may have been here since
-                self.work.check(self.overwrite)
+                self.check()  # again: another process may have been here since
                 stack.callback(lambda: self.work.finished() or self.close())
                 self.work.start()
                 self.scan()
                 self.resumed = any(self.finished(name) for name in self.series)
             yield
+
+    def _leave_results(self) -> None:
+        if self.out.parent == RESULTS:  # it goes if it was made for this run alone
+            with contextlib.suppress(OSError):
+                RESULTS.rmdir()
 
     def scan(self) -> None:
         """See which files are there and sound."""

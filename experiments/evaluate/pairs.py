@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.batch_files import Series
 from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.evaluate.sets import ProgramOf
@@ -68,13 +67,6 @@ class Pairs:
             if count := int((labels[0] != labels[1][self.places]).sum()):
                 found.append(f"{count} of {len(labels[0])} pairs are of two different classes")
         return found
-
-    def series(self, size: int) -> Series:
-        """Return the files of per-image numbers. size: pairs of each file."""
-        arrays = {name: (np.dtype(np.float64), ()) for name in MEASURES if name in self.metrics}
-        if self.network is not None:
-            arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
-        return Series(len(self.places), size, {**arrays, "identical": (np.dtype(bool), ())})
 
 
 def pair(

@@ -2,7 +2,6 @@
 run starts, a summary at its end.
 """
 
-import math
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -54,37 +53,18 @@ def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
     return np.clip(found, 0, 1).astype(np.float32)
 
 
-def _size(run: Run) -> tuple[int, int]:
-    """Return height and width of the pictures that are written."""
-    return (run.resize, run.resize) if run.resize else run.model.pixels
-
-
 def series_of(run: Run, made: range | None = None) -> dict[str, Series]:
-    """Return the batches that a run keeps, "main" and, with --compare, "full". Their arrays are
-    those that `kept` returns. made: the images that are drawn here; None: all."""
-    config, floats = run.model.config, np.dtype(np.float32)
-    tokens = run.model.transformer.no_tokens(1)[0]
-    height, width = _size(run)
-    exact = run.compare or run.save_arrays
-    arrays = {"images": (floats if exact else np.dtype(np.uint8), (height, width, 3))}
-    arrays["tokens"] = tokens.dtype, tokens.shape
-    own = {}
-    if run.save_arrays:
-        arrays["code_map"] = floats, run.model.code_map
-        draws = config.logits_per_token // math.prod(tokens.shape[1:])
-        own["logits"] = floats, (*tokens.shape, draws)
-        transformer = run.model.transformer
-        written = transformer.tokens_to_file(tokens[None])[0]
-        own[transformer.token_name] = written.dtype, written.shape
-    found = {"main": arrays | own} | ({"full": arrays} if run.compare else {})
-    count, size = len(run.condition), run.batch_size
-    return {name: Series(count, size, arrays, made) for name, arrays in found.items()}
+    """Return the batches that a run keeps, "main" and, with --compare, "full". made: the images
+    that are drawn here; None: all."""
+    names = ("main", "full") if run.compare else ("main",)
+    return dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
 
 
 def shown(run: Run) -> Shown:
     """Return what the files say besides the batches."""
     names = (run.model.transformer.token_name, "code_map", "images", "logits")
-    captions, (height, width) = run.condition.captions, _size(run)
+    captions = run.condition.captions
+    height, width = (run.resize, run.resize) if run.resize else run.model.pixels
     return Shown(
         numbers=run.condition.numbers,
         captions=captions and list(captions[: files.in_grid(height, width)]),
@@ -205,10 +185,6 @@ def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
     if run.compare and generator is not None:
         numbers = compared(run, store)
         arrays = {f"{FIDELITY}{name}": values for name, values in numbers.items()}
-    kinds = {
-        name: {key: [dtype.str, shape] for key, (dtype, shape) in made.arrays.items()}
-        for name, made in store.series.items()
-    }
     content = {
         "command": "run",
         "environment": environment(),
@@ -217,7 +193,7 @@ def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
         "judges": run.judges.describe(),
         "count": main.count,
         "batch_size": main.batch_size,
-        "arrays": kinds,
+        "series": list(store.series),
     }
     parts.write(store, content, arrays)
 
