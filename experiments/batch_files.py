@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +29,6 @@ SETTINGS = "settings"  # the array that holds the digest of the settings
 NAME = "name"  # the array that holds the name of the file
 CONTENT = "content"  # the array that holds JSON data, if there are any
 SEAL = "seal"  # the array that holds the digest of all other arrays
-ArrayType = tuple[np.dtype, tuple[int, ...]]  # element type, shape
 
 
 class Damaged(Exception):
@@ -107,14 +106,11 @@ class Series:
     one of them.
 
     count: images of the run. batch_size: images that are drawn at a time; the last time there may
-      be fewer. arrays: {name: type of the array, with the shape for one image}, where that is asked
-      for.
-    images: which of them this process makes (`experiments.parts`); None: all.
+      be fewer. images: which of them this process makes (`experiments.parts`); None: all.
     """
 
     count: int
     batch_size: int
-    arrays: Mapping[str, ArrayType] = field(default_factory=dict)
     images: range | None = None
 
     @property

@@ -29,7 +29,7 @@ class Judges:
     lpips: Network | None = None
     classifier: Network | None = None
     batch_size: int = extractors.CPU_BATCH
-    _programs: dict[tuple[str, tuple[int, int]], Program] = field(default_factory=dict)
+    _programs: dict[tuple[Network, tuple[int, int]], Program] = field(default_factory=dict)
 
     def describe(self) -> dict:
         """Return which networks they are, for reports."""
@@ -60,10 +60,9 @@ class Judges:
         return (logits.argmax(1) == labels).astype(np.float64)
 
     def _run(self, network: Network, *pictures: Pictures) -> dict[str, np.ndarray]:
-        size = pictures[0].shape[1:3]
-        key = network.name, size
+        key = network, pictures[0].shape[1:3]
         if key not in self._programs:
-            self._programs[key] = Program(network, size, self.batch_size)
+            self._programs[key] = Program(*key, self.batch_size)
         program = self._programs[key]
         starts = range(0, len(pictures[0]), program.batch_size)
         batches = (tuple(x[i : i + program.batch_size] for x in pictures) for i in starts)

@@ -46,8 +46,8 @@ class JoinedStore(BatchStore):
     def __init__(self, out: pathlib.Path, found: Sequence[Part]):
         self.out, self.work = out, found[0].work
         self._stores = [_store(out, part) for part in found]
-        made = self._stores[0].series
-        self.series = {n: Series(s.count, s.batch_size) for n, s in made.items()}
+        said = found[0].content
+        self.series = dict.fromkeys(said["series"], Series(said["count"], said["batch_size"]))
 
     @property
     def replaces(self) -> Written:
@@ -64,8 +64,8 @@ class JoinedStore(BatchStore):
 def _store(out: pathlib.Path, part: Part) -> PartStore:
     """Return the batches of a part; `UserError` unless all its images are there."""
     count, size = part.content["count"], part.content["batch_size"]
-    made = part.shard.images(count, size)
-    series = {name: Series(count, size, images=made) for name in part.content["series"]}
+    made = Series(count, size, part.shard.images(count, size))
+    series = dict.fromkeys(part.content["series"], made)
     store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
     store.scan()
     for name in series:

@@ -97,7 +97,7 @@ class BatchStore:
         if processes.is_first():  # the others touch no file
             self._check_out()
             self.work = WorkFolder(self._place(), description)
-            self.work.check(overwrite)
+            self.check()
 
     @property
     def replaces(self) -> Written | None:
@@ -110,6 +110,11 @@ class BatchStore:
     def _check_out(self) -> None:
         """Raise `UserError` unless `out` may be made now."""
         check_new_folder(self.out, replaces=self.replaces, flag="--out")
+
+    def check(self) -> None:
+        """Raise `UserError` unless results may be written here now."""
+        self._check_out()
+        self.work.check(self.overwrite)
 
     @classmethod
     def fresh(
@@ -141,13 +146,18 @@ class BatchStore:
             yield
 
     def _hold(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(self._leave_results)
         stack.enter_context(self.work.held())
-        self._check_out()  # again: another process may have been here since
-        self.work.check(self.overwrite)
+        self.check()  # again: another process may have been here since
         stack.callback(lambda: self.work.finished() or self.close())
         self.work.start()
         self.scan()
         self.resumed = any(self.finished(name) for name in self.series)
+
+    def _leave_results(self) -> None:
+        if self.out.parent == RESULTS:  # it goes if it was made for this run alone
+            with contextlib.suppress(OSError):
+                RESULTS.rmdir()
 
     def scan(self) -> None:
         """See which files are there and sound."""

@@ -11,10 +11,11 @@ from varjax.storage.atomic import new_folder
 SETTINGS = {"seed": 0}
 COUNT, BATCH = 5, 2
 TOKENS = np.dtype(np.int32), (3,)
-SERIES = {
-    "main": Series(COUNT, BATCH, {"images": (np.dtype(np.uint8), (2, 2, 3)), "tokens": TOKENS}),
-    "full": Series(COUNT, BATCH, {"images": (np.dtype(np.float32), (2, 2, 3)), "tokens": TOKENS}),
+ARRAYS = {
+    "main": {"images": (np.dtype(np.uint8), (2, 2, 3)), "tokens": TOKENS},
+    "full": {"images": (np.dtype(np.float32), (2, 2, 3)), "tokens": TOKENS},
 }
+SERIES = dict.fromkeys(ARRAYS, Series(COUNT, BATCH))
 
 
 STARTS = range(0, COUNT, BATCH)  # first images of all batches
@@ -32,7 +33,7 @@ def store(out: pathlib.Path, settings=None, **options) -> BatchStore:
 
 def batch(series: str, index: np.ndarray) -> dict[str, np.ndarray]:
     """What is drawn for these images: decided by their numbers."""
-    kinds = SERIES[series].arrays
+    kinds = ARRAYS[series]
     values = {name: np.arange(index[0], index[0] + len(index)) * 7 + 1 for name in kinds}
     return {
         name: np.broadcast_to(
@@ -72,10 +73,8 @@ def finish(of: BatchStore) -> tuple[list, dict[str, dict[str, np.ndarray]]]:
 def expected() -> dict[str, dict[str, np.ndarray]]:
     """What `finish` gives of an undisturbed run."""
     return {
-        name: {
-            key: np.concatenate([batch(name, index(x))[key] for x in STARTS]) for key in made.arrays
-        }
-        for name, made in SERIES.items()
+        name: {key: np.concatenate([batch(name, index(x))[key] for x in STARTS]) for key in kinds}
+        for name, kinds in ARRAYS.items()
     }
 
 

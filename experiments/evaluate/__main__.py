@@ -130,11 +130,9 @@ class Evaluation:
         # pictures whose features are in one file: whole batches
         size = self.batch_size * math.ceil(sets.LEAST_CHUNK / self.batch_size)
         if job := self.comparison:
-            for name, wanted in job.wanted.items():
-                widths = {n: (np.dtype(np.float32), (job.network.widths[n],)) for n in wanted}
-                found[name] = Series(job.sides[name].pictures.count, size, widths)
+            found = {n: Series(job.sides[n].pictures.count, size) for n in job.wanted}
         if self.pairs:
-            found["pairs"] = self.pairs.series(size)
+            found["pairs"] = Series(self.samples.pictures.count, size)
         return found
 
     def describe(self) -> dict:

@@ -1,13 +1,15 @@
 """Metrics of pictures one by one: PSNR, SSIM, LPIPS and equal tokens of samples against those of
-the full cache."""
+the full cache. PSNR and SSIM of pictures as bytes are computed in float64, by the definitions of
+torchmetrics."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float, UInt8
+from scipy import ndimage
 
-from experiments.batch_files import Series
 from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.evaluate.sets import ProgramOf
@@ -15,17 +17,56 @@ from experiments.output import BatchStore
 from varjax import metrics
 from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
-from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network
 from varjax.evaluation.pictures import paired
 from varjax.parallel.processes import Stop
 from varjax.storage import npz
 
-MEASURES = {"psnr": pixels.psnr, "ssim": pixels.ssim}  # of a picture and the full cache's
 # If these entries of two reports and the models are equal, pictures of one number differ by the
 # cache alone. Models are compared by content, since their folders and files may have any names.
 DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
 DRAWN += ("dtype", "matmul_precision", "decode_dtype")
+SIGMA, RADIUS = 1.5, 5  # of the Gaussian window of SSIM (Wang et al. 2004): 11 pixels
+K1, K2 = 0.01, 0.03
+
+Picture = UInt8[np.ndarray, "H W 3"]
+
+
+def psnr(a: Picture, b: Picture) -> float:
+    """Peak signal-to-noise ratio in dB for a peak of 255; infinite if the pictures are equal."""
+    error = np.square(a.astype(np.float64) - b).mean() / 255**2
+    return 10 * math.log10(1 / error) if error else math.inf
+
+
+def check_window(height: int, width: int) -> None:
+    """`UserError` for pictures with a side shorter than the window of SSIM."""
+    if min(height, width) <= 2 * RADIUS:
+        raise UserError(
+            f"pictures of {height}x{width} pixels: SSIM needs more than {2 * RADIUS} on each side"
+        )
+
+
+def ssim(a: Picture, b: Picture) -> float:
+    """Structural similarity for values 0..1: Gaussian window, edges mirrored, mean over channels
+    and all positions. Sides as `check_window` asks for."""
+    window = np.exp(-np.square(np.arange(-RADIUS, RADIUS + 1) / SIGMA) / 2)
+    window /= window.sum()
+
+    def mean(values: Float[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 3"]:
+        for axis in (0, 1):
+            values = ndimage.correlate1d(values, window, axis=axis, mode="mirror")
+        return values
+
+    x, y = a / 255.0, b / 255.0
+    mx, my = mean(x), mean(y)
+    vx, vy = mean(x * x) - mx * mx, mean(y * y) - my * my
+    vxy = mean(x * y) - mx * my
+    c1, c2 = K1**2, K2**2
+    luminance = (2 * mx * my + c1) / (mx * mx + my * my + c1)
+    return float((luminance * (2 * vxy + c2) / (vx + vy + c2)).mean())
+
+
+MEASURES = {"psnr": psnr, "ssim": ssim}  # of a picture and the full cache's
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +110,6 @@ class Pairs:
                 found.append(f"{count} of {len(labels[0])} pairs are of two different classes")
         return found
 
-    def series(self, size: int) -> Series:
-        """Return the files of per-image numbers. size: pairs of each file."""
-        arrays = {name: (np.dtype(np.float64), ()) for name in MEASURES if name in self.metrics}
-        if self.network is not None:
-            arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
-        return Series(len(self.places), size, {**arrays, "identical": (np.dtype(bool), ())})
-
 
 def pair(
     samples: PictureSet, full: PictureSet, wanted: tuple[str, ...], network: Network | None
@@ -89,7 +123,7 @@ def pair(
     places = paired(samples.pictures, full.pictures)
     with about(samples.where):
         if "ssim" in wanted:
-            pixels.check_size(*samples.pictures.size)
+            check_window(*samples.pictures.size)
         if network is not None:
             network.check_size(*samples.pictures.size)
     tokens = None

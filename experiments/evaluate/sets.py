@@ -161,10 +161,10 @@ def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussia
     for name, side in job.sides.items() if AGREEMENT in job.metrics else ():
         if side.labels is not None:  # part of the pictures taken for the class asked for
             key = AGREEMENT + ("" if name == "samples" else f"_{name}")
-            right = whole(store, name, "logits").argmax(1) == side.labels
+            right = whole(job, store, name, "logits").argmax(1) == side.labels
             found[key] = int(right.sum()) / len(right)
     if asked := [metric for metric in NEIGHBOURHOODS if metric in job.metrics]:
-        ours, theirs = (whole(store, name, "pool") for name in job.sides)
+        ours, theirs = (whole(job, store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
         report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
         result = precision_recall(theirs, ours, report=report)
@@ -260,8 +260,8 @@ def gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gau
     has, which differs with the number of processes."""
     if (known := job.sides[name].statistics) is not None:
         return known.gaussians[feature]
-    dtype, shape = store.series[name].arrays[feature]
-    found, rows = Moments(*shape), np.empty((0, *shape), dtype)
+    width = job.network.widths[feature]
+    found, rows = Moments(width), np.empty((0, width), np.float32)
     for _, arrays in store.batches(name):
         rows = np.concatenate([rows, arrays[feature]])
         while len(rows) >= BLOCK:
@@ -272,11 +272,9 @@ def gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gau
     return found.gaussian()
 
 
-def whole(store: BatchStore, name: str, feature: str) -> np.ndarray:
+def whole(job: Comparison, store: BatchStore, name: str, feature: str) -> np.ndarray:
     """Return all rows of a stored feature. At most one file's arrays are in memory beside them."""
-    made = store.series[name]
-    dtype, shape = made.arrays[feature]
-    found = np.empty((made.count, *shape), dtype)
+    found = np.empty((store.series[name].count, job.network.widths[feature]), np.float32)
     for index, arrays in store.batches(name):
         found[index] = arrays[feature]
     return found

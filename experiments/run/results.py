@@ -57,7 +57,7 @@ def series_of(run: Run, made: range | None = None) -> dict[str, Series]:
     """Return the batches that a run keeps, "main" and, with --compare, "full". made: the images
     that are drawn here; None: all."""
     names = ("main", "full") if run.compare else ("main",)
-    return {name: Series(len(run.condition), run.batch_size, images=made) for name in names}
+    return dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
 
 
 def shown(run: Run) -> Shown:

@@ -127,7 +127,9 @@ def resolve() -> Sweep:
     )
 
 
-def _calibration(path, model: Model, sampling: Sampling) -> Calibration | None:
+def _calibration(
+    path: str | pathlib.Path | None, model: Model, sampling: Sampling
+) -> Calibration | None:
     """Return the content of a file, if there is one; one beside the model that does not fit it is
     not used."""
     try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration

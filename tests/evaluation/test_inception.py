@@ -65,7 +65,7 @@ def test_configurations():
     widths = [8] * len(CONVOLUTIONS)
     config = InceptionConfig.from_published({"widths": widths, "num_classes": 5})
     assert InceptionConfig.from_published(config.to_published()) == config
-    assert config.features == 6 * 8
+    assert config.block_width("Mixed_7c", 0) == 6 * 8
     for wrong, problem in (
         ({"widths": widths[1:]}, "93 widths for 94"),
         ({"widths": [0, *widths[1:]]}, "width of Conv2d_1a_3x3 is 0"),

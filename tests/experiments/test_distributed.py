@@ -176,10 +176,11 @@ def test_sums_do_not_depend_on_files(sizes, monkeypatch):
     add = Moments.add
     monkeypatch.setattr(Moments, "add", lambda self, x: (found.append(x), add(self, x)))
     store = SimpleNamespace(
-        series={"samples": Series(5000, 1, {"pool": (rows.dtype, (1,))})},
+        series={"samples": Series(5000, 1)},
         batches=lambda name: ((None, {"pool": file}) for file in files),
     )
-    job = SimpleNamespace(sides={"samples": SimpleNamespace(statistics=None)})
+    network = SimpleNamespace(widths={"pool": 1})
+    job = SimpleNamespace(sides={"samples": SimpleNamespace(statistics=None)}, network=network)
     assert evaluated.gaussian(job, store, "samples", "pool").mean == pytest.approx(rows.mean())
     assert list(map(len, found)) == [2048, 2048, 904]
     np.testing.assert_array_equal(np.concatenate(found), rows)

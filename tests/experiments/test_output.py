@@ -136,7 +136,7 @@ def test_settings_larger_than_any_are_not_read_whole(tmp_path):
 
 def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
     """The copy has the same run, images, types and shapes; only its name is wrong."""
-    monkeypatch.setitem(runs.SERIES, "main", runs.SERIES["full"])
+    monkeypatch.setitem(runs.ARRAYS, "main", runs.ARRAYS["full"])
     work, index = runs.interrupted(tmp_path / "out"), np.arange(4, 5)
     other = {name: array + 1 for name, array in runs.batch("full", index).items()}
     digest = runs.store(tmp_path / "out").work.digest

@@ -63,7 +63,6 @@ WHERE_CLASSIFIER = (
 class Network:
     """A network with its weights.
 
-    name: name of the extractor.
     identity: what reports say about it; `sha256` is the digest of its parameters.
     apply: traced: (module, arrays [B, ...]) -> {feature: [B, n]}.
     widths: n of every feature.
@@ -71,7 +70,6 @@ class Network:
     check_size: (height, width); raises `UserError` for pictures that the network cannot take.
     """
 
-    name: str
     module: nnx.Module
     identity: Mapping
     apply: Callable
@@ -108,7 +106,6 @@ def open_inception(folder: str | Path, preparation: str) -> Network:
         "logits": config.num_classes,
     }
     return Network(
-        "inception",
         module,
         {"name": "inception", **identity, "published_weights": published},
         lambda network, images: network(resizing.prepare(images, preparation)),
@@ -129,7 +126,6 @@ def open_classifier(folder: str | Path | None = None) -> Network:
         return {"pool": features, "logits": network.logits(features)}
 
     return Network(
-        "classifier",
         module,
         {"name": f"classifier of {config.num_classes} classes", "sha256": identity["sha256"]},
         apply,
@@ -173,7 +169,6 @@ def open_lpips(folder: str | Path) -> Network:
     module, identity = _load(folder, "lpips", WHERE_LPIPS)
     net = module.config.net
     return Network(
-        "lpips",
         module,
         {"name": f"lpips {net}, version 0.1", **identity},
         lambda network, a, b: {"layers": network.layers(_unit(a), _unit(b))},

@@ -187,14 +187,6 @@ class Block(nnx.Module):
         return jnp.concatenate([*joined, pooled] if pooling == "shrink" else joined, axis=-1)
 
 
-class Dense(nnx.Module):
-    """The last layer, which classifies; the published score leaves out its bias."""
-
-    def __init__(self, c_in: int, c_out: int):
-        self.kernel = nnx.Param(jnp.zeros((c_in, c_out)))
-        self.bias = nnx.Param(jnp.zeros((c_out,)))
-
-
 class Inception(nnx.Module):
     """Pictures, resized and normalised (`evaluation.resizing`), to features."""
 
@@ -207,7 +199,8 @@ class Inception(nnx.Module):
         for name in BLOCKS:
             setattr(self, name, Block(name, width, config))
             width = config.block_width(name, width)
-        self.fc = Dense(width, config.num_classes)
+        zeros, rngs = nnx.initializers.zeros, rngs or nnx.Rngs(0)
+        self.fc = nnx.Linear(width, config.num_classes, kernel_init=zeros, rngs=rngs)
 
     def activations(self, x: Float[Array, "B 299 299 3"]) -> dict[str, Float[Array, "B h w C"]]:
         """The output of every block and of everything before them, by name."""
@@ -229,5 +222,5 @@ class Inception(nnx.Module):
         with jax.default_matmul_precision("highest"):
             pool = found["Mixed_7c"].mean((1, 2))
             spatial = self.Mixed_6d.branch1x1(found["Mixed_6c"])[..., :SPATIAL_CHANNELS]
-            logits = pool @ self.fc.kernel[...]
+            logits = pool @ self.fc.kernel[...]  # the published score leaves out the bias
         return {"pool": pool, "spatial": spatial.reshape(len(x), -1), "logits": logits}
