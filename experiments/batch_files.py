@@ -32,7 +32,7 @@ SEAL = "seal"  # the array that holds the digest of all other arrays
 
 
 class Damaged(Exception):
-    """What is wrong with a file, in words."""
+    """Description of what is wrong with a file."""
 
 
 def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:

@@ -20,7 +20,7 @@ STEPS = 12  # of the bisection: budgets are found to 1/4096
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """What bytes mean for a command.
+    """Sizes that turn bytes into a budget for a command.
 
     batch_size: images that share the cache's bytes, on all devices.
     kv_dtype: type of the stored cache.

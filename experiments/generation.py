@@ -1,4 +1,5 @@
-"""What a command generates, resolved before anything is compiled, and what reports say about it."""
+"""Resolution of what a command generates, before anything is compiled, and its description for
+reports."""
 
 import dataclasses
 import hashlib
@@ -28,7 +29,7 @@ from varjax.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions:
-    """What decides how a program is compiled, apart from model, plan and batch.
+    """Options of a compiled program, apart from model, plan and batch.
 
     dtype: type of the computation. weights_dtype: type of stored weights.
     kv_dtype: type of the cache, of which budgets are fractions; a full cache that others are
@@ -103,7 +104,7 @@ class ProgramOptions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generation:
-    """What decides the images of `run` and `sweep` besides the policy.
+    """Settings that decide the images of `run` and `sweep` besides the policy.
 
     model: without its weights.
     condition: what the images are made of. Its prompts may not be encoded yet.

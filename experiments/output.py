@@ -1,4 +1,4 @@
-"""Where a command writes: one file, or a folder whose batches are kept as they finish.
+"""Output of a command: one file, or a folder whose batches are kept as they finish.
 
 While a run goes on, its batches lie in `DIR.partial` (`experiments.batch_files`). When an
 interrupted run is started again with the same flags, it draws the batches that are missing or
@@ -101,7 +101,7 @@ class BatchStore:
 
     @property
     def replaces(self) -> Written | None:
-        """What tells `check_new_folder` which folders it may replace; None: none."""
+        """Description of the folders that `check_new_folder` may replace; None: none."""
         return written if self.overwrite else None
 
     def _place(self) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that pyproject.toml allows (0.10.2, 0.11.2 and 0.12.0.1
+"""Differences between the versions of JAX that pyproject.toml allows (0.10.2, 0.11.2 and 0.12.0.1
 are tested). No other module of the packages asks for a version; each entry says when it can go."""
 
 import importlib.util

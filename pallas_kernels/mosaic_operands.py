@@ -38,7 +38,7 @@ CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 
 
 def programs_at_once(shared_memory: int, most: int | None = None) -> int:
-    """How many programs the chip runs at the same time. shared_memory: bytes of each, without
+    """Number of programs that the chip runs at the same time. shared_memory: bytes of each, without
     barriers. most: on a multiprocessor; None: as many as there is shared memory for."""
     # compiled for a chip that is not here, or none known: as many as an H100 has
     cores = CORES.get(target.capability(), CORES["9.0"])

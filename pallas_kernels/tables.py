@@ -1,4 +1,5 @@
-"""Which slots of the pool a head may read, and which token of a scale goes into which slot."""
+"""Tables of the slots that a head may read, and of the slot that each token of a scale goes
+into."""
 
 from dataclasses import dataclass, replace
 from typing import Self

@@ -29,7 +29,7 @@ Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the pa
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads a grid step serves.
+    """Heads that a grid step serves.
 
     count: N, rounded up to whole groups.
     size: H.

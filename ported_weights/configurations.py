@@ -61,7 +61,7 @@ class PublishedModel:
 
     @property
     def defaults(self) -> CustomDefaults:
-        """What a custom model of this family takes where nothing is given."""
+        """Defaults of a custom model of this family."""
         return CUSTOM_DEFAULTS[self.family.name]
 
     def check_files(self) -> None:

@@ -242,7 +242,7 @@ def zero_key_bias(prefix: str, model: str) -> Ignore:
 
 @dataclass
 class Placement:
-    """Where tensors go, by names and shapes.
+    """Places of tensors, by names and shapes.
 
     Attributes:
       targets: {path: leaf}, the parameters that have to be filled.

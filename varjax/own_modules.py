@@ -20,7 +20,7 @@ _LOADED: dict[tuple[str, ...], tuple[str, ...]] = {}  # by kinds, and file or im
 
 @dataclass(frozen=True)
 class Kind:
-    """What modules may register.
+    """Kind of things that a user's module may register.
 
     registries: what they add to. module_of: name of the module that an entry of the first one comes
     from. how: how something is registered, for messages.

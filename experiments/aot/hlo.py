@@ -149,8 +149,8 @@ class Module:
                 yield from self.runs(inner, times * rounds, everything=everything)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a while loop runs, as the compiler says or as the bound of its condition says;
-        None where neither is there."""
+        """Trip count of a while loop, from the compiler or from the bound of its condition; None
+        where neither is there."""
         if known := loop.attribute(r'known_trip_count":\s*\{\s*"n":\s*"(\d+)"'):
             return int(known)
         bounds = (i for c in loop.called("condition") for i, _ in self.runs(c, everything=True))

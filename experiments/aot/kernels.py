@@ -172,7 +172,7 @@ def _sent(kind: str, group: int) -> float:
 
 
 def _group(attributes: str) -> int:
-    """How many devices exchange with each other; 2 where pairs do."""
+    """Number of devices that exchange with each other; 2 where pairs do."""
     if listed := _LISTED.search(attributes):
         return len(listed[1].split(","))
     if counted := _COUNTED.search(attributes):

@@ -1,4 +1,4 @@
-"""How a GPU starts the kernels of a program, from the list of what the host does one after another.
+"""Starts of a program's kernels on a GPU, read from the list of the host's steps.
 
 XLA records runs of kernels as command buffers (CUDA graphs), which start all of them at once. What
 may be recorded depends on the versions of driver and toolkit, which the description of an absent

@@ -307,10 +307,10 @@ class Compilation:
 def carried_arrays(
     state: KVState | tuple[LayerCache, ...], stored: Sequence[jax.ShapeDtypeStruct]
 ) -> list[Carried]:
-    """What a program should update in place: the pool, in any type, and other arrays that take at
-    least `SHARE_THAT_MATTERS` of its bytes, in their own type. Where layers have caches of their
-    own, one of several equal arrays stands for all. stored: arrays of the state that hold K and
-    V."""
+    """Arrays that a program should update in place: the pool, in any type, and other arrays that
+    take at least `SHARE_THAT_MATTERS` of its bytes, in their own type. Where layers have caches of
+    their own, one of several equal arrays stands for all. stored: arrays of the state that hold K
+    and V."""
     least = SHARE_THAT_MATTERS * max(map(device_bytes, jax.tree.leaves(stored)))
     found, shapes = [], set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

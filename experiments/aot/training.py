@@ -42,7 +42,8 @@ class AbsentMesh(TrainingMesh):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainingStep:
-    """What is compiled, apart from the chip. accumulate, remat: see `TrainingSettings`."""
+    """Training step to be compiled, apart from the chip. accumulate, remat: see
+    `TrainingSettings`."""
 
     model: Model
     mesh: TrainingMesh

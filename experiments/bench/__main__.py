@@ -256,7 +256,7 @@ def show_drawing() -> int:
 
 
 def mode() -> str:
-    """What the flags ask for; `UserError` for two at once, or a flag that it does not take."""
+    """Mode that the flags ask for; `UserError` for two at once, or a flag that it does not take."""
     asked = {"--check": CHECK.value, "--tune": TUNE.value, "--draw": bool(DRAW.value)}
     found = [name for name, given in asked.items() if given] or ["timing"]
     if len(found) > 1:

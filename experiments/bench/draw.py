@@ -96,7 +96,7 @@ def rows(tasks: Collection[Task], *, small: bool, repeats: int, until: float) ->
 
 
 def drawn(task: Task, small: bool, repeats: int) -> dict:
-    """What is measured of a task (docs/reference/files.md)."""
+    """Measurements of a task (docs/reference/files.md)."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model = random_models.abstract(task.model, small)
     share = None if task.policy == "full" else SMALL_SHARE if small else SHARE
@@ -185,7 +185,8 @@ def kernel_lines(profile: ProfileData) -> Iterator[list[ProfileEvent]]:
 
 
 def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, object]:
-    """What `profiled` says of a run that took `wall` seconds. lines: `kernel_lines`."""
+    """Summary of a run that took `wall` seconds, as `profiled` returns it. lines:
+    `kernel_lines`."""
     own, calls, starts, ends = Counter(), Counter(), [], []
     for events in lines:
         inside: list[ProfileEvent] = []  # calls that have not ended, each within the one before

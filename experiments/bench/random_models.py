@@ -87,7 +87,7 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
 
 
 def condition(transformer: Transformer, images: int) -> object:
-    """What a batch is made of: class 0, or random features of texts of `TEXT` tokens."""
+    """Condition of a batch: class 0, or random features of texts of `TEXT` tokens."""
     shapes = transformer.condition_shapes(images, TEXT)
     if not isinstance(shapes, Mapping):
         return np.zeros(shapes.shape, shapes.dtype)

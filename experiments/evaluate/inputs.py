@@ -1,5 +1,5 @@
-"""What --samples, --reference and --full name: a run's folder, a folder of pictures, or an npz
-file."""
+"""Inputs that --samples, --reference and --full name: a run's folder, a folder of pictures, or an
+npz file."""
 
 import pathlib
 from collections.abc import Mapping

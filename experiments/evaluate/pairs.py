@@ -86,8 +86,8 @@ class Pairs:
 
     @property
     def remarks(self) -> list[str]:
-        """What was done to pictures; what the two runs differ in besides the cache, as far as their
-        reports say."""
+        """Remarks on the steps done to pictures and on differences of the two runs besides the
+        cache, as far as their reports say."""
         reports = (self.samples.report, self.full.report)
         labels = (self.samples.labels, self.full.labels)
         found = [*self.samples.pictures.remarks, *self.full.pictures.remarks]

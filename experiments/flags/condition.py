@@ -148,8 +148,7 @@ class ConditionFlags:
         return text if self._samples is None else text.spread(self._samples.value)
 
     def _resolve_ids(self, model: Model, weights: bool) -> TokenizedPrompts:
-        """Only models that draw token by token read ids, which no command measures with a few
-        samples."""
+        """Refuses measuring with a few samples: only models that draw token by token read ids."""
         ids = None
         if self._ids.value:
             ids = prompt_ids.load(self._ids.value)

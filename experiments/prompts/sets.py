@@ -75,12 +75,12 @@ class PromptSet:
 
     @property
     def texts(self) -> list[str]:
-        """What the encoder reads, prompt by prompt."""
+        """Texts that the encoder reads, prompt by prompt."""
         return [prompt.text for prompt in self.prompts]
 
     @property
     def names(self) -> list[str]:
-        """How messages call the prompts, by file and line."""
+        """Names of the prompts in messages, by file and line."""
         return [prompt.where for prompt in self.prompts]
 
 

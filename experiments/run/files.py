@@ -28,7 +28,7 @@ GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the re
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Shown:
-    """What the files of a run say besides its batches.
+    """Contents of a run's files besides its batches.
 
     numbers: int32 [N], labels or numbers of prompts. captions: of images in grid.png.
     prompts: that the images are of, `each` images of each; None: they are of classes.

@@ -1,6 +1,5 @@
-"""What a run keeps of its batches, what report.json says, and what is printed: the plan before the
-run starts, a summary at its end.
-"""
+"""Results of a run: the parts of its batches that are kept, report.json, and the printed lines, the
+plan before the run starts and a summary at its end."""
 
 import pathlib
 from collections.abc import Iterator, Mapping

@@ -100,8 +100,8 @@ def bound_socket() -> socket.socket:
 
 
 def usual_plan(model: Model, sampling: Sampling) -> tuple[Policy, CachePlan]:
-    """What requests get that name no policy, and its plan. A model that cannot have the default
-    policy has the full cache, unless flags say otherwise."""
+    """Policy for requests that name none, and its plan. A model that cannot have the default policy
+    has the full cache, unless flags say otherwise."""
     policy = POLICY.resolve()
     try:
         plan, calibration = POLICY.plan(policy, model, sampling)

@@ -1,6 +1,6 @@
-"""What stands before every route: whose name the server answers to, whose pages may speak to it,
-the key, the kind and the size of what is sent. And refusals, in the form that clients of OpenAI's
-API read: {"error": {"message", "type", "param"}}.
+"""Checks before every route: the names that the server answers to, the pages that may speak to it,
+the key, the kind and the size of a request. And refusals, in the form that clients of OpenAI's API
+read: {"error": {"message", "type", "param"}}.
 
 Plain ASGI: the framework's own kind of middleware would keep from the routes that a client went
 away. Bytes are counted as they come, so that a body whose length nobody told is limited as well.
@@ -61,14 +61,14 @@ def about(name: str) -> Iterator[None]:
 
 
 def refused(error: Exception) -> HTTPException:
-    """What a client is told of an error; of a bug nothing but that it is one."""
+    """Answer to a client about an error; about a bug it says only that it is one."""
     if isinstance(error, HTTPException):
         return error
     return Refused(422, str(error)) if isinstance(error, UserError) else Refused(500, FAILED)
 
 
 def ends() -> Refused:
-    """What a server says that ends."""
+    """Answer of a server that is ending."""
     return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
@@ -97,7 +97,7 @@ def answer(error: HTTPException) -> JSONResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a server asks of requests.
+    """Rules that a server's requests must meet.
 
     host: the name or address that it was told to listen at. hosts: other names that it answers to,
       "*" for any. origins: pages of other servers that may speak to it (CORS).

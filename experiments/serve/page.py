@@ -1,6 +1,6 @@
-"""What a browser shows: the page, one file that speaks to the API alone; the pictures of its first
-view, one of each class (or example prompt), which the server draws by itself after its start, as
-long as that takes little time; and a description of the API."""
+"""Page of the server: one file that speaks to the API alone; the pictures of its first view, one of
+each class (or example prompt), which the server draws by itself after its start, as long as that
+takes little time; and a description of the API."""
 
 import asyncio
 import base64

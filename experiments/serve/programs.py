@@ -39,7 +39,7 @@ FULL_ENOUGH = 3 / 4  # of a batch that is padded; else a smaller one is filled
 
 @dataclass(frozen=True)
 class Choice:
-    """How pictures are drawn."""
+    """Settings that pictures are drawn with."""
 
     policy: Policy
     sampling: Sampling

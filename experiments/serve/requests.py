@@ -26,7 +26,7 @@ Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
 def gone() -> Refused:
-    """What is said to nobody."""
+    """Answer for a client that has gone away."""
     return Refused(408, "the client went away")
 
 
@@ -38,7 +38,7 @@ class ImageRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, fields: object) -> object:
-        """What is null counts as not given."""
+        """Drops fields that are null."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}

@@ -35,7 +35,7 @@ LEVEL = 3  # of PNG's compression: half the time of the usual 6, files a fifteen
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What answers requests.
+    """Service that answers requests.
 
     policies: names that requests may give; None: all that the model can have.
     seconds: that an answer may take. gallery: pictures that the server draws by itself, as PNGs.
@@ -88,7 +88,8 @@ class Service:
             raise Refused(422, "prompt is missing: say what to draw", "prompt")
 
     def choice(self, asked: ImageRequest) -> Choice:
-        """How the pictures of a request are drawn. `Refused` for what the model cannot have."""
+        """Settings that the pictures of a request are drawn with. `Refused` for what the model
+        cannot have."""
         sampling, usual = self.programs.usual.sampling, self.programs.usual.policy
         for name in SAMPLING:
             if (value := getattr(asked, name)) is not None:
@@ -130,7 +131,7 @@ class Service:
     # --- what is told -----------------------------------------------------------------------------
 
     def cost(self, choice: Choice, seconds: float | None) -> dict:
-        """How pictures are drawn, and what one takes (`requests.Pictures`)."""
+        """Settings of the pictures and the cost of one (`requests.Pictures`)."""
         plan, dtype = self.programs.plan_of(choice), self.programs.own.generator.kv_dtype
         return {
             "policy": choice.policy.name,

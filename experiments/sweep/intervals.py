@@ -1,4 +1,4 @@
-"""How far the means of a sweep would move with other images, estimated by bootstrap.
+"""Intervals of the means of a sweep under other images, estimated by bootstrap.
 
 Every metric compares an image with the same image of the full cache, and all cells draw the same
 images. So cells are compared image by image: the interval of a difference belongs to the mean of

@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is measured, for shapes (`ArgSpec`) whose heads own all of their table.
+    """Measurement of an operation, for shapes (`ArgSpec`) whose heads own all of their table.
 
     modules: implementations by name.
     candidate: (shape, implementation) -> what is timed.

@@ -49,8 +49,8 @@ CHUNK = 128  # tokens that are converted at once
 
 @dataclass(frozen=True)
 class TokenLanes:
-    """How the numbers of a token lie in the lanes of vector memory: cut into parts of at most 128
-    lanes, because only such arrays can be read from any row on.
+    """Layout of a token's numbers in the lanes of vector memory: parts of at most 128 lanes,
+    because only such arrays can be read from any row on.
 
     parts: widths. The last part holds scales if `scaled`: the key's in the first half of its lanes,
     the value's in the second.

@@ -21,7 +21,7 @@ ArrayOrShape = Array | jax.ShapeDtypeStruct  # programs are compiled ahead of ti
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuerySums:
-    """Which sums over queries `attention_moments` takes.
+    """Sums over queries that `attention_moments` takes.
 
     weights: float32, what each query's attention is multiplied by; zero for padded queries.
     lse: what `attend(..., return_lse=True)` returned for these queries.

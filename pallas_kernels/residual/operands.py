@@ -1,5 +1,5 @@
-"""What stands between two matrix products: the sums of the first with what has still to be done to
-them, vectors of modulated norms, and rows in 8 bits for the second.
+"""Operands between two matrix products: the sums of the first with the steps that are still to be
+done, vectors of modulated norms, and rows in 8 bits for the second.
 
 Kernels read all of it where it lies. The methods here define what is correct.
 """
@@ -19,7 +19,7 @@ TINY = 1e-30  # the least magnitude of a row: one of zeros has a scale, too
 
 
 class Bits8(Protocol):
-    """How rows are brought into 8 bits. dtype: of the numbers. largest: the magnitude that the
+    """Quantisation of rows to 8 bits. dtype: of the numbers. largest: the magnitude that the
     largest of a row is scaled to."""
 
     dtype: np.dtype
@@ -49,7 +49,7 @@ class Rows8:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What a matrix product leaves.
+    """Result of a matrix product, with the steps that are still to be done.
 
     array: the product, finished where nothing else is given.
     row_scale, channel_scale: float32, of a product in 8 bits; given together. The first is the
@@ -99,8 +99,8 @@ class Vectors:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Branch:
-    """What is added to a residual stream: a product, multiplied by the vector in `place` (static)
-    of `gates`."""
+    """Addend of a residual stream: a product, multiplied by the vector in `place` (static) of
+    `gates`."""
 
     sums: Sums
     gates: Vectors

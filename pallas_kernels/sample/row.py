@@ -23,7 +23,7 @@ from pallas_kernels.sample.reference import combined, largest, ordered, tempered
 
 @dataclass(frozen=True)
 class Parts:
-    """How a row of `length` numbers is cut into parts of `size`.
+    """Division of a row of `length` numbers into parts of `size`.
 
     held: whether a program keeps all parts in its registers. If not, it reads and computes a part
       whenever it needs it.

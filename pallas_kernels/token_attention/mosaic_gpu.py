@@ -161,7 +161,8 @@ def _shared_bytes(memory: tuple) -> int:
 
 
 def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places, late, asked):
-    """What a program does. Each has equally many heads, some of them one more."""
+    """Serves the heads of one program. All programs have equally many heads, some of them one
+    more."""
     program = jax.lax.axis_index("program")
     total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
@@ -198,7 +199,7 @@ _load = partial(mosaic.load, plain=True)
 
 @dataclass(frozen=True)
 class _Head:
-    """What a program does for one head.
+    """Work of a program for one head.
 
     place: its row and number.
     newest, reach, bias: see `FlatOperands.limits`.

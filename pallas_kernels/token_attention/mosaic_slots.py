@@ -46,7 +46,7 @@ def slots_of_step(pool) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FlatOperands:
-    """What a call is given: operands of the kernel, and in the kernel references to them.
+    """Operands of the kernel, and in the kernel references to them.
 
     Arrays that are copied are flat, because the rows of other arrays would have to be multiples of
     16 bytes: q [R M W] in whole windows, position [R M C] or fewer, scale [R 2 M C]. Single numbers
@@ -126,17 +126,17 @@ class FlatOperands:
         return pl.cdiv(self.count, size) if used is None else (used[0] + size - 1) // size
 
     def shift(self, begin):
-        """How many of the numbers copied from place `begin` on lie in front of it."""
+        """Number of copied elements that lie in front of place `begin`."""
         return 0 if self.count % ALIGNED == 0 else jax.lax.rem(begin, ALIGNED)
 
     def positions(self, row, head):
-        """Where the positions of a head begin."""
+        """Offset of the positions of a head."""
         by_row, by_head = self.shared
         rows = 0 if by_row else row * (1 if by_head else self.heads)
         return (rows + (0 if by_head else head)) * self.count
 
     def scales(self, row, head, half: int):
-        """Where the scales of a head's keys (half 0) or values begin."""
+        """Offset of the scales of a head's keys (half 0) or values."""
         return ((2 * row + half) * self.heads + head) * self.count
 
     def limits(self, number) -> tuple:
@@ -149,7 +149,7 @@ class FlatOperands:
         return newest, reach, jnp.float32(0) if bias is None else bias[row]
 
     def sees(self, position, newest, reach):
-        """Which positions a head sees, whose `limits` these are."""
+        """Mask of the positions that a head with these `limits` sees."""
         # static: what the call does not limit is not compared at all
         newest = None if self.query.newest is None else newest
         reach = None if self.slots.reach is None else reach
@@ -182,7 +182,7 @@ class Places(NamedTuple):
 
     @classmethod
     def scratch(cls, given: FlatOperands) -> "Places":
-        """What Pallas makes them from."""
+        """Scratch shapes that Pallas makes them from."""
         size, buffers = given.step, given.buffers
         line = buffers, _line(size, given.count)
         pool, q = given.slots.pool, given.query.q

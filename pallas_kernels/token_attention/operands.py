@@ -1,4 +1,4 @@
-"""What token attention works on: the slots of a layer's heads, a query, and a token to store.
+"""Operands of token attention: the slots of a layer's heads, a query, and a token to store.
 
 The cache of a layer, every implementation, tests and benchmark use the same classes.
 """
@@ -42,7 +42,7 @@ class HeadSlots:
     scores: Float[Array, "R M C"] | None = None
 
     def group_size(self, queries: Num[Array, "R GM *rest"]) -> int:
-        """How many query heads share a head of keys and values.
+        """Number of query heads that share a head of keys and values.
 
         Raises:
           ValueError: the query heads are no multiple of the heads of the pool.
@@ -113,7 +113,8 @@ def visible(
     reach: Int[Array, "..."] | None,
     protected: int,
 ) -> Bool[Array, "..."]:
-    """Which positions a query sees; `reach` and `newest` broadcast against `position`."""
+    """Mask of the positions that a query sees; `reach` and `newest` broadcast against
+    `position`."""
     seen = position >= 0  # -1: the slot is empty
     if newest is None:
         return seen

@@ -116,7 +116,7 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
 
 
 def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
-    """What the kernel takes; slots in use belong to the kernel that is cut."""
+    """Operands of the kernel; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
     wanted = None if query.probe is None else jnp.asarray(query.probe.wanted, jnp.int32).reshape(1)
     query, held = kernel_operands(query, held, "TPU token attention", groups=True)
@@ -227,7 +227,7 @@ def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:
 
 
 def _visible(i, row, lines: tpu_row.Lines, given: Operands):
-    """Which slots are seen [G N, C]; [1, C] where all heads see the same."""
+    """Mask of the slots that are seen [G N, C]; [1, C] where all heads see the same."""
     (query, slots, _), reach, newest = given, None, None
     position = lines.spread(slots.position[i if len(slots.position) > 1 else 0])
     if query.newest is not None:

@@ -16,7 +16,7 @@ def iota(shape: tuple[int, int], axis: int):
 
 
 class Lines(NamedTuple):
-    """Which lines of a row's matrices belong to which head.
+    """Assignment of the lines of a row's matrices to heads.
 
     number: of every line, int32 [G N, 1]. group: lines of a head, G.
     """
@@ -71,7 +71,7 @@ def padded(q, width: int):
 
 
 def columns(size: int, width: int) -> int:
-    """How many of the pool's `width` columns a sum of values has, the last ones; `size`: of a
+    """Number of the pool's `width` columns, the last ones, that a sum of values has; `size`: of a
     head."""
     # keys and values are taken apart only where a half is a whole number of lanes
     return size if size % LANES == 0 else width

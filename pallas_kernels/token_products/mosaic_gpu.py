@@ -145,7 +145,7 @@ def check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product [R, K] x [K, C] is cut.
+    """Tiling of a product [R, K] x [K, C].
 
     rows, columns: of a tile.
     products: how many a program makes: of columns, and of those half of the weights further.

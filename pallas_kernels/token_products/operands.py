@@ -1,4 +1,4 @@
-"""What products of one token work on: the residual stream with its next norm, and what finishes
+"""Operands of the products of one token: the residual stream with its next norm, and the finish of
 queries and keys.
 
 Letters: R rows, D width of the stream, C columns of a product, A columns that angles repeat after.
@@ -54,7 +54,7 @@ class Stream:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Angles:
-    """What turns the queries and keys of a token, and scales queries.
+    """Rotation of the queries and keys of a token, and the factor of queries.
 
     cos, sin: float32, of a head; an axis of 1: of all rows. Every number x_i becomes x_i cos_i +
       t_i sin_i.

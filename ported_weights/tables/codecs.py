@@ -1,4 +1,4 @@
-"""Where the tensors of published image tokenizers go: `varjax.codecs.vqvae.VQVAE` and
+"""Rules for the tensors of published image tokenizers: `varjax.codecs.vqvae.VQVAE` and
 `varjax.codecs.bsq.BSQVAE`.
 
 The module trees keep the published names (`encoder.down.0.block.1.conv1` is

@@ -1,6 +1,5 @@
-"""Where the tensors of the networks of evaluation go: `varjax.evaluation.inception.Inception` and
-`varjax.evaluation.lpips.LPIPS`. The tensors' shapes tell the widths.
-"""
+"""Rules for the tensors of the networks of evaluation: `varjax.evaluation.inception.Inception` and
+`varjax.evaluation.lpips.LPIPS`. The tensors' shapes tell the widths."""
 
 from collections.abc import Collection, Iterable, Mapping
 

@@ -1,5 +1,5 @@
-"""Where the tensors of Janus-Pro go: `varjax.models.janus.Janus`. Its image tokenizer
-is LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
+"""Rules for the tensors of Janus-Pro: `varjax.models.janus.Janus`. Its image tokenizer is
+LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
 `Names`.
 
 Janus-Pro reads pictures with one network and draws them with another. Only what draws is taken.
@@ -16,8 +16,8 @@ from varjax.models.janus import JanusConfig
 
 @dataclass(frozen=True)
 class Names:
-    """How files call the parts of a Janus-Pro. The first three and `codec` are prefixes, `readers`
-    is a pattern, the others are names of layers.
+    """Names of the parts of a Janus-Pro in files. The first three and `codec` are prefixes,
+    `readers` is a pattern, the others are names of layers.
 
     language: before the names of the language model. codec: before those of the image tokenizer.
     readers: names of the networks that read pictures. words: the head for words.

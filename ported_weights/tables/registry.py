@@ -1,4 +1,5 @@
-"""What the port knows about every part: its rule table, and defaults of custom models."""
+"""Register of the parts that can be converted: the rule table of each, and defaults of custom
+models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from varjax.models import registry
 
 @dataclass(frozen=True)
 class RuleTable:
-    """How the weights of one part are recognised and where they go.
+    """Signature and rules of one part's weights.
 
     Attributes:
       what: the part in words.

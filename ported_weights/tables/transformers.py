@@ -1,4 +1,4 @@
-"""Where the tensors of published transformers go: `varjax.models.var.VAR`,
+"""Rules for the tensors of published transformers: `varjax.models.var.VAR`,
 `varjax.models.infinity.transformer.Infinity`, and the encoder of T5 (flan-t5),
 `varjax.text.t5.T5Encoder`.
 

@@ -1,4 +1,4 @@
-"""Which slots of the pool are free, and which of them a head gets, so that it needs few blocks.
+"""Free slots of the pool, and their choice for a head, so that it needs few blocks.
 
 OwnRanges      all heads have room beside each other for the most that they ever hold: each has
                a range of its own, which crosses at most one block more than it has to

@@ -236,7 +236,7 @@ class StageDecision:
         turn, number = _made_once(turn), _made_once(number)
 
         def goes() -> Bool[Array, "LR N P B"]:
-            """Which token of the buffer goes to which slot."""
+            """Mask of the token of the buffer that each slot receives."""
             return turn[..., None, :] == number[..., None]
 
         def moved(values, nothing, buffer):

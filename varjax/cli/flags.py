@@ -215,7 +215,7 @@ class CommandFlags(Settings):
             yield f"--{key}={value}", groups[name].name
 
     def _unknown(self, name: str) -> str:
-        """What to say of a flag that does not exist, or not any more."""
+        """Message about a flag that does not exist, or does not exist any more."""
         for gone in (name, name.removeprefix("no")):
             if gone in GONE:
                 return f"--{gone} is gone: {GONE[gone]}"

@@ -192,8 +192,8 @@ class _WidestStep:
 
 
 def layers_that_fit(how: str, predict_for: Callable[..., Prediction], memory: int | None) -> str:
-    """How layers are arranged: as asked, but with "auto" a scan where separate layers are predicted
-    not to fit and a scan is.
+    """Arrangement of the layers: the one asked for, but with "auto" a scan where separate layers
+    are predicted not to fit and a scan is.
 
     how: as `program.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
       device; None: it does not say.

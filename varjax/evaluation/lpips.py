@@ -89,7 +89,7 @@ class LPIPS(nnx.Module):
             setattr(self, f"head_{number}", nnx.Param(jnp.zeros((widths[group[-1]],))))
 
     def activations(self, images: Float[Array, "B H W 3"]) -> list[Float[Array, "B h w C"]]:
-        """What the five taps see of pictures in 0..1.
+        """Activations of the five taps for pictures in 0..1.
 
         Raises:
           UserError: pictures that are too small for the network.

@@ -25,7 +25,7 @@ DEMO = {  # in place of a protocol
 
 @dataclass(frozen=True)
 class Protocol:
-    """What the numbers of a published program are computed with.
+    """Preparation and metrics that the numbers of a published program are computed with.
 
     preparation: how pictures become what the network takes, one of `resizing.PREPARATIONS`.
     metrics: what the program computes. The other metrics are ADM's, on features of pictures that
@@ -41,12 +41,12 @@ class Protocol:
 
     @property
     def fit(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """How a picture of any size becomes one of those that the network takes; None: pictures
-        of a set need one size."""
+        """Function that brings a picture of any size to a size that the network takes; None:
+        pictures of a set need one size."""
         return partial(resized, preparation=self.preparation) if self.mixes_sizes else None
 
     def describe(self, split_size: int) -> Mapping:
-        """What a report says about the protocol. split_size: pictures per split of the score."""
+        """Description of the protocol for a report. split_size: pictures per split of the score."""
         return {
             "source": self.source,
             "path": self.preparation,

@@ -21,7 +21,7 @@ BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
 
 
 class Preparation(NamedTuple):
-    """How the bytes of a picture become what the network takes.
+    """Steps from the bytes of a picture to the input of the network.
 
     definition: in words, for reports.
     matrix: (side in, side out) -> float32 [out, in], which resizes along one axis.
@@ -115,7 +115,7 @@ def resized(
 
 
 def prepare(images: Real[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
-    """What the network takes of pictures that are prepared by one of `PREPARATIONS`."""
+    """Input of the network for pictures, prepared by one of `PREPARATIONS`."""
     return PREPARATIONS[preparation].normalise(resize(images, preparation))
 
 

@@ -232,8 +232,9 @@ class VAR(NextScaleTransformer):
         shared: None,
         x: Float[Array, "R T D"],
     ) -> Projection:
-        """Where the model has the L2 norm, queries and keys are still to be normalised and queries
-        to be multiplied by the learned multiplier; else queries are still to be scaled."""
+        """Projects queries, keys and values. With the L2 norm, queries and keys are still to be
+        normalised and queries to be multiplied by the learned multiplier; without it, queries are
+        still to be scaled."""
         h = layers.layer_norm(x, self.config.norm_eps)
         return self._projection(block, layers.modulate(h, modulation[:, 2], modulation[:, 4]))
 

@@ -71,8 +71,7 @@ class Linear(nnx.Linear):
         return replace(self.kernel.get_value().sums(x), bias=bias)
 
     def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
-        """Where the matrices of all layers are stacked: the product of each with the same rows,
-        without biases."""
+        """Products of the stacked matrices of all layers with the same rows, without biases."""
         kernel = self.kernel.get_value()
         if quantized.is_one(kernel):
             return kernel.of_all_layers(x)

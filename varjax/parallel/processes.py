@@ -90,7 +90,7 @@ def place(text: str) -> dict[str, str | int]:
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 

@@ -1,4 +1,4 @@
-"""How many devices a mesh has along each axis.
+"""Sizes of a mesh: the devices along each axis.
 
 `data` splits the images of a batch; `model` splits heads and weights of every layer
 (`varjax.nn.layers.Split`).

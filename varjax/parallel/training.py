@@ -79,15 +79,15 @@ class TrainingMesh:
         return make_mesh({DATA: self.data, FSDP: self.fsdp}, devices)
 
     def batch(self) -> NamedSharding:
-        """Where the arrays of a step lie, pictures along their first axis."""
+        """Sharding of the arrays of a step, pictures along their first axis."""
         return shardings(P(IMAGES), self.devices)
 
     def whole(self) -> NamedSharding:
-        """Where arrays lie that every device has whole."""
+        """Sharding of arrays that every device holds whole."""
         return shardings(P(), self.devices)
 
     def state(self, tree: Tree) -> Tree:
-        """Where each array of a state lies, in place of the array: it is divided along its longest
+        """Sharding of each array of a state, in the array's place: it is divided along its longest
         axis that `fsdp` divides, and whole on all devices if there is none."""
         names = jax.tree.map(lambda a: by_longest(a.shape, self.fsdp), tree)
         return shardings(names, self.devices)

@@ -104,7 +104,7 @@ def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:
 
 
 def names(networks: Mapping[str, nnx.Module]) -> PyTree[P]:
-    """What the axes of every array count (`varjax.logical_axes`)."""
+    """Logical names of the axes of every array (`varjax.logical_axes`)."""
 
     def of(leaf: Leaf, split: Split | None) -> P:
         if split is None:

@@ -105,7 +105,7 @@ class Start:
 
     @property
     def label_drop(self) -> float:
-        """How often labels were dropped when it was trained."""
+        """Probability with which labels were dropped in training."""
         names = {name: field for field, name in FIELDS[self.family][1].items()}
         return getattr(self.transformer, names["label_drop"])
 

@@ -1,5 +1,5 @@
-"""What all training stages share: the order of the pictures, where they lie, AdamW with clipping,
-learning rate schedules, and the moving average of the weights.
+"""Parts that all training stages share: the order of the pictures, their sharding, AdamW with
+clipping, learning rate schedules, and the moving average of the weights.
 
 Parameters are flat dictionaries {name: array} (`varjax.nn.parameters.named`).
 """
