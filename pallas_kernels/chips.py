@@ -195,8 +195,8 @@ def quiet_environment() -> dict[str, str]:
 
 
 def why_unavailable(*names: str) -> str | None:
-    """What is missing here to compile for these chips, with a command that makes an environment for
-    it (beside JAX's CUDA plugin every other command would look for a GPU); None if nothing is.
+    """Message about what is missing to compile for these chips, with a command that makes an
+    environment for it (beside JAX's CUDA plugin every other command would look for a GPU); None if nothing is.
 
     Raises:
       ValueError: unknown chip.
@@ -215,7 +215,7 @@ def why_unavailable(*names: str) -> str | None:
 
 
 def _lacking(platform: str) -> list[str]:
-    """What is missing to compile for "gpu" or "tpu", in words."""
+    """Descriptions of what is missing to compile for "gpu" or "tpu"."""
     if platform == "tpu":
         return [] if _version("libtpu") else ["libtpu is not installed"]
     wanted, found = _version("jaxlib"), {_version(name) for name in CUDA_PLUGIN}

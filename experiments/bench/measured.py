@@ -77,7 +77,7 @@ def tuned(
 
 
 def table(rows: Sequence[dict]) -> str:
-    """What `timed` found, in columns."""
+    """Results of `timed`, in columns."""
     shown = ("shape", "operation", "dtype", "kv_dtype", "budget", "way")
     cells = [
         (*(str(row[name]) for name in shown), show_time(row["seconds"]), row["note"])

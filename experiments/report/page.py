@@ -1,4 +1,4 @@
-"""What the templates of the report page and of the leaderboard show. The template engine escapes
+"""Values for the templates of the report page and of the leaderboard. The template engine escapes
 every text. Only the charting library, which is code, goes in unescaped.
 
 The leaderboard has the report's table and charts for several sweeps, of any models and machines.

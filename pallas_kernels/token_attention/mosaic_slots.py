@@ -269,8 +269,8 @@ class Ring:
 
 
 class Layouts(NamedTuple):
-    """How a warpgroup holds 16 slots, one of each class: layouts of Mosaic GPU, which say what
-    thread has what number.
+    """Layouts of 16 slots in a warpgroup, one of each class, in Mosaic GPU's terms: the thread that
+    has each number.
 
     tile: [16, columns]. 8 threads share a slot; neighbouring threads hold neighbouring columns, at
       most 16 bytes each.

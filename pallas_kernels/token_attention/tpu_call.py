@@ -1,4 +1,4 @@
-"""What the TPU kernels of token attention are given, and what they give back; storing a token.
+"""Operands and results of the TPU kernels of token attention; storing a token.
 
 All are pytrees, so a kernel gets the same trees of references, and what nobody asks for is None in
 both. Operands are told apart by the names of their fields.

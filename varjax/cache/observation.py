@@ -1,4 +1,4 @@
-"""What the rule of a policy may observe on the device. It names its wishes in `Needs` and is shown
+"""Observations of a policy's rule on the device. The rule names its wishes in `Needs` and is shown
 an `Observation`."""
 
 from dataclasses import dataclass, field

@@ -21,8 +21,8 @@ from varjax.models.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class LayerView:
-    """What a layer's heads hold when the scale starts, per row (P places of each head's region),
-    and their attention, for computing parts of it a second time.
+    """View of a layer: its heads' contents when the scale starts, per row (P places of each head's
+    region), and their attention, for computing parts of it a second time.
 
     projection: queries, keys and values of the scale; T tokens with padding.
     state: the cache before this layer has stored anything.

@@ -165,7 +165,7 @@ class _Search:
         return int(self.rule.policy.budget * geometry.dense_tokens + 1e-6)
 
     def _largest(self, block_size: int) -> Allocation | None:
-        """What the policy keeps at the largest budget whose rounded pool fits the limit."""
+        """Allocation of the policy at the largest budget whose rounded pool fits the limit."""
 
         def attempt(budget: float) -> Allocation | None:
             found = self.allocate(budget)

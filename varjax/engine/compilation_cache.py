@@ -83,8 +83,7 @@ jax.monitoring.register_event_listener(lambda event, **_: events.update([event])
 
 
 def verdict(before: collections.Counter) -> str:
-    """Where the programs compiled since then came from: "warm" if every program came from the
-    cache, "cold" if something was compiled, "off" if there is no cache. before: `events`, copied.
+    """Origin of the programs compiled since then: "warm" if every program came from the cache, "cold" if something was compiled, "off" if there is no cache. before: `events`, copied.
     """
     requests, hits = (events[name] - before[name] for name in (_REQUEST, _HIT))
     # JAX counts requests without a folder, too

@@ -1,4 +1,4 @@
-"""What features of texts and prompts as token ids share: the images of a set of prompts, and
+"""Base of features of texts and of prompts as token ids: the images of a set of prompts, and
 warnings about prompts of which a tokenizer knows no word: all of them give the same picture.
 
 Letters: P prompts, N images, B images of a batch.
