@@ -196,7 +196,8 @@ def quiet_environment() -> dict[str, str]:
 
 def why_unavailable(*names: str) -> str | None:
     """Message about what is missing to compile for these chips, with a command that makes an
-    environment for it (beside JAX's CUDA plugin every other command would look for a GPU); None if nothing is.
+    environment for it (beside JAX's CUDA plugin every other command would look for a GPU); None if
+    nothing is missing.
 
     Raises:
       ValueError: unknown chip.

@@ -83,8 +83,8 @@ jax.monitoring.register_event_listener(lambda event, **_: events.update([event])
 
 
 def verdict(before: collections.Counter) -> str:
-    """Origin of the programs compiled since then: "warm" if every program came from the cache, "cold" if something was compiled, "off" if there is no cache. before: `events`, copied.
-    """
+    """Origin of the programs compiled since then: "warm" if every program came from the cache,
+    "cold" if something was compiled, "off" if there is no cache. before: `events`, copied."""
     requests, hits = (events[name] - before[name] for name in (_REQUEST, _HIT))
     # JAX counts requests without a folder, too
     if not requests or not jax.config.jax_compilation_cache_dir:

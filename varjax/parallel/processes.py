@@ -189,7 +189,8 @@ def answering() -> Iterator[None]:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Context in which an error of one process is raised in all of them: `AgreedError` for a
-    `UserError` or `OSError`. It ends when all have come here; `LostProcess` if one does not answer."""
+    `UserError` or `OSError`. It ends when all have come here; `LostProcess` if one does not
+    answer."""
     if count() == 1:
         yield
         return
