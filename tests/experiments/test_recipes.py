@@ -86,7 +86,7 @@ def test_what_a_recipe_does_not_name_is_told(call):
     ("flags", "problem"),
     [
         (["--recipe=var-fid50"], "unknown recipe 'var-fid50': choose one of amskv-geneval"),
-        (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 (off) to 512"),
+        (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 to 512"),
         (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),
         (["--recipe=var-fid50k", "--model=llamagen-t2i-xl-256"], "that draws from text"),
         (["--num_images=0/class"], "--num_images=0: choose 1 to"),

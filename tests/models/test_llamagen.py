@@ -127,10 +127,10 @@ def test_wrong_published_values(values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"top_k": 257}, "top_k=257: choose 0 .off. to 256"),
+        ({"top_k": 257}, "top_k=257: choose 0 to 256"),
         ({"cfg_insertion_layer": (-1,)}, "LlamaGen mixes its rows on the logits only"),
         ({"more_smooth": True}, "more_smooth mixes codes of scales"),
-        ({"cfg_interval": -2}, "cfg_interval=-2: choose a number of tokens, or -1"),
+        ({"cfg_interval": -2}, "cfg_interval=-2: choose -1 to"),
     ],
 )
 def test_wrong_sampling(values, message):

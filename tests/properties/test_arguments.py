@@ -227,8 +227,8 @@ GENERATE = ("model", "labels", "policy", "budget", "prompts", "text_features", "
 GENERATE += ("prompt_ids",)
 GENERATE += ("batch_size", "sampling", "calibration", "kv_dtype", "decode_dtype")
 GENERATOR = ("sampling", "batch_size", "segments", "attention", "kv_dtype", "calibration", "plan")
-GENERATOR += ("mesh", "matmul_precision", "keep_logits", "unroll", "decode_batch")
-GENERATOR += ("decode_dtype",)
+GENERATOR += ("mesh", "matmul_precision", "keep_logits", "keep_contents", "layers")
+GENERATOR += ("decode_batch", "decode_dtype")
 
 
 @given(data=st.data())
