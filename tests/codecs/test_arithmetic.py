@@ -55,6 +55,7 @@ def test_what_no_device_decodes_in(asked, device, message):
         arithmetic.resolve(asked, device[0], capability, "here", "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", often(("LlamaGen", "Lumina-mGPT"), FIXTURES))
 def test_pixels_of_every_family(family):
     """bfloat16 rounds operands and what it stores to 7 bits of mantissa: pictures change by

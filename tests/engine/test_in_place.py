@@ -55,7 +55,7 @@ CASES = itertools.product(POLICIES, ["float32", "int8"], ["scan", "unroll"])
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("policy", "dtype", "layers"),
-    often([("h2o", "int8", "scan"), ("full", "float32", "scan")], CASES),
+    often([("h2o", "int8", "scan")], CASES),
 )
 def test_pool_is_never_copied(policy, dtype, layers):
     policy = POLICIES[policy]

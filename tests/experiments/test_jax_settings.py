@@ -112,6 +112,7 @@ def test_refused(name, value, call, checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_remains_is_said(drawn, monkeypatch):
     """And part of what a run that goes on compares, as all that decides it."""
     before, name = jax_settings.of_compiler(), "jax_allow_f16_reductions"

@@ -113,6 +113,7 @@ def elsewhere(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_installed_script_works_beside_other_experiments(elsewhere):
     """The file is what pip writes for the entry point."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -40,6 +40,7 @@ def write(folder, text: str) -> str:
     return str(folder / "mine.py")
 
 
+@pytest.mark.slow
 def test_run_and_metric(call, tmp_path):
     """The example is short, draws, keeps to its budget, and a metric of one's own measures it."""
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 120

@@ -8,12 +8,13 @@ import pytest
 from tests import models_under_test as models
 from tests import prompt_models_under_test as small
 from tests.experiments.conftest import flags_as_text
+from tests.often import often
 from varjax.text.prompt_ids import PromptIds
 
 FAST = ("--dtype=float32", "--batch_size=2")
 
 
-@pytest.fixture(scope="module", params=small.CONFIGS)
+@pytest.fixture(scope="module", params=often(("janus",), small.CONFIGS))
 def family(request):
     return request.param
 
@@ -67,6 +68,7 @@ def test_run(call, family, checkpoint, files, tmp_path):
     assert report["memory"]["phases"]["text"] is None
 
 
+@pytest.mark.slow
 def test_places_do_not_change_pictures(call, family, checkpoint, files, tmp_path):
     found = []
     for more in ((), ("--prompt_tokens=30",)):
@@ -80,6 +82,7 @@ def test_places_do_not_change_pictures(call, family, checkpoint, files, tmp_path
     np.testing.assert_allclose(found[0]["logits"], found[1]["logits"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_prompts_become_a_benchmarks_folder(call, family, tmp_path):
     """The checkpoint's tokenizer; images lie where GenEval's scorer looks."""
     folder, out = small.with_tokenizer(family, tmp_path / "checkpoint"), tmp_path / "out"
@@ -177,7 +180,7 @@ def test_dry_run_of_published_sizes(call, flags, shown):
 # --- against the originals ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", models.PROMPT_MODELS)
+@pytest.mark.parametrize("name", often(models.PROMPT_MODELS[-1:], models.PROMPT_MODELS))
 def test_the_original_through_the_command(call, name, tmp_path):
     """Greedy tokens are identical, guided logits agree to 3e-4 per stream, and so do images."""
     arrays, out = _reference(name), tmp_path / "out"

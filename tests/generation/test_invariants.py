@@ -85,6 +85,7 @@ def test_called_again_nothing_is_traced_again(monkeypatch):
     assert (generator([3, 4], seed=1) != again).any() and len(generator.timing.runs) == 4
 
 
+@pytest.mark.slow
 def test_bfloat16_runs_and_stays_close():
     """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's
     logits agree in rank."""

@@ -128,6 +128,7 @@ EVICTIONS = [
 DIFFERENT = [("b_k6_sharedaln", f"evict_{kind}") for kind in ("headscale", "token_ragged")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "file"), often(DIFFERENT, EVICTIONS))
 def test_table_policy_deletes_what_the_original_masks(name, file, tmp_path):
     """All kinds of eviction, deleted from a smaller pool here, masked in the original: identical

@@ -167,6 +167,7 @@ def prompt(rows: list[list[int]], slots: int) -> dict:
     return {"ids": jnp.asarray(ids), "length": jnp.array([len(r) for r in rows], jnp.int32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(("lumina",), MODELS))
 def test_padding_changes_nothing(name):
     """A prompt in more slots gives the same logits."""

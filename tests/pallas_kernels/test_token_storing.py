@@ -39,7 +39,11 @@ CASES = {
     "h100": (replace(SMALL, head_dim=100), {"slots": 105}, (50, 104)),
     "many-rows": (replace(SMALL, rows=8), {"slots": 33}, (0, 32)),
 }
-MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
+OFTEN = ("bfloat16", "int8")
+MARKED = [
+    pytest.param(*case, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
+    for name, case in CASES.items()
+]
 # slots, of which so many are in use, in pieces of 128; the token's; bytes of a step
 USED = {
     "bfloat16": (SMALL, 300, 130, (0, 127, 128, 129), None),

@@ -24,10 +24,10 @@ CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     # contents decided by every head for itself: positions, sums and reaches divided
     (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
-    # norms of heads whole: two sets of weights for the heads of four devices
-    (models.FEW_NORMS, "full", {}, None, ("model=4",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
+    # norms of heads whole: two sets of weights for the heads of four devices
+    (models.FEW_NORMS, "full", {}, None, ("model=4",)),
     # matrices and their scales divided, layers apart and stacked
     (models.GROUPS + INT8, "headkv", {"budget": 0.6}, "int8", ("model=2",)),
     (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),

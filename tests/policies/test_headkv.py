@@ -128,6 +128,7 @@ def test_regions_and_contents_on_a_real_model():
         assert set(newest) <= set(held)
 
 
+@pytest.mark.slow
 def test_heads_take_their_tokens_along_where_there_is_room_for_all():
     """Nothing has to be chosen when heads change their regions, but everything stored moves."""
     model = models.fixture_model("c_k5_nol2norm")

@@ -71,6 +71,7 @@ def _configuration() -> dict:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read in /proc")
 def test_peak_of_a_conversion(tmp_path):
     arrays, large = _weights(), tmp_path / "large"

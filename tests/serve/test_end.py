@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
+from tests.often import often
 from tests.serve.process import users_environment
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -67,7 +68,7 @@ def test_the_end_of_an_idle_server(number):
     assert server.wait(20) == 0 and server.stdout.read() == "closed\n"
 
 
-@pytest.mark.parametrize("impatient", [False, True])
+@pytest.mark.parametrize("impatient", often([True], [False, True]))
 def test_whatever_hangs(impatient):
     """The event loop itself hears nothing any more: the process ends all the same, and at once for
     a person who is impatient."""

@@ -33,6 +33,7 @@ def test_runs_are_those_of_the_reference(name, dtype, attention):
     check(*model_and_plan(name), dtype, attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "headkv" else SLOW(n) for n in EVERY])
 def test_groups(name):
     """Two query heads share keys and values: only the TPU kernel serves them."""

@@ -69,6 +69,7 @@ def without():
     with_headkv.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_policy_decides_the_same(products):
     """The sum of queries that it looks at is made by the product."""
     found = with_headkv()

@@ -58,6 +58,7 @@ def test_losses_fall_and_the_codebook_lives(whole):
     assert tokens.shape == (2, 122, 16) and len(np.unique(tokens)) > 4
 
 
+@pytest.mark.slow
 def test_the_model_draws_pictures(whole):
     settings, _, folder = whole
     model = varjax.load(folder)
