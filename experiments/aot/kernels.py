@@ -46,16 +46,15 @@ class Kernel:
 
 def read(module: Module) -> list[Kernel]:
     """All kernels of a program."""
-    return [
-        Kernel(
-            source=short_source(i.op_name) or i.name,
-            ours=bool(_OURS.search(i.attributes)),
-            times=times,
-            copied=_copied(i, module),
-        )
-        for i, times in module.runs()
-        if not _is_free(i)
-    ]
+    found = []
+    for i, times in module.runs():
+        # of an asynchronous pair the start counts, or what it calls
+        ends = i.opcode.endswith(("-done", "-update"))
+        starts = i.opcode.endswith("-start") and i.called("calls")
+        if not (ends or starts or i.opcode in _FREE):
+            source, ours = short_source(i.op_name) or i.name, bool(_OURS.search(i.attributes))
+            found.append(Kernel(source, ours, times, _copied(i, module)))
+    return found
 
 
 def counts(module: Module, cost: Cost) -> dict:
@@ -82,27 +81,17 @@ def counts(module: Module, cost: Cost) -> dict:
     }
 
 
-def _is_free(i: Instruction) -> bool:
-    # of an asynchronous pair the start counts, or what it calls
-    ends = i.opcode.endswith(("-done", "-update"))
-    return ends or i.opcode in _FREE or i.opcode.endswith("-start") and bool(i.called("calls"))
-
-
 def _copied(i: Instruction, module: Module) -> float:
+    """Bytes of a large slice that an instruction cuts, or a fusion that does nothing but cut large
+    slices and perhaps turn them."""
     if i.opcode in _SLICES:
         return i.bytes if i.bytes >= LARGE else 0.0
-    only = i.opcode == "fusion" and _only_slices(module[i.called("calls")[0]])
-    return i.bytes if only else 0.0
-
-
-def _only_slices(body: list[Instruction]) -> bool:
-    """Whether a fusion does nothing but cut large slices and perhaps turn them."""
-    if any(i.opcode not in _MOVES | _INDICES for i in body):
-        return False
-    large = [i.opcode for i in body if i.bytes >= LARGE]
-    if any(opcode not in _MOVES and opcode != "parameter" for opcode in large):
-        return False  # it computes with large arrays, not only with indices
-    return any(opcode in _SLICES for opcode in large)
+    body = module.computations[i.called("calls")[0]] if i.opcode == "fusion" else []
+    if any(inner.opcode not in _MOVES | _INDICES for inner in body):
+        return 0.0
+    # with large arrays it computes nothing, only with indices
+    large = {inner.opcode for inner in body if inner.bytes >= LARGE}
+    return i.bytes if large & _SLICES and large <= _MOVES | {"parameter"} else 0.0
 
 
 # --- exchanges ---
