@@ -10,6 +10,7 @@ versions; what is missing or damaged is named, and nothing is changed then. The 
 place of the parts in OUT.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -112,7 +113,15 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
                 f"{part.shard} is of other --policies or --budgets than {first.shard}: remove it "
                 "and make it again with the flags of the others"
             )
-        mine = {key: _cell(part, key) for key in part.content["keys"]}
+        mine = {}
+        for key in part.content["keys"]:
+            path = cells.path_of(part.work.path, key)
+            try:
+                row, arrays = batch_files.read_with(path)
+            except (Damaged, OSError):
+                again = parts.again(part.work.path)
+                raise UserError(f"{path} is missing or damaged: {again}") from None
+            mine[key] = arrays | {"row": row}
         held = mine | held
         full = frame["reference"]
         if not np.array_equal(mine[full]["tokens"], held[full]["tokens"]):
@@ -126,20 +135,13 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
     return tables.markdown_rows(report)
 
 
-def _cell(part: Part, key: str) -> dict:
-    path = cells.path_of(part.work.path, key)
-    try:
-        row, arrays = batch_files.read_with(path)
-        return arrays | {"row": row}
-    except (Damaged, OSError):
-        raise UserError(f"{path} is missing or damaged: {parts.again(part.work.path)}") from None
-
-
 def main(argv: list[str]) -> None:
     out = check_place(OUT.value, flag="OUT")
     found = parts.read(out)
-    with parts.held(found):
-        join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
+    join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
+    with contextlib.ExitStack() as stack:  # keeps other processes out of all parts
+        for part in found:
+            stack.enter_context(part.work.held())
         text = join(out, found)
     print(text)
 

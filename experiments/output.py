@@ -142,17 +142,14 @@ class BatchStore:
         with contextlib.ExitStack() as stack:
             with processes.together():
                 if processes.is_first():
-                    self._hold(stack)
+                    stack.callback(self._leave_results)
+                    stack.enter_context(self.work.held())
+                    self.check()  # again: another process may have been here since
+                    stack.callback(lambda: self.work.finished() or self.close())
+                    self.work.start()
+                    self.scan()
+                    self.resumed = any(self.finished(name) for name in self.series)
             yield
-
-    def _hold(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(self._leave_results)
-        stack.enter_context(self.work.held())
-        self.check()  # again: another process may have been here since
-        stack.callback(lambda: self.work.finished() or self.close())
-        self.work.start()
-        self.scan()
-        self.resumed = any(self.finished(name) for name in self.series)
 
     def _leave_results(self) -> None:
         if self.out.parent == RESULTS:  # it goes if it was made for this run alone

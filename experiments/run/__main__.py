@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from experiments import judges
+from experiments import judges, parts
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -36,7 +36,6 @@ from experiments.run import results as run_results
 from varjax import api, errors
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
-from varjax.conditions import Condition
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
@@ -116,6 +115,11 @@ def resolve() -> Run:
     plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
+    of_recipe = []
+    if recipe:
+        # a dry run needs no prompts
+        count = len(condition) if model.num_classes or not dry_run else None
+        of_recipe = RECIPE.remarks(recipe.remarks(model, count))
     jobs = SHARD.shard.count if SHARD.shard else 1
     batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run, jobs=jobs)
     return Run(
@@ -132,24 +136,11 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=(
-            *of_budget,
-            *plan_remarks(plan, calibration),
-            *_recipe_remarks(model, condition),
-        ),
+        remarks=(*of_budget, *plan_remarks(plan, calibration), *of_recipe),
         judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
     )
-
-
-def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
-    """Return what to know about the recipe, if there is one, and how this run differs from it."""
-    if (recipe := RECIPE.recipe) is None:
-        return []
-    # a dry run needs no prompts
-    count = len(condition) if model.num_classes or not DRY_RUN.value else None
-    return RECIPE.remarks(recipe.remarks(model, count))
 
 
 def _judges(model: Model, batch_size: int) -> Judges:
@@ -280,7 +271,8 @@ def make_part(run: Run, store: PartStore) -> None:
     """Draw the images of one part, and keep them for `experiments.merge`."""
     made = store.series["main"].made
     said = f"{store.shard}: {len(made)} of {len(run.condition)} images"
-    if run_results.part_is_finished(store):
+    store.scan()
+    if parts.is_written(store) and not any(store.missing(name) for name in store.series):
         print(f"{said} are there already, in {store.work.path}")
         return
     say(said)

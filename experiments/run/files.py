@@ -8,7 +8,7 @@ Batches are read one after the other, so that large sets of pictures need little
 import contextlib
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -67,17 +67,13 @@ def write(store: BatchStore, shown: Shown, report: dict) -> None:
         write_pictures(out, shown, pixels)
         if shown.arrays is not None:
             held = store.collect("main")
-            np.savez(out / "arrays.npz", **_as_documented(shown.arrays, held))
+            for name in ("code_map", "images"):  # as documented, channels first
+                held[name] = np.moveaxis(held[name], -1, 1)
+            np.savez(out / "arrays.npz", **{name: held[name] for name in shown.arrays})
         made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
         report["files"] = sorted({*made, "report.json"})
         write_text(out / "report.json", json_text(report))
     store.close()
-
-
-def _as_documented(names: Sequence[str], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of arrays.npz, pictures and code maps with channels first."""
-    first = ("code_map", "images")
-    return {name: np.moveaxis(held[name], -1, 1) if name in first else held[name] for name in names}
 
 
 @contextlib.contextmanager

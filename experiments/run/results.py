@@ -172,12 +172,6 @@ def decoded_at_once(run: Run) -> int:
 # --- parts of a run (`experiments.parts`), for `experiments.merge` ---
 
 
-def part_is_finished(store: PartStore) -> bool:
-    """Return whether all of a part is there, with what it says."""
-    store.scan()
-    return not any(store.missing(name) for name in store.series) and parts.is_written(store)
-
-
 def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
     """Say that a part is finished. generator: None if it has no images."""
     main, arrays = store.series["main"], {}

@@ -150,10 +150,11 @@ class Service:
                 places = self.model.geometry.schedule.places
                 kept = kept[..., places[places < kept.shape[-1]]]
             sizes = dict(zip(("layers", "heads", "tokens"), kept.shape, strict=True))
-            told["kept"] = sizes | {"b64": _base64(np.packbits(kept))}
+            told["kept"] = sizes | {"b64": base64.b64encode(np.packbits(kept)).decode()}
         if asked.tokens:
             kind = "int32" if drawn.tokens.ndim == 1 else "uint8"
-            numbers = _base64(drawn.tokens.astype(np.dtype(kind).newbyteorder("<")))
+            data = drawn.tokens.astype(np.dtype(kind).newbyteorder("<")).tobytes()
+            numbers = base64.b64encode(data).decode()
             told["tokens"] = {"shape": drawn.tokens.shape, "dtype": kind, "b64": numbers}
         return told
 
@@ -162,6 +163,13 @@ class Service:
         model, usual = self.model, self.programs.usual
         g = self.programs.plan_of(usual).geometry
         sampling = {name: getattr(usual.sampling, name) for name in SAMPLING}
+        policies = []
+        for name, policy in self.offered.items():
+            own = {f.name: f.default for f in dataclasses.fields(policy)}
+            kinds = policy.open_arguments().items()
+            known = {n: {"type": k.split()[0], "default": own[n]} for n, k in kinds}
+            shown = {"name": name, "summary": policy.summary, "budget": policy.budget}
+            policies.append(shown | {"policy_args": known})
         told = {"id": model.name, "object": "model", "created": self.started, "owned_by": "varjax"}
         told |= {"family": model.family.name, "size": self.size, "draws": g.kind}
         told |= {"classes": self.subjects.names, "examples": self.subjects.examples}
@@ -171,17 +179,10 @@ class Service:
             | self.cost(usual, self.programs.seconds)
             | {
                 "maps": [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps,
-                "policies": [_offer(name, policy) for name, policy in self.offered.items()],
+                "policies": policies,
                 "sampling": {n: None if isinstance(v, tuple) else v for n, v in sampling.items()},
             }
         )
-
-
-def _offer(name: str, policy: Policy) -> dict:
-    usual = {f.name: f.default for f in dataclasses.fields(policy)}
-    kinds = policy.open_arguments()
-    known = {n: {"type": k.split()[0], "default": usual[n]} for n, k in kinds.items()}
-    return {"name": name, "summary": policy.summary, "budget": policy.budget, "policy_args": known}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -297,7 +298,3 @@ class Order:
 
 def png64(picture: np.ndarray) -> str:
     return base64.b64encode(pictures.png(picture, LEVEL)).decode()
-
-
-def _base64(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
