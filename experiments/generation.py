@@ -99,7 +99,8 @@ class ProgramOptions:
             from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
             kernels = plan.block_size >= min(BLOCK_SIZES)
-        return self.predict(model, plan, batch_size, text_condition.text_tokens(condition), kernels)
+        text = getattr(condition, "padded_length", None)
+        return self.predict(model, plan, batch_size, text, kernels)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

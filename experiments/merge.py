@@ -42,13 +42,27 @@ OUT = FLAGS.argument("out", "Folder of the parts, their --out.")
 
 
 class JoinedStore(BatchStore):
-    """The batches of all parts, as `experiments.run.files` takes them."""
+    """The batches of all parts, as `experiments.run.files` takes them. `UserError` unless all
+    images are there."""
 
     def __init__(self, out: pathlib.Path, found: Sequence[Part]):
         self.out, self.work = out, found[0].work
-        self._stores = [_store(out, part) for part in found]
         said = found[0].content
-        self.series = dict.fromkeys(said["series"], Series(said["count"], said["batch_size"]))
+        count, size = said["count"], said["batch_size"]
+        self.series = dict.fromkeys(said["series"], Series(count, size))
+        self._stores: list[PartStore] = []
+        for part in found:
+            made = Series(count, size, part.shard.images(count, size))
+            series, given = dict.fromkeys(said["series"], made), part.work.description
+            store = PartStore(out, part.shard, given, overwrite=False, series=series)
+            store.scan()
+            for name in series:
+                if gaps := store.missing(name):
+                    raise UserError(
+                        f"{part.work.path} lacks image {gaps[0][0]}, or its file is damaged or "
+                        f"doubled: {parts.again(part.work.path)}"
+                    )
+            self._stores.append(store)
 
     @property
     def replaces(self) -> Written:
@@ -60,22 +74,6 @@ class JoinedStore(BatchStore):
 
     def close(self) -> None:
         """The parts went when the results took their place."""
-
-
-def _store(out: pathlib.Path, part: Part) -> PartStore:
-    """Return the batches of a part; `UserError` unless all its images are there."""
-    count, size = part.content["count"], part.content["batch_size"]
-    made = Series(count, size, part.shard.images(count, size))
-    series = dict.fromkeys(part.content["series"], made)
-    store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
-    store.scan()
-    for name in series:
-        if gaps := store.missing(name):
-            raise UserError(
-                f"{part.work.path} lacks image {gaps[0][0]}, or its file is damaged or doubled: "
-                f"{parts.again(part.work.path)}"
-            )
-    return store
 
 
 def join_run(out: pathlib.Path, found: list[Part]) -> str:

@@ -57,10 +57,10 @@ class Stopped(Exception):
         super().__init__(f"{done} of {total} {what} are stored: resume by the same command")
 
 
-def say_stopped(stopped: Stopped) -> None:
-    """Say it, in one process."""
+def say(line: str) -> None:
+    """Print a line of progress, in one process."""
     if processes.is_first():
-        print(f"ended by SIGTERM: {stopped}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def written(folder: pathlib.Path) -> set[str] | None:
@@ -77,10 +77,11 @@ def written(folder: pathlib.Path) -> set[str] | None:
 
 
 class BatchStore:
-    """The folder `out` and the work folder beside it, which keeps finished batches.
+    """The folder `out` and the work folder, which keeps finished batches.
 
     description: JSON data; it is equal for two runs exactly if one may continue the other.
-    series: the images that there will be, by name ("main", "full").
+    series: the images that there will be, by name ("main", "full"). work: the work folder; None:
+    beside `out`.
     """
 
     def __init__(
@@ -90,22 +91,20 @@ class BatchStore:
         *,
         overwrite: bool,
         series: Mapping[str, Series] | None = None,
+        work: pathlib.Path | None = None,
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
         self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
         if processes.is_first():  # the others touch no file
             self._check_out()
-            self.work = WorkFolder(self._place(), description)
+            self.work = WorkFolder(work or partial_folder(out), description)
             self.check()
 
     @property
     def replaces(self) -> Written | None:
         """Description of the folders that `check_new_folder` may replace; None: none."""
         return written if self.overwrite else None
-
-    def _place(self) -> pathlib.Path:
-        return partial_folder(self.out)
 
     def _check_out(self) -> None:
         """Raise `UserError` unless `out` may be made now."""

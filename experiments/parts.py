@@ -124,10 +124,8 @@ class PartStore(BatchStore):
         series: Mapping[str, Series] | None = None,
     ):
         self.shard = shard
-        super().__init__(out, description, overwrite=overwrite, series=series)
-
-    def _place(self) -> pathlib.Path:
-        return self.out / f"part-{self.shard.index}-of-{self.shard.count}"
+        work = out / f"part-{shard.index}-of-{shard.count}"
+        super().__init__(out, description, overwrite=overwrite, series=series, work=work)
 
     def _check_out(self) -> None:
         check_place(self.out, flag="--out")

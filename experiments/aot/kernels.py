@@ -128,9 +128,13 @@ def exchanged(module: Module) -> list[dict]:
     for i, times in module.runs(everything=True):
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
-            key = kind, short_source(i.op_name) or i.name, _group(i.attributes)
+            group = _group(i.attributes)
+            key = kind, short_source(i.op_name) or i.name, group
+            sizes, count = array_bytes(i.shape), len(i.operands)
+            if i.opcode.endswith("-start") and kind != "all-reduce":  # operands, then results
+                sizes = sizes[count : 2 * count]
             calls[key] += times
-            moved[key] += times * _bytes(i, kind, key[2])
+            moved[key] += times * sum(sizes) * (group if kind == "reduce-scatter" else 1)
     return [
         {
             "kind": kind,
@@ -142,14 +146,6 @@ def exchanged(module: Module) -> list[dict]:
         }
         for (kind, source, group), size in moved.most_common()
     ]
-
-
-def _bytes(i: Instruction, kind: str, group: int) -> float:
-    """Bytes of the whole array in one exchange."""
-    sizes, count = array_bytes(i.shape), len(i.operands)
-    if i.opcode.endswith("-start") and kind != "all-reduce":  # operands, then results
-        sizes = sizes[count : 2 * count]
-    return sum(sizes) * (group if kind == "reduce-scatter" else 1)
 
 
 def _sent(kind: str, group: int) -> float:

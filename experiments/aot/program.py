@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
@@ -90,7 +90,8 @@ def compile_program(
     trace: Callable[[], jax.stages.Traced],
     networks: Networks,
     options: Mapping[str, bool | str],
-    carried: Sequence[Carried] = (),
+    carried: Sequence[Carried],
+    mesh: Mesh,
 ) -> Program:
     """Compile and measure a program.
 
@@ -99,14 +100,16 @@ def compile_program(
       networks: the shapes of its first argument, the weights.
       options: of the compiler.
       carried: arrays that should be updated in place.
+      mesh: the devices.
 
     Raises:
       DoesNotFit: the compiler refused the program for its size.
     """
-    start = time.perf_counter()
-    traced = trace()
-    lowered = traced.lower()
-    with tempfile.TemporaryDirectory() as folder:
+    start, context = time.perf_counter(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    # kernels ask the mesh in use for the kind of device that they are traced for
+    with context, tempfile.TemporaryDirectory() as folder:
+        traced = trace()
+        lowered = traced.lower()
         dump = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
         try:
             compiled = lowered.compile(compiler_options=dump | dict(options))
@@ -283,7 +286,7 @@ class Compilation:
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
-        self.codes = self._compiled(trace, options, carried)
+        self.codes = compile_program(trace, self.networks, options, carried, self.mesh)
 
     def compile_pixels(self) -> None:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
@@ -291,17 +294,8 @@ class Compilation:
         formats = self.codes.formats[0][0] if self.automatic else None
         arguments = (self.networks, self.code_map, self.workload.program.decoding)
         trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
-        self.pixels = self._compiled(trace, pixels.compiler_options(self.chip.platform))
-
-    def _compiled(
-        self,
-        trace: Callable[..., jax.stages.Traced],
-        options: Mapping[str, bool | str],
-        carried: Sequence[Carried] = (),
-    ) -> Program:
-        # kernels ask the mesh in use for the kind of device that they are traced for
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, options, carried)
+        options = pixels.compiler_options(self.chip.platform)
+        self.pixels = compile_program(trace, self.networks, options, (), self.mesh)
 
 
 def carried_arrays(

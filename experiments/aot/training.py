@@ -107,8 +107,7 @@ def describe(asked: TrainingStep, chip: Chip) -> dict:
     quantizer, key = on(mesh.whole(), (quantizer, key))
     arguments = state, quantizer, *on(mesh.batch(), (tokens, labels)), key
     trace = partial(type(stage)._train.trace, stage, *arguments)
-    with jax.sharding.use_abstract_mesh(mesh.devices.abstract_mesh):
-        program = compile_program(trace, state, {})
+    program = compile_program(trace, state, {}, (), mesh.devices)
     # the traced program is that of all devices
     held, flops = num_bytes(state), program.cost.flops / devices
     return {

@@ -40,7 +40,7 @@ from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.cli import command_line
@@ -325,7 +325,7 @@ def main(argv: list[str]) -> None:
                 if processes.is_first():
                     write(job, store)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,11 @@ def compute(
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for span in spans:
             ours = job.samples.pictures.read(*span)
-            theirs = np.concatenate([job.full.pictures.read(*part) for part in _spans(job, *span)])
+            places = job.places[slice(*span)]
+            spans_of_full = [(place, place + 1) for place in places]
+            if places == list(range(places[0], places[0] + len(places))):
+                spans_of_full = [(places[0], places[-1] + 1)]
+            theirs = np.concatenate([job.full.pictures.read(*part) for part in spans_of_full])
             pairs = list(zip(theirs, ours, strict=True))
             found = {n: np.array([measure(*p) for p in pairs]) for n, measure in measures.items()}
             if program is not None:
@@ -153,14 +157,6 @@ def compute(
             yield found | {"identical": (ours == theirs).all((1, 2, 3))}
 
     sets.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
-
-
-def _spans(job: Pairs, first: int, end: int) -> list[tuple[int, int]]:
-    """Return which pictures of the full cache belong to samples: from one to before another."""
-    places = job.places[first:end]
-    if places == list(range(places[0], places[0] + len(places))):
-        return [(places[0], places[-1] + 1)]
-    return [(place, place + 1) for place in places]
 
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:

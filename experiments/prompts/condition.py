@@ -204,8 +204,3 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
             f"--text_encoder_source=DIR`{otherwise}"
         )
     return folder
-
-
-def text_tokens(condition: Condition) -> int | None:
-    """Return the padded length of a condition's texts, for predictions; None for labels."""
-    return condition.padded_length if isinstance(condition, Text) else None

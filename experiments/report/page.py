@@ -152,20 +152,6 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
 # --- the leaderboard ---
 
 
-def folders(given: Sequence[str]) -> list[pathlib.Path]:
-    """Return the folders of sweeps that names and patterns mean, each once, in order. `UserError`
-    if a pattern finds none."""
-    found: dict[pathlib.Path, None] = {}
-    for text in given:
-        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
-        if glob.has_magic(text):
-            places = [place for place in places if (place / sweep_files.REPORT).is_file()]
-            if not places:
-                raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
-        found |= dict.fromkeys(places or [pathlib.Path(text)])
-    return list(found)
-
-
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
     """Return ({what decides the numbers: its JSON}, rows of the table that have run) of a sweep.
     Bytes are per image. `UserError`: it is not finished, of another version, or damaged."""
@@ -219,10 +205,18 @@ def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> Iterator[dict
 
 
 def build_leaderboard(given: Sequence[str]) -> str:
-    """Return the page as HTML. The page and stderr say why sweeps are left out; `UserError` if none
-    can be used."""
+    """Return the page as HTML. given: names and patterns of folders. The page and stderr say why
+    sweeps are left out; `UserError` if none can be used, or a pattern finds none."""
     found, left_out = [], []
-    for folder in folders(given):
+    folders: dict[pathlib.Path, None] = {}
+    for text in given:
+        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
+        if glob.has_magic(text):
+            places = [place for place in places if (place / sweep_files.REPORT).is_file()]
+            if not places:
+                raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
+        folders |= dict.fromkeys(places or [pathlib.Path(text)])
+    for folder in folders:
         try:
             found.append(rows_of(folder))
         except UserError as error:

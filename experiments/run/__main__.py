@@ -15,7 +15,6 @@ experiments.merge joins; with --distributed many processes work as one
 SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
-import sys
 from functools import partial
 
 import numpy as np
@@ -29,7 +28,7 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.judges import Judges
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
@@ -178,12 +177,6 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
         return model.transformer.tokens_from_file(found[mine], num_images, count), scales
 
 
-def say(line: str) -> None:
-    """Print a line of progress, in one process."""
-    if processes.is_first():
-        print(line, file=sys.stderr, flush=True)
-
-
 def generate_series(
     run: Run, model: Model, store: BatchStore, series: str, stop: Stop
 ) -> Generator:
@@ -249,7 +242,7 @@ def main(argv: list[str]) -> None:
     try:
         make_part(run, store) if shard else make(run, store)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 def make(run: Run, store: BatchStore) -> None:

@@ -11,7 +11,7 @@ from experiments.batch_files import Series
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.parts import PartStore
-from experiments.prompts.condition import Text, text_tokens
+from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
 from varjax import metrics
@@ -242,7 +242,7 @@ def dry_run_text(run: Run) -> str:
     ]
     if reads := plan.reads():
         rows.append(("reads", reads))
-    if (length := text_tokens(run.condition)) is not None:
+    if (length := getattr(run.condition, "padded_length", None)) is not None:
         taken = memory.show_bytes(need.condition)
         rows.append(("text", f"{taken}, keys and values of {length} tokens"))
     rows += [

@@ -40,7 +40,7 @@ from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
@@ -144,8 +144,7 @@ def _calibration(
 def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
     sweep = DISTRIBUTED.resolve(resolve)
-    if processes.is_first():
-        print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    say(plan.show_sizes(sweep))
     calibration = sweep.calibration and ordinary.read(
         sweep.calibration, calibration_lib.LARGEST_FILE
     )  # before it may change
@@ -153,7 +152,7 @@ def main(argv: list[str]) -> None:
     try:
         (make_part if SHARD.shard else make)(sweep, store, calibration)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:

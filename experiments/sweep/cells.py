@@ -7,7 +7,6 @@ Letters: N images, L tokens, K scales.
 import contextlib
 import functools
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from experiments import batch_files, judges
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
-from experiments.output import BatchStore, Stopped
+from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
@@ -80,7 +79,7 @@ class Runner:
         first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
         found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
-        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
+        say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
         return found
 
     def _drawn(self, program: Generator) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -154,7 +153,7 @@ class Runner:
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
         self.finished = len(cells) - len(missing)
         if self.finished:
-            _say(f"{self.finished} of {len(cells)} cells are there already, continuing")
+            say(f"{self.finished} of {len(cells)} cells are there already, continuing")
         if stored and not missing:
             return
         if not stored:
@@ -185,7 +184,7 @@ class Runner:
 
     def _run_full(self) -> None:
         sweep = self.sweep
-        _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
+        say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._time(self.full)
@@ -234,12 +233,7 @@ class Runner:
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
         self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
-        _say(f"  {', '.join(shown)}")
-
-
-def _say(line: str) -> None:
-    if processes.is_first():
-        print(line, file=sys.stderr, flush=True)
+        say(f"  {', '.join(shown)}")
 
 
 def describe_cell(cell: Cell, generator: Generator) -> dict:
