@@ -97,7 +97,7 @@ _ROWS = (
     ("  images/s", _of("floor_images_per_s", "{:.3g}".format)),
     ("kernels started, codes", _of("kernels", "{:.0f}".format, "codes")),
     # a TPU fetches weights into its own memory
-    ("weights copied, codes", lambda r: _copied(r) if r["platform"] == "gpu" else ""),
+    ("weights copied, codes", lambda r: _copied(r) if r.get("platform") == "gpu" else ""),
     ("command buffers, codes", _of("launches", lambda n: f"{n['buffers']:.0f}", "codes")),
     ("  kernels outside them", _of("launches", lambda n: f"{n['outside']:.0f}", "codes")),
     ("exchanged", _exchanged),

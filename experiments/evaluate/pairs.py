@@ -171,24 +171,17 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
         layers = arrays["lpips_layers"].astype(np.float64)
         arrays["lpips"], found["lpips_layers"] = layers.sum(1), layers.mean(0)
     if job.tokens is not None:
-        arrays["token_agreement"] = _token_agreement(job)
+        ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
+        for side, rows in ((job.samples, ours), (job.full, theirs)):
+            if rows.shape != ours.shape or rows.shape[0] != side.pictures.count:
+                raise UserError(
+                    f"{side.tokens}: `{job.tokens}` is {list(rows.shape)}, which does not"
+                    f" fit {side.pictures.count} pictures of two runs of one model"
+                )
+        # rows are in the order of the pictures' numbers
+        spans = [(n, n + 1) for n in job.samples.pictures.keys]
+        each = [metrics.token_agreement(ours.read(*s), theirs.read(*s)) for s in spans]
+        arrays["token_agreement"] = np.concatenate(each)
     means = ("ssim", "lpips", "token_agreement")
     found |= {name: float(arrays[name].mean()) for name in means if name in arrays}
     return found, {"key": np.array(list(job.samples.pictures.keys)), **arrays}
-
-
-def _token_agreement(job: Pairs) -> np.ndarray:
-    """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
-    in the order of the pictures' numbers."""
-    ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
-    for side, found in ((job.samples, ours), (job.full, theirs)):
-        if found.shape != ours.shape or found.shape[0] != side.pictures.count:
-            raise UserError(
-                f"{side.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
-                f" fit {side.pictures.count} pictures of two runs of one model"
-            )
-    each = (
-        metrics.token_agreement(ours.read(n, n + 1), theirs.read(n, n + 1))
-        for n in job.samples.pictures.keys
-    )
-    return np.concatenate(list(each))

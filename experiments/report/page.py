@@ -80,6 +80,7 @@ def build(
     )
 
 
+@functools.cache
 def template(name: str) -> jinja2.Template:
     """Return a template of this folder: values are escaped, and a missing one is an error."""
     environment = jinja2.Environment(
@@ -90,16 +91,12 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    environment.globals["library"] = _library()
+    # Vega, Vega-Lite and vega-embed, without anything that could end their script element
+    code = re.sub(
+        r"<(?=/script|!--)", r"\\x3c", vl_convert.javascript_bundle(), flags=re.IGNORECASE
+    )
+    environment.globals["library"] = markupsafe.Markup(code)
     return environment.get_template(name)
-
-
-@functools.cache
-def _library() -> markupsafe.Markup:
-    """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
-    element."""
-    code = vl_convert.javascript_bundle()
-    return markupsafe.Markup(re.sub(r"<(?=/script|!--)", r"\\x3c", code, flags=re.IGNORECASE))
 
 
 def data_uri(pixels: np.ndarray) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from experiments import judges, parts
+from experiments.batch_files import Series
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -231,7 +232,8 @@ def main(argv: list[str]) -> None:
     DISTRIBUTED.start()
     shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve)
     made = shard and shard.images(len(run.condition), run.batch_size)
-    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
+    stem, names = f"{run.model.name}-{run.policy.name}", ("main", "full")[: 1 + run.compare]
+    series = dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
     # parts are divided by batches; without parts neither they nor the mesh decide any image
     said = run.describe() if shard else run.deciding()
     store = SHARD.open(OUT, stem, said, series)

@@ -196,17 +196,6 @@ class Runner:
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
         self.keep(sweep.full, row, arrays)
 
-    def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
-        tokens forced. They are computed again where `REFERENCE_LOGITS` did not suffice."""
-        first, kept = int(index[0]), self._kept
-        if first in kept:
-            return kept[first]
-        found = self._logits(self.full, index, tokens)
-        if sum(a.nbytes for a in kept.values()) + found.nbytes <= REFERENCE_LOGITS:
-            kept[first] = found
-        return found
-
     def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
         """Run a cell. reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full
         cache."""
@@ -222,7 +211,13 @@ class Runner:
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay in memory beside the forced ones
-            forced_full = {"forced_logits": self._full_logits(tokens, index)}
+            first, kept_logits = int(index[0]), self._kept
+            if (logits := kept_logits.get(first)) is None:
+                # computed again for a cell where `REFERENCE_LOGITS` did not suffice
+                logits = self._logits(self.full, index, tokens)
+                if sum(a.nbytes for a in kept_logits.values()) + logits.nbytes <= REFERENCE_LOGITS:
+                    kept_logits[first] = logits
+            forced_full = {"forced_logits": logits}
             forced_mine = {"forced_logits": self._logits(program, index, tokens)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
         self._time(program)
