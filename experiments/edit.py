@@ -155,7 +155,7 @@ def resolve() -> Edit:
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=size,
         program=program,
         policy=policy,

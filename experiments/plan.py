@@ -163,25 +163,12 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
 # --- memory that papers print, beside the bytes of our plans ---
 
 
-def memory_lines(
-    plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
-) -> list[str]:
-    """Return lines with what papers print about the memory of such a plan; none if they print
-    nothing.
-
-    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
-    """
-    content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    if isinstance(plan, TokenPlan):
-        return _token_lines(plan, kv_dtype, content["totals"])
-    return _scale_lines(plan, batch_size, kv_dtype, steady_tokens, content["heatkv"])
-
-
 def _scale_lines(
     plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None, table: dict
 ) -> list[str]:
     """Return the bytes as AMS-KV and HeatKV count them, and the row of HeatKV's table that is
-    nearest to the plan, if it has the same schedule."""
+    nearest to the plan, if it has the same schedule. steady_tokens: per head, summed over layers,
+    that AMS-KV counts; None for other policies."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -254,7 +241,11 @@ def main(argv: list[str]) -> None:
     plan, calibration = POLICY.plan(policy, model)
     steady = plan.rule.steady_tokens(geometry)
     remarks = of_budget + plan_remarks(plan, calibration)
-    remarks += memory_lines(plan, batch_size, kv_dtype, steady)
+    content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    if isinstance(plan, TokenPlan):
+        remarks += _token_lines(plan, kv_dtype, content["totals"])
+    else:
+        remarks += _scale_lines(plan, batch_size, kv_dtype, steady, content["heatkv"])
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
         with new_file(target) as file:

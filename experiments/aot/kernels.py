@@ -135,25 +135,16 @@ def exchanged(module: Module) -> list[dict]:
                 sizes = sizes[count : 2 * count]
             calls[key] += times
             moved[key] += times * sum(sizes) * (group if kind == "reduce-scatter" else 1)
-    return [
-        {
-            "kind": kind,
-            "source": source,
-            "group": group,
-            "calls": calls[kind, source, group],
-            "bytes": size,
-            "sent_bytes": size * _sent(kind, group),
-        }
-        for (kind, source, group), size in moved.most_common()
-    ]
-
-
-def _sent(kind: str, group: int) -> float:
-    """Share of the array that a device sends around a ring."""
-    if kind.startswith("collective-") and group > 1:
-        return 1.0
-    # an all-reduce is a reduce-scatter, then an all-gather
-    return (1 + (kind == "all-reduce")) * (group - 1) / group
+    found = []
+    for key, size in moved.most_common():
+        kind, source, group = key
+        # around a ring; an all-reduce is a reduce-scatter, then an all-gather
+        share = (1 + (kind == "all-reduce")) * (group - 1) / group
+        if kind.startswith("collective-") and group > 1:
+            share = 1.0
+        row = {"kind": kind, "source": source, "group": group, "calls": calls[key]}
+        found.append(row | {"bytes": size, "sent_bytes": size * share})
+    return found
 
 
 def _group(attributes: str) -> int:

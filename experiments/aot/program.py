@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
@@ -249,7 +249,7 @@ class Compilation:
         inputs = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
-        arguments = (condition, keys, _on(inputs, None), None)
+        arguments = (condition, keys, on(None, inputs), None)
         code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
@@ -269,7 +269,7 @@ class Compilation:
     def _placed(self, tree: Tree, which: int | slice) -> Tree:
         """Shapes on the devices, divided like the argument `which` of the program."""
         if self.sharded is None:
-            return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
+            return on(NamedSharding(self.mesh, PartitionSpec()), tree)
         return self.sharded.place_shapes(which, tree)
 
     def compile_codes(self) -> None:
@@ -323,8 +323,6 @@ def carried_arrays(
     return found
 
 
-def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:
+def on(where: Sharding | None, tree: Tree) -> Tree:
     """Shapes and types, placed on devices."""
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=sharding), tree
-    )
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=where), tree)

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -111,12 +111,12 @@ class Text(FromPrompts):
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
         part = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)
-        return found | {
-            "prompts": len(self.prompts),
-            "negative_prompts": len(negative),
-            "sha256": _digest([self.prompts.texts, negative]),
-            "encoder": _digest(part["files"]),
-        }
+        found |= {"prompts": len(self.prompts), "negative_prompts": len(negative)}
+        hashed = {"sha256": [self.prompts.texts, negative], "encoder": part["files"]}
+        for name, content in hashed.items():
+            text = json.dumps(content, sort_keys=True)
+            found[name] = hashlib.sha256(text.encode()).hexdigest()
+        return found
 
     def spread(self, count: int) -> "Text":
         """Return at most `count` images, spread evenly over all prompts."""
@@ -188,10 +188,6 @@ def encode(
         progress=progress,
         warn=_warn,
     )
-
-
-def _digest(content: Mapping | Sequence) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:

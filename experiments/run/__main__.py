@@ -126,7 +126,7 @@ def resolve() -> Run:
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=batch_size,
         program=program,
         policy=policy,

@@ -56,11 +56,6 @@ class Shown:
         return cls(**found)
 
 
-def in_grid(height: int, width: int) -> int:
-    """Images of this size in grid.png, at most."""
-    return max(1, GRID_PIXELS // (height * width))
-
-
 def write(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
@@ -106,7 +101,7 @@ def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
         # ADM's Inception score takes consecutive blocks, and is too low if a block has few classes
         order = np.random.RandomState(SHUFFLE_SEED).permutation(count)
     images.save_samples_npz(out / "samples.npz", pixels, shown.numbers, order)
-    some = in_grid(*pixels.shape[1:3])
+    some = max(1, GRID_PIXELS // pixels[0, :, :, 0].size)
     try:
         images.save_grid(out / "grid.png", pixels[:some], labels=shown.captions)
         if shown.prompts is not None:

@@ -55,7 +55,7 @@ def shown(run: Run) -> Shown:
     height, width = (run.resize, run.resize) if run.resize else run.model.pixels
     return Shown(
         numbers=run.condition.numbers,
-        captions=captions and list(captions[: files.in_grid(height, width)]),
+        captions=captions and list(captions[: max(1, files.GRID_PIXELS // (height * width))]),
         prompts=getattr(run.condition, "prompts", None),
         each=getattr(run.condition, "each", 1),
         seed=run.seed,

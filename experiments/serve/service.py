@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
-from experiments.serve.requests import EditRequest, ImageRequest, gone
+from experiments.serve.requests import EditRequest, ImageRequest
 from varjax.errors import UserError, choose, show
 from varjax.io import pictures
 from varjax.mixed_batch import Drawn, Item, Patch, read_own_size
@@ -255,7 +255,7 @@ class Order:
                 if not isinstance(what, str):
                     drawn[what[0]] = what[1]
                 elif await went_away():
-                    raise gone()
+                    raise Refused(408, "the client went away")
         seconds = sum({one.batch: one.seconds for one in drawn.values()}.values())
         told = partial(self.service.picture, self.asked, self.seed)
         data = [await asyncio.to_thread(told, drawn[index]) for index in range(self.asked.n)]

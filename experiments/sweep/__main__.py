@@ -115,7 +115,7 @@ def resolve() -> Sweep:
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=batch_size,
         program=program,
         cells=cells,

@@ -181,10 +181,8 @@ class TorchFile:
         return storage
 
     def _identity(self, identity: object, length: int) -> tuple[str, np.dtype, int]:
-        """Return key, element type and number of elements of a persistent id.
-
-        The device does not matter, since values are read on the host.
-        """
+        """Return key, element type and number of elements of a persistent id. The device does not
+        matter, since values are read on the host."""
         is_id = isinstance(identity, tuple) and len(identity) == length
         if not (is_id and identity[0] == "storage"):
             raise UserError(f"{self.path}: refused, an unknown kind of storage")
