@@ -87,19 +87,6 @@ TARGET = FLAGS.string(
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
-def arrays(plan: CachePlan, batch_size: int, kv_dtype: str) -> dict[str, np.ndarray]:
-    """Return the arrays that --save writes."""
-    found = {
-        "capacity": plan.capacity,
-        "live_tokens": plan.live_tokens,
-        "pool_tokens": np.int64(plan.pool_tokens),
-        "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
-        "dense_bytes": np.int64(plan.dense_bytes(batch_size, kv_dtype)),
-        "block_size": np.int64(plan.block_size),
-    }
-    return found | plan.arrays()
-
-
 def summary(
     name: str, plan: CachePlan, batch_size: int, kv_dtype: str, remarks: Sequence[str]
 ) -> str:
@@ -248,8 +235,16 @@ def main(argv: list[str]) -> None:
         remarks += _scale_lines(plan, batch_size, kv_dtype, steady, content["heatkv"])
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
+        found = {"capacity": plan.capacity, "live_tokens": plan.live_tokens}
+        numbers = {
+            "pool_tokens": plan.pool_tokens,
+            "num_bytes": plan.num_bytes(batch_size, kv_dtype),
+            "dense_bytes": plan.dense_bytes(batch_size, kv_dtype),
+            "block_size": plan.block_size,
+        }
+        found |= {name: np.int64(number) for name, number in numbers.items()}
         with new_file(target) as file:
-            np.savez(file, **arrays(plan, batch_size, kv_dtype))
+            np.savez(file, **found | plan.arrays())
 
 
 if __name__ == "__main__":

@@ -29,23 +29,20 @@ def table(results: Sequence[Mapping]) -> list[str]:
     """Lines of the table. Rows without a value are left out. Where nothing was compiled only the
     row "fits" says so."""
     columns = [["", *(name for name, _ in _ROWS)]]
-    columns += [[r["target"], *(_cell(*row, r) for row in _ROWS)] for r in results]
+    for r in results:
+        if r["status"] == "compiled":
+            cells = [str(row(r)) for _, row in _ROWS]
+        else:
+            failed = r["status"] == "failed"
+            said = "FAILED" if failed else f"NO: asks for {show_bytes(r['needed_bytes'])}"
+            cells = [said if name == "fits" else "" for name, _ in _ROWS]
+        columns.append([r["target"], *cells])
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in zip(*columns, strict=True)
         if any(row[1:])
     ]
-
-
-def _cell(name: str, row: Callable[[Mapping], object], result: Mapping) -> str:
-    if result["status"] == "compiled":
-        return str(row(result))
-    if name != "fits":
-        return ""
-    if result["status"] == "failed":
-        return "FAILED"
-    return f"NO: asks for {show_bytes(result['needed_bytes'])}"
 
 
 def _of(key: str, show: Callable[[object], str] = str, program: str | None = None):

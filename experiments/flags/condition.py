@@ -11,7 +11,7 @@ import numpy as np
 from absl.flags import FlagHolder
 
 from experiments.flags.prompts import PromptFlags, plain
-from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, tokenized
+from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, warn
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax import arguments
@@ -23,7 +23,7 @@ from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 from varjax.text import prompt_ids
-from varjax.text.prompt_tokenizer import has_tokenizer
+from varjax.text.prompt_tokenizer import PromptTokenizer, has_tokenizer
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
@@ -155,7 +155,9 @@ class ConditionFlags:
         else:
             prompts = self._given(model, weights)
             if self._prompts.positive[0].value and (weights or has_tokenizer(model.directory)):
-                ids = tokenized(prompts, model)
+                tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
+                texts, config = prompts.texts, model.config
+                ids = prompt_ids.encode(texts, config, tokenizer, prompts.names, warn=warn)
         each = self._each(prompts, *model.pixels)
         if ids is not None:
             ids = ids.checked(model.config, prompts.names).repeat(each)

@@ -24,10 +24,8 @@ from varjax.model import Model
 from varjax.storage import manifest
 from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder
-from varjax.text import prompt_ids
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
-from varjax.text.prompt_tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,15 +135,8 @@ class Text(FromPrompts):
         )
 
 
-def tokenized(prompts: PromptSet, model: Model) -> PromptIds:
-    """Return the token ids of prompts. `UserError` without a tokenizer in the model's checkpoint,
-    or if it is another model's."""
-    tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
-    given = prompts.texts, model.config, tokenizer, prompts.names
-    return prompt_ids.encode(*given, warn=_warn)
-
-
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Print a warning about prompts."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -186,7 +177,7 @@ def encode(
         names=prompts.names,
         negative_names=None if negative is None else negative.names,
         progress=progress,
-        warn=_warn,
+        warn=warn,
     )
 
 

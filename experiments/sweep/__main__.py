@@ -47,15 +47,12 @@ from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.calibration.data import Calibration
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
-from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.processes import Stop
 from varjax.policies import HeatKV
-from varjax.sampling import Sampling
 from varjax.storage import ordinary
 
 FLAGS = CommandFlags(
@@ -101,7 +98,14 @@ def resolve() -> Sweep:
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path = CALIBRATION.value or calibration_lib.beside(model.directory)
-    calibration = _calibration(path, model, sampling)
+    calibration = None
+    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
+        if path:
+            calibration = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
+    except UserError as error:  # one beside the model that does not fit it is not used
+        if CALIBRATION.value:
+            raise
+        print(f"calibration {path} is not used: {error}", file=sys.stderr)
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
@@ -125,20 +129,6 @@ def resolve() -> Sweep:
         calibration_digest=calibration.digest if used else None,
         judges=judges.of_model(model, LPIPS, batch_size),
     )
-
-
-def _calibration(
-    path: str | pathlib.Path | None, model: Model, sampling: Sampling
-) -> Calibration | None:
-    """Return the content of a file, if there is one; one beside the model that does not fit it is
-    not used."""
-    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
-        return calibration_lib.find(HeatKV(), model, path, sampling.guidance) if path else None
-    except UserError as error:
-        if CALIBRATION.value:
-            raise
-        print(f"calibration {path} is not used: {error}", file=sys.stderr)
-        return None
 
 
 def main(argv: list[str]) -> None:
