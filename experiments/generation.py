@@ -144,11 +144,6 @@ class Generation:
             **({"compiler": compiler} if (compiler := jax_settings.of_compiler()) else {}),
         }
 
-    def deciding(self) -> dict:
-        """Return what decides the results of `describe`: not the devices, nor how many images are
-        drawn at a time."""
-        return {n: v for n, v in self.describe().items() if n not in ("batch_size", "mesh")}
-
     def encoded(self) -> Self:
         """Return a copy whose prompts are encoded. The encoder's memory is free again after it."""
         condition = text_condition.encoded(self.condition, self.model, self.program.dtype)

@@ -28,7 +28,7 @@ from varjax import metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.storage.atomic import Written, check_place
+from varjax.storage.atomic import check_place
 
 FLAGS = CommandFlags(
     "python -m experiments.run --num_images=4 --shard=0/2 --out=OUT\n"
@@ -46,7 +46,7 @@ class JoinedStore(BatchStore):
     images are there."""
 
     def __init__(self, out: pathlib.Path, found: Sequence[Part]):
-        self.out, self.work = out, found[0].work
+        self.out, self.work, self.replaces = out, found[0].work, parts.files_of_parts
         said = found[0].content
         count, size = said["count"], said["batch_size"]
         self.series = dict.fromkeys(said["series"], Series(count, size))
@@ -63,10 +63,6 @@ class JoinedStore(BatchStore):
                         f"doubled: {parts.again(part.work.path)}"
                     )
             self._stores.append(store)
-
-    @property
-    def replaces(self) -> Written:
-        return parts.files_of_parts
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         for store in self._stores:

@@ -95,16 +95,13 @@ class BatchStore:
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
+        # description of the folders that `check_new_folder` may replace; None: none
+        self.replaces: Written | None = written if overwrite else None
         self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
         if processes.is_first():  # the others touch no file
             self._check_out()
             self.work = WorkFolder(work or partial_folder(out), description)
             self.check()
-
-    @property
-    def replaces(self) -> Written | None:
-        """Description of the folders that `check_new_folder` may replace; None: none."""
-        return written if self.overwrite else None
 
     def _check_out(self) -> None:
         """Raise `UserError` unless `out` may be made now."""
@@ -279,18 +276,13 @@ class FolderFlags:
     """--out and --overwrite of a command whose interrupted runs continue."""
 
     def __init__(self, flags: CommandFlags):
-        self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
+        self.overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
         self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
 
     @property
     def path(self) -> pathlib.Path | None:
         """The folder; None if the flag is not given."""
         return None if self._out.value is None else pathlib.Path(self._out.value)
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether results of before may be replaced."""
-        return self._overwrite.value
 
     def open(
         self, stem: str, description: dict, series: Mapping[str, Series] | None = None
@@ -300,7 +292,7 @@ class FolderFlags:
         stem: how a new folder under results/ begins. description, series: see `BatchStore`.
         `UserError`, in all processes, unless the first one may write there."""
         with processes.together():
-            out, overwrite = self.path, self.overwrite
+            out, overwrite = self.path, self.overwrite.value
             if processes.is_first() and out is None:
                 return BatchStore.fresh(stem, description, series)
             if processes.is_first() and os.path.lexists(out) and not overwrite:

@@ -102,7 +102,7 @@ class ShardFlag:
             )
         if folder.path is None:
             raise UserError(f"--shard={self._flag.value}: name the folder of all parts with --out")
-        out, overwrite = folder.path, folder.overwrite
+        out, overwrite = folder.path, folder.overwrite.value
         store = PartStore(out, shard, description, overwrite=overwrite, series=series)
         for index, other in () if overwrite else parts_in(out):
             if index != shard.index:

@@ -69,7 +69,6 @@ FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 
 def main(argv) -> None:
     """Convert what the flags say."""
-    del argv
     given = {name: FLAGS.flag(name).value for name in FLAGS.values}
     if given["source"] == hub.HUB:
         target = Path(given["out"] or converted(given["model"]))

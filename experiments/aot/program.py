@@ -195,15 +195,6 @@ class Workload:
         given = self.model, self.plan, batch_size, self.text_tokens, self.attention != "reference"
         return self.program.predict(*given, platform=platform, layers=layers)
 
-    def attention_asked(self, chip: Chip) -> str | None:
-        """The implementation that kernels are asked for. Not every kernel of models that draw token
-        by token exists under every name: there each operation takes its own best (None), unless
-        the user named one or the best was refused."""
-        best = implementations.choices(chip.platform, chip.capability)[0]
-        by_token = isinstance(self.plan, TokenPlan)
-        free = by_token and not self.program.attention and self.attention == best
-        return None if free else self.attention
-
 
 class Compilation:
     """Both programs for a batch. Call `compile_codes` first, then `compile_pixels`.
@@ -225,6 +216,11 @@ class Compilation:
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         types = {"transformer": options.dtype, "codec": "float32"}
         networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
+        # not every kernel of models that draw token by token exists under every name: there each
+        # operation takes its own best, unless the user named one or the best was refused
+        best = implementations.choices(chip.platform, chip.capability)[0]
+        own = options.attention or workload.attention != best
+        free = isinstance(plan, TokenPlan) and not own
         self.spec = drawing(
             networks,
             plan,
@@ -232,7 +228,7 @@ class Compilation:
             BuildOptions(
                 segments=options.segments,
                 layers=options.layers,
-                attention=workload.attention_asked(chip),
+                attention=None if free else workload.attention,
             ),
             batch_size=batch_size,
             mesh=mesh,

@@ -229,13 +229,13 @@ def draw(run: Run, model: Model, store: BatchStore) -> Generator:
 
 
 def main(argv: list[str]) -> None:
-    DISTRIBUTED.start()
     shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve)
     made = shard and shard.images(len(run.condition), run.batch_size)
     stem, names = f"{run.model.name}-{run.policy.name}", ("main", "full")[: 1 + run.compare]
     series = dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
-    # parts are divided by batches; without parts neither they nor the mesh decide any image
-    said = run.describe() if shard else run.deciding()
+    said = run.describe()
+    for name in () if shard else ("batch_size", "mesh"):
+        said.pop(name)  # parts are divided by batches; without parts they decide no image
     store = SHARD.open(OUT, stem, said, series)
     if DRY_RUN.value:  # it refuses what the run would, the folder included
         print(run_results.dry_run_text(run))

@@ -132,7 +132,6 @@ def resolve() -> Sweep:
 
 
 def main(argv: list[str]) -> None:
-    DISTRIBUTED.start()
     sweep = DISTRIBUTED.resolve(resolve)
     say(plan.show_sizes(sweep))
     calibration = sweep.calibration and ordinary.read(
