@@ -171,11 +171,6 @@ def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | Non
 # --- finished parts ---
 
 
-def write(store: PartStore, content: Mapping, arrays: Mapping[str, np.ndarray]) -> None:
-    """Say that a part is finished. content: JSON data."""
-    batch_files.write(store.work.path / PART, store.work.digest, arrays, content)
-
-
 def is_written(store: PartStore) -> bool:
     """Return whether a part says that it is finished."""
     with contextlib.suppress(Damaged, OSError):

@@ -116,17 +116,6 @@ def summary(
     return "\n".join([*lines, *remarks, "", *plan.timeline()])
 
 
-def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
-    """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
-    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
-    needed = batch_size * geometry.rows_per_image * row
-    if needed > np.iinfo(np.int64).max // 2:
-        raise UserError(
-            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
-            f"bits: lower --batch_size or the sizes in --geometry"
-        )
-
-
 def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str) -> Sizing:
     """Return what bytes of a cache mean on --target, or on this device."""
     sizing = Sizing(batch_size=batch_size, kv_dtype=kv_dtype)
@@ -222,7 +211,13 @@ def main(argv: list[str]) -> None:
         name, geometry = model.name, model.geometry
     batch_size, dtype = BATCH_SIZE.value, DTYPE.value
     kv_dtype = KV_DTYPE.value or dtype
-    check_countable(geometry, batch_size, dtype)
+    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
+    needed = batch_size * geometry.rows_per_image * row
+    if needed > np.iinfo(np.int64).max // 2:  # blocks may be padded
+        raise UserError(
+            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
+            f"bits: lower --batch_size or the sizes in --geometry"
+        )
     sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
     policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
     plan, calibration = POLICY.plan(policy, model)

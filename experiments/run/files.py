@@ -9,7 +9,7 @@ import contextlib
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,12 +42,9 @@ class Shown:
     seed: int
     arrays: Sequence[str] | None
 
-    def to_json(self) -> dict:
-        """Return JSON data that `from_json` takes."""
-        return asdict(self) | {"numbers": self.numbers.tolist()}
-
     @classmethod
     def from_json(cls, content: dict) -> "Shown":
+        """Read what a part says: the fields, `numbers` as a list."""
         found = {**content, "numbers": np.array(content["numbers"], np.int32)}
         if prompts := content["prompts"]:
             texts = tuple(Prompt(**prompt) for prompt in prompts["prompts"])

@@ -3,10 +3,11 @@ plan before the run starts and a summary at its end."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 import numpy as np
 
-from experiments import parts
+from experiments import batch_files
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.parts import PartStore
@@ -158,21 +159,21 @@ def fidelity(arrays: Arrays, judges: Mapping) -> dict:
 
 def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
     """Say that a part is finished. generator: None if it has no images."""
-    main, arrays = store.series["main"], {}
+    main, arrays, said = store.series["main"], {}, shown(run)
     if run.compare and generator is not None:
         numbers = compared(run, store)
         arrays = {f"{FIDELITY}{name}": values for name, values in numbers.items()}
     content = {
         "command": "run",
         "environment": environment(),
-        "shown": shown(run).to_json(),
+        "shown": asdict(said) | {"numbers": said.numbers.tolist()},
         "report": generator and report_of(run, generator, store),
         "judges": run.judges.describe(),
         "count": main.count,
         "batch_size": main.batch_size,
         "series": list(store.series),
     }
-    parts.write(store, content, arrays)
+    batch_files.write(store.work.path / batch_files.PART, store.work.digest, arrays, content)
 
 
 # --- text -----------------------------------------------------------------------------------------

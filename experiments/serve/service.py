@@ -144,7 +144,8 @@ class Service:
 
     def picture(self, asked: ImageRequest, seed: int, drawn: Drawn) -> dict:
         """The fields of `requests.Picture`."""
-        told, kept = {"b64_json": png64(drawn.picture), "seed": seed}, drawn.kept
+        png, kept = pictures.png(drawn.picture, LEVEL), drawn.kept
+        told = {"b64_json": base64.b64encode(png).decode(), "seed": seed}
         if kept is not None:
             if self.model.draws_tokens:  # ends of lines are no part of the picture
                 places = self.model.geometry.schedule.places
@@ -291,10 +292,7 @@ class Order:
     def _told(self, seen: Preview | Drawn) -> dict:
         if isinstance(seen, Preview):
             shown = {"progress": seen.part, "says": seen.words}
-            return shown | {"b64_json": png64(seen.picture)}
+            png = pictures.png(seen.picture, LEVEL)
+            return shown | {"b64_json": base64.b64encode(png).decode()}
         told = self.service.picture(self.asked, self.seed, seen)
         return told | self.service.cost(self.choice, seen.seconds)
-
-
-def png64(picture: np.ndarray) -> str:
-    return base64.b64encode(pictures.png(picture, LEVEL)).decode()

@@ -32,7 +32,7 @@ import sys
 
 import numpy as np
 
-from experiments import judges, parts
+from experiments import batch_files, judges, parts
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -177,7 +177,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}
         held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}
-        parts.write(store, {**part, "frame": tables.frame(sweep)}, held)
+        content = {**part, "frame": tables.frame(sweep)}
+        batch_files.write(store.work.path / batch_files.PART, store.work.digest, held, content)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 
