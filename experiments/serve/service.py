@@ -282,17 +282,16 @@ class Order:
                             told["type"] = f"{kind}.partial_image"
                             told["partial_image_index"] = count[index]
                             count[index] += 1
-                        yield event(common | told | await asyncio.to_thread(self._told, one))
+                            told |= {"progress": one.part, "says": one.words}
+                            png = await asyncio.to_thread(pictures.png, one.picture, LEVEL)
+                            told["b64_json"] = base64.b64encode(png).decode()
+                        else:
+                            drawn = self.asked, self.seed, one
+                            told |= await asyncio.to_thread(self.service.picture, *drawn)
+                            told |= self.service.cost(self.choice, one.seconds)
+                        yield event(common | told)
         except Exception as error:
             found = refused(error)
             if found.status_code == 500:
                 LOG.exception("drawing failed")
             yield event(content(found))
-
-    def _told(self, seen: Preview | Drawn) -> dict:
-        if isinstance(seen, Preview):
-            shown = {"progress": seen.part, "says": seen.words}
-            png = pictures.png(seen.picture, LEVEL)
-            return shown | {"b64_json": base64.b64encode(png).decode()}
-        told = self.service.picture(self.asked, self.seed, seen)
-        return told | self.service.cost(self.choice, seen.seconds)
