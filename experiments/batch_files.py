@@ -35,9 +35,18 @@ class Damaged(Exception):
     """Description of what is wrong with a file."""
 
 
-def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new file. settings: digest of the settings that they were made with."""
+def write(
+    path: pathlib.Path,
+    settings: str,
+    arrays: Mapping[str, np.ndarray],
+    content: Mapping | None = None,
+) -> None:
+    """Write arrays to a new file. settings: digest of the settings that they were made with.
+    content: JSON data besides (`read_with`)."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    if content is not None:
+        text = json.dumps(json_safe(content)).encode("utf-8", "surrogatepass")
+        arrays[CONTENT] = np.frombuffer(text, np.uint8)
     arrays |= {SETTINGS: np.array(settings), NAME: np.array(path.name)}
     with new_file(path) as file:
         np.savez(file, **arrays, **{SEAL: np.array(_seal(arrays))})
@@ -57,14 +66,6 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
     if (name := str(arrays.pop(NAME, ""))) != path.name:
         raise Damaged(f"it was written as {name!r:.60}")
     return arrays
-
-
-def write_with(
-    path: pathlib.Path, settings: str, content: Mapping, arrays: Mapping[str, np.ndarray]
-) -> None:
-    """Write arrays as `write` does, and JSON data, `content`."""
-    text = json.dumps(json_safe(content)).encode("utf-8", "surrogatepass")
-    write(path, settings, {**arrays, CONTENT: np.frombuffer(text, np.uint8)})
 
 
 def read_with(path: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:

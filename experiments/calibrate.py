@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     model = MODEL.resolve()
     measure_calibration.check_scales(model)
     condition = CONDITION.resolve(model)
-    sampling, seed = SAMPLING.sampling(model), SAMPLING.seeds(STABILITY.value)
+    sampling, seed = SAMPLING.sampling(model), SAMPLING.seed(STABILITY.value)
     dtype = DTYPE.value or default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
     progress = Progress("measured image", STABILITY.value * len(condition))

@@ -109,7 +109,7 @@ class Edit(Generation):
             how = vars(self.by_text)
         else:
             how = {
-                "mask_sha256": _sha256(self.drawn[0]),
+                "mask_sha256": hashlib.sha256(self.drawn[0].tobytes()).hexdigest(),
                 "drawn_pixels": float(self.drawn[0].mean()),
             }
             how |= {"paste": PASTE.value, "feather": FEATHER.value}
@@ -119,15 +119,11 @@ class Edit(Generation):
             "policy_args": policy_arguments(self.policy),
             "budget": self.policy.budget,
             "edit": {
-                "image_sha256": _sha256(self.pictures[0]),
+                "image_sha256": hashlib.sha256(self.pictures[0].tobytes()).hexdigest(),
                 "edits": len(self.pictures),
                 **how,
             },
         }
-
-
-def _sha256(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 def resolve() -> Edit:
@@ -159,7 +155,7 @@ def resolve() -> Edit:
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=size,
         program=program,
         policy=policy,

@@ -99,7 +99,8 @@ class ProgramOptions:
             from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
             kernels = plan.block_size >= min(BLOCK_SIZES)
-        return self.predict(model, plan, batch_size, text_condition.text_tokens(condition), kernels)
+        text = getattr(condition, "padded_length", None)
+        return self.predict(model, plan, batch_size, text, kernels)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,11 +143,6 @@ class Generation:
             "mesh": str(program.mesh),
             **({"compiler": compiler} if (compiler := jax_settings.of_compiler()) else {}),
         }
-
-    def deciding(self) -> dict:
-        """Return what decides the results of `describe`: not the devices, nor how many images are
-        drawn at a time."""
-        return {n: v for n, v in self.describe().items() if n not in ("batch_size", "mesh")}
 
     def encoded(self) -> Self:
         """Return a copy whose prompts are encoded. The encoder's memory is free again after it."""

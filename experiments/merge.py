@@ -10,6 +10,7 @@ versions; what is missing or damaged is named, and nothing is changed then. The 
 place of the parts in OUT.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +28,7 @@ from varjax import metrics
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.storage.atomic import Written, check_place
+from varjax.storage.atomic import check_place
 
 FLAGS = CommandFlags(
     "python -m experiments.run --num_images=4 --shard=0/2 --out=OUT\n"
@@ -41,17 +42,27 @@ OUT = FLAGS.argument("out", "Folder of the parts, their --out.")
 
 
 class JoinedStore(BatchStore):
-    """The batches of all parts, as `experiments.run.files` takes them."""
+    """The batches of all parts, as `experiments.run.files` takes them. `UserError` unless all
+    images are there."""
 
     def __init__(self, out: pathlib.Path, found: Sequence[Part]):
-        self.out, self.work = out, found[0].work
-        self._stores = [_store(out, part) for part in found]
+        self.out, self.work, self.replaces = out, found[0].work, parts.files_of_parts
         said = found[0].content
-        self.series = dict.fromkeys(said["series"], Series(said["count"], said["batch_size"]))
-
-    @property
-    def replaces(self) -> Written:
-        return parts.files_of_parts
+        count, size = said["count"], said["batch_size"]
+        self.series = dict.fromkeys(said["series"], Series(count, size))
+        self._stores: list[PartStore] = []
+        for part in found:
+            made = Series(count, size, part.shard.images(count, size))
+            series, given = dict.fromkeys(said["series"], made), part.work.description
+            store = PartStore(out, part.shard, given, overwrite=False, series=series)
+            store.scan()
+            for name in series:
+                if gaps := store.missing(name):
+                    raise UserError(
+                        f"{part.work.path} lacks image {gaps[0][0]}, or its file is damaged or "
+                        f"doubled: {parts.again(part.work.path)}"
+                    )
+            self._stores.append(store)
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         for store in self._stores:
@@ -59,22 +70,6 @@ class JoinedStore(BatchStore):
 
     def close(self) -> None:
         """The parts went when the results took their place."""
-
-
-def _store(out: pathlib.Path, part: Part) -> PartStore:
-    """Return the batches of a part; `UserError` unless all its images are there."""
-    count, size = part.content["count"], part.content["batch_size"]
-    made = Series(count, size, part.shard.images(count, size))
-    series = dict.fromkeys(part.content["series"], made)
-    store = PartStore(out, part.shard, part.work.description, overwrite=False, series=series)
-    store.scan()
-    for name in series:
-        if gaps := store.missing(name):
-            raise UserError(
-                f"{part.work.path} lacks image {gaps[0][0]}, or its file is damaged or doubled: "
-                f"{parts.again(part.work.path)}"
-            )
-    return store
 
 
 def join_run(out: pathlib.Path, found: list[Part]) -> str:
@@ -112,7 +107,15 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
                 f"{part.shard} is of other --policies or --budgets than {first.shard}: remove it "
                 "and make it again with the flags of the others"
             )
-        mine = {key: _cell(part, key) for key in part.content["keys"]}
+        mine = {}
+        for key in part.content["keys"]:
+            path = cells.path_of(part.work.path, key)
+            try:
+                row, arrays = batch_files.read_with(path)
+            except (Damaged, OSError):
+                again = parts.again(part.work.path)
+                raise UserError(f"{path} is missing or damaged: {again}") from None
+            mine[key] = arrays | {"row": row}
         held = mine | held
         full = frame["reference"]
         if not np.array_equal(mine[full]["tokens"], held[full]["tokens"]):
@@ -126,20 +129,13 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
     return tables.markdown_rows(report)
 
 
-def _cell(part: Part, key: str) -> dict:
-    path = cells.path_of(part.work.path, key)
-    try:
-        row, arrays = batch_files.read_with(path)
-        return arrays | {"row": row}
-    except (Damaged, OSError):
-        raise UserError(f"{path} is missing or damaged: {parts.again(part.work.path)}") from None
-
-
 def main(argv: list[str]) -> None:
     out = check_place(OUT.value, flag="OUT")
     found = parts.read(out)
-    with parts.held(found):
-        join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
+    join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
+    with contextlib.ExitStack() as stack:  # keeps other processes out of all parts
+        for part in found:
+            stack.enter_context(part.work.held())
         text = join(out, found)
     print(text)
 

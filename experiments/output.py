@@ -57,10 +57,10 @@ class Stopped(Exception):
         super().__init__(f"{done} of {total} {what} are stored: resume by the same command")
 
 
-def say_stopped(stopped: Stopped) -> None:
-    """Say it, in one process."""
+def say(line: str) -> None:
+    """Print a line of progress, in one process."""
     if processes.is_first():
-        print(f"ended by SIGTERM: {stopped}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def written(folder: pathlib.Path) -> set[str] | None:
@@ -77,10 +77,11 @@ def written(folder: pathlib.Path) -> set[str] | None:
 
 
 class BatchStore:
-    """The folder `out` and the work folder beside it, which keeps finished batches.
+    """The folder `out` and the work folder, which keeps finished batches.
 
     description: JSON data; it is equal for two runs exactly if one may continue the other.
-    series: the images that there will be, by name ("main", "full").
+    series: the images that there will be, by name ("main", "full"). work: the work folder; None:
+    beside `out`.
     """
 
     def __init__(
@@ -90,22 +91,17 @@ class BatchStore:
         *,
         overwrite: bool,
         series: Mapping[str, Series] | None = None,
+        work: pathlib.Path | None = None,
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
+        # description of the folders that `check_new_folder` may replace; None: none
+        self.replaces: Written | None = written if overwrite else None
         self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
         if processes.is_first():  # the others touch no file
             self._check_out()
-            self.work = WorkFolder(self._place(), description)
+            self.work = WorkFolder(work or partial_folder(out), description)
             self.check()
-
-    @property
-    def replaces(self) -> Written | None:
-        """Description of the folders that `check_new_folder` may replace; None: none."""
-        return written if self.overwrite else None
-
-    def _place(self) -> pathlib.Path:
-        return partial_folder(self.out)
 
     def _check_out(self) -> None:
         """Raise `UserError` unless `out` may be made now."""
@@ -142,17 +138,14 @@ class BatchStore:
         with contextlib.ExitStack() as stack:
             with processes.together():
                 if processes.is_first():
-                    self._hold(stack)
+                    stack.callback(self._leave_results)
+                    stack.enter_context(self.work.held())
+                    self.check()  # again: another process may have been here since
+                    stack.callback(lambda: self.work.finished() or self.close())
+                    self.work.start()
+                    self.scan()
+                    self.resumed = any(self.finished(name) for name in self.series)
             yield
-
-    def _hold(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(self._leave_results)
-        stack.enter_context(self.work.held())
-        self.check()  # again: another process may have been here since
-        stack.callback(lambda: self.work.finished() or self.close())
-        self.work.start()
-        self.scan()
-        self.resumed = any(self.finished(name) for name in self.series)
 
     def _leave_results(self) -> None:
         if self.out.parent == RESULTS:  # it goes if it was made for this run alone
@@ -283,18 +276,13 @@ class FolderFlags:
     """--out and --overwrite of a command whose interrupted runs continue."""
 
     def __init__(self, flags: CommandFlags):
-        self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
+        self.overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
         self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
 
     @property
     def path(self) -> pathlib.Path | None:
         """The folder; None if the flag is not given."""
         return None if self._out.value is None else pathlib.Path(self._out.value)
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether results of before may be replaced."""
-        return self._overwrite.value
 
     def open(
         self, stem: str, description: dict, series: Mapping[str, Series] | None = None
@@ -304,7 +292,7 @@ class FolderFlags:
         stem: how a new folder under results/ begins. description, series: see `BatchStore`.
         `UserError`, in all processes, unless the first one may write there."""
         with processes.together():
-            out, overwrite = self.path, self.overwrite
+            out, overwrite = self.path, self.overwrite.value
             if processes.is_first() and out is None:
                 return BatchStore.fresh(stem, description, series)
             if processes.is_first() and os.path.lexists(out) and not overwrite:

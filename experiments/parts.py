@@ -13,7 +13,7 @@ import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +102,7 @@ class ShardFlag:
             )
         if folder.path is None:
             raise UserError(f"--shard={self._flag.value}: name the folder of all parts with --out")
-        out, overwrite = folder.path, folder.overwrite
+        out, overwrite = folder.path, folder.overwrite.value
         store = PartStore(out, shard, description, overwrite=overwrite, series=series)
         for index, other in () if overwrite else parts_in(out):
             if index != shard.index:
@@ -124,10 +124,8 @@ class PartStore(BatchStore):
         series: Mapping[str, Series] | None = None,
     ):
         self.shard = shard
-        super().__init__(out, description, overwrite=overwrite, series=series)
-
-    def _place(self) -> pathlib.Path:
-        return self.out / f"part-{self.shard.index}-of-{self.shard.count}"
+        work = out / f"part-{shard.index}-of-{shard.count}"
+        super().__init__(out, description, overwrite=overwrite, series=series, work=work)
 
     def _check_out(self) -> None:
         check_place(self.out, flag="--out")
@@ -171,11 +169,6 @@ def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | Non
 
 
 # --- finished parts ---
-
-
-def write(store: PartStore, content: Mapping, arrays: Mapping[str, np.ndarray]) -> None:
-    """Say that a part is finished. content: JSON data."""
-    batch_files.write_with(store.work.path / PART, store.work.digest, content, arrays)
 
 
 def is_written(store: PartStore) -> bool:
@@ -224,7 +217,13 @@ def read(out: pathlib.Path) -> list[Part]:
         ) from None
     parts = [_read(folder, Shard(index, count), first) for index, folder in found]
     for part in parts[1:]:
-        _check_like(parts[0], part)
+        ours, theirs = (p.content["environment"]["versions"] for p in (parts[0], part))
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                raise UserError(
+                    f"{parts[0].shard} was made with {name} {ours.get(name)}, {part.shard} with "
+                    f"{theirs.get(name)}: make both with one version"
+                )
     return parts
 
 
@@ -253,29 +252,9 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
     return Part(shard, work, content, arrays)
 
 
-def _check_like(first: Part, part: Part) -> None:
-    """`UserError` unless two parts were made by one version of everything."""
-    ours, theirs = (p.content["environment"]["versions"] for p in (first, part))
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            raise UserError(
-                f"{first.shard} was made with {name} {ours.get(name)}, {part.shard} with "
-                f"{theirs.get(name)}: make both with one version"
-            )
-
-
 def device_of(parts: list[Part]) -> str:
     """Return the devices that made the parts, each kind once."""
     return "; ".join(dict.fromkeys(part.content["environment"]["device"] for part in parts))
-
-
-@contextlib.contextmanager
-def held(parts: list[Part]) -> Iterator[None]:
-    """Keep other processes out of all parts."""
-    with contextlib.ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part.work.held())
-        yield
 
 
 def files_of_parts(out: pathlib.Path) -> set[str]:

@@ -30,9 +30,12 @@ Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads ti
 the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,10 +45,11 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
-from experiments.published import memory_lines
 from pallas_kernels import chips
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.engine import memory
@@ -54,6 +58,13 @@ from varjax.errors import UserError
 from varjax.model import Model
 from varjax.sequence import SCALES
 from varjax.storage.atomic import new_file
+
+# A printed total of a model that draws token by token is keys and values, weights, and what
+# decoding and the framework take. Numbers and their sources are in this file.
+PUBLISHED = Path(__file__).with_name("published.json")
+BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
+MIB, GIB = 2**20, 2**30
+NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 FLAGS = CommandFlags(
     "--model=var-d30 --policy=streaming --budget=0.1 --batch_size=8",
@@ -74,19 +85,6 @@ TARGET = FLAGS.string(
     "target", None, f"With --budget=fit: a chip, {', '.join(chips.CHIPS)}; default: this device."
 )
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
-
-
-def arrays(plan: CachePlan, batch_size: int, kv_dtype: str) -> dict[str, np.ndarray]:
-    """Return the arrays that --save writes."""
-    found = {
-        "capacity": plan.capacity,
-        "live_tokens": plan.live_tokens,
-        "pool_tokens": np.int64(plan.pool_tokens),
-        "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
-        "dense_bytes": np.int64(plan.dense_bytes(batch_size, kv_dtype)),
-        "block_size": np.int64(plan.block_size),
-    }
-    return found | plan.arrays()
 
 
 def summary(
@@ -118,17 +116,6 @@ def summary(
     return "\n".join([*lines, *remarks, "", *plan.timeline()])
 
 
-def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
-    """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
-    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
-    needed = batch_size * geometry.rows_per_image * row
-    if needed > np.iinfo(np.int64).max // 2:
-        raise UserError(
-            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
-            f"bits: lower --batch_size or the sizes in --geometry"
-        )
-
-
 def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str) -> Sizing:
     """Return what bytes of a cache mean on --target, or on this device."""
     sizing = Sizing(batch_size=batch_size, kv_dtype=kv_dtype)
@@ -149,6 +136,68 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
     return replace(sizing, predict=lambda plan: predict(plan=plan, batch_size=batch_size).total)
 
 
+# --- memory that papers print, beside the bytes of our plans ---
+
+
+def _scale_lines(
+    plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None, table: dict
+) -> list[str]:
+    """Return the bytes as AMS-KV and HeatKV count them, and the row of HeatKV's table that is
+    nearest to the plan, if it has the same schedule. steady_tokens: per head, summed over layers,
+    that AMS-KV counts; None for other policies."""
+    g = plan.geometry
+    per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
+    kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
+    with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
+    full = g.dense_tokens * per_token
+    live = plan.live_tokens.max() * per_token
+    lines = [
+        f"papers    AMS-KV's count {_show(kept * per_token / 1000, 3)} GB of "
+        f"{_show(with_last * per_token / 1000, 3)} GB, {1 - kept / with_last:.2%} saved (float32 "
+        f"keys, 16-bit values, last scale in the full cache; GB = 1000 MiB)",
+        f"          HeatKV's count {_show(plan.budget * full, 0)} MB of {_show(full, 0)} MB by "
+        f"budget, {_show(live, 0)} MB live at most (last scale left out; MB = MiB)",
+    ]
+    share = min(map(float, table["rows"]), key=lambda row: abs(row - plan.budget))
+    if g.schedule.persistent_tokens == table["full"] and abs(share - plan.budget) <= NEAR:
+        tokens = table["rows"][str(share)]
+        lines.append(
+            f"          HeatKV's table, {share:.0%}: {tokens} tokens per head = "
+            f"{_show(full * tokens / table['full'], 0)} MB of {_show(full, 0)} MB; ours, "
+            f"{plan.fraction:.2%} in {kv_dtype}: "
+            f"{_show(plan.num_bytes(batch_size, kv_dtype) / MIB, 0)} MB"
+        )
+    return lines
+
+
+def _token_lines(plan: TokenPlan, kv_dtype: str, totals: list[dict]) -> list[str]:
+    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, and
+    what our pool saves at their batch sizes. Other models and budgets have none."""
+    g, lines = plan.geometry, []
+    mine = [g.num_layers, g.num_heads, g.head_dim], g.schedule.image_tokens
+    for row in totals:
+        printed = {float(Fraction(part)): gib for part, gib in row["printed"].items()}
+        near = min(printed, key=lambda part: abs(part - plan.budget))
+        if (row["sizes"], row["tokens"]) != mine or abs(near - plan.budget) > NEAR:
+            continue
+        full, batch = printed[1.0]["full cache"], row["batch"]
+        said = ", ".join(
+            f"{m} {gib:.2f} ({full - gib:.2f} less)" for m, gib in printed[near].items()
+        )
+        more = "" if near == 1 else f"; at 1/{round(1 / near)} {said}"
+        ours, dense = (f(batch, kv_dtype) / GIB for f in (plan.num_bytes, plan.dense_bytes))
+        lines.append(
+            f"{'' if lines else 'papers':10s}{row['table']}'s table, batch {batch}, GiB in all:"
+            f" full cache {full:.2f}{more}; ours, keys and values: {ours:.2f} of {dense:.2f}"
+            f" ({dense - ours:.2f} less)"
+        )
+    return lines
+
+
+def _show(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
+
+
 def main(argv: list[str]) -> None:
     target = SAVE.check()
     MODEL.check_alone(GEOMETRY)
@@ -162,17 +211,35 @@ def main(argv: list[str]) -> None:
         name, geometry = model.name, model.geometry
     batch_size, dtype = BATCH_SIZE.value, DTYPE.value
     kv_dtype = KV_DTYPE.value or dtype
-    check_countable(geometry, batch_size, dtype)
+    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
+    needed = batch_size * geometry.rows_per_image * row
+    if needed > np.iinfo(np.int64).max // 2:  # blocks may be padded
+        raise UserError(
+            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
+            f"bits: lower --batch_size or the sizes in --geometry"
+        )
     sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
     policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
     plan, calibration = POLICY.plan(policy, model)
     steady = plan.rule.steady_tokens(geometry)
     remarks = of_budget + plan_remarks(plan, calibration)
-    remarks += memory_lines(plan, batch_size, kv_dtype, steady)
+    content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    if isinstance(plan, TokenPlan):
+        remarks += _token_lines(plan, kv_dtype, content["totals"])
+    else:
+        remarks += _scale_lines(plan, batch_size, kv_dtype, steady, content["heatkv"])
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
+        found = {"capacity": plan.capacity, "live_tokens": plan.live_tokens}
+        numbers = {
+            "pool_tokens": plan.pool_tokens,
+            "num_bytes": plan.num_bytes(batch_size, kv_dtype),
+            "dense_bytes": plan.dense_bytes(batch_size, kv_dtype),
+            "block_size": plan.block_size,
+        }
+        found |= {name: np.int64(number) for name, number in numbers.items()}
         with new_file(target) as file:
-            np.savez(file, **arrays(plan, batch_size, kv_dtype))
+            np.savez(file, **found | plan.arrays())
 
 
 if __name__ == "__main__":

@@ -105,7 +105,6 @@ def read_settings() -> TrainingSettings:
 
 
 def main(argv: list[str]) -> None:
-    del argv
     DISTRIBUTED.start()
     processes.agree(environment()["versions"])
     with processes.together():

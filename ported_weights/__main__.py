@@ -69,10 +69,14 @@ FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 
 def main(argv) -> None:
     """Convert what the flags say."""
-    del argv
     given = {name: FLAGS.flag(name).value for name in FLAGS.values}
     if given["source"] == hub.HUB:
-        given |= _fetched(given)
+        target = Path(given["out"] or converted(given["model"]))
+        if not given["out"] and given["model"] in hub.names():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        # before anything is loaded
+        convert.check_output(str(target), given["dtype"], given["overwrite"])
+        given |= {"out": str(target), **hub.fetch(given["model"], given)}
     if not given["out"]:
         raise UserError("--out is required (Folder to create), unless --source=hub is given")
     model, out, stored = given["model"], given["out"], {"overwrite": given["overwrite"]}
@@ -91,16 +95,6 @@ def main(argv) -> None:
     if part == convert.ENCODER:
         command = f"encode_text --checkpoint={place}"
     print(f"written; next: python -m experiments.{command} ...")
-
-
-def _fetched(given: dict) -> dict:
-    """Return --out and the files of --source=hub. --out is checked before anything is loaded."""
-    model = given["model"]
-    out = Path(given["out"] or converted(model))
-    if not given["out"] and model in hub.names():
-        out.parent.mkdir(parents=True, exist_ok=True)
-    convert.check_output(str(out), given["dtype"], given["overwrite"])
-    return {"out": str(out), **hub.fetch(model, given)}
 
 
 def _refuse_others(given: dict, *names: str) -> None:

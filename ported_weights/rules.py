@@ -86,13 +86,6 @@ class Rule:
         (outer, inner), size = (int(match[group]) for group in self.stack[:2]), self.stack[2]
         return outer * size + inner if inner < size else -1
 
-    def groups(self, slot: int) -> dict[int, str]:
-        """Return the texts of the pattern's groups for an index: the inverse of `slot`."""
-        if not isinstance(self.stack, tuple):
-            return {self.stack: str(slot)} if self.stack else {}
-        outer, inner, size = self.stack
-        return {outer: str(slot // size), inner: str(slot % size)}
-
     def place(self, match: re.Match, tensor: Tensor, placement: "Placement") -> None:
         """Compare a tensor with its target by name and shape, and note the move."""
         name, target, slot = match.string, match.expand(self.target), self.slot(match)
@@ -145,7 +138,12 @@ class Rule:
         match = re.fullmatch(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", self.target), target)
         if not match:
             return None
-        groups = {int(k[1:]): v for k, v in match.groupdict().items()} | self.groups(slot or 0)
+        groups = {int(k[1:]): v for k, v in match.groupdict().items()}
+        if isinstance(self.stack, tuple):  # the inverse of `slot`
+            outer, inner, size = self.stack
+            groups |= {outer: str((slot or 0) // size), inner: str((slot or 0) % size)}
+        elif self.stack:
+            groups[self.stack] = str(slot or 0)
         values = iter([groups.get(i, "*") for i in range(1, 100)])
         name = re.sub(r"\([^()]*\)", lambda _: next(values), self.pattern).replace(r"\.", ".")
         return name if re.fullmatch(self.pattern, name) else None

@@ -95,15 +95,6 @@ def targets() -> list[Chip]:
     return list(found.values())
 
 
-def attention_for(chip: Chip, asked: str | None) -> str:
-    """The implementation of --attention on a chip."""
-    if asked is None:
-        return implementations.choices(chip.platform, chip.capability)[0]
-    if why := implementations.why_not(asked, chip.platform, chip.capability, chip.name):
-        raise UserError(f"--attention={why}: choose auto or reference, or other targets")
-    return asked
-
-
 def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     """The workload of each target, and remarks on the plan. All flags are checked, nothing is
     compiled."""
@@ -118,7 +109,12 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     sizing = partial(_sizing, wanted, model, program)
     groups = program.mesh.model
     policy, of_budget = POLICY.sized(policy, model, sampling, sizing, groups)
-    attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
+    attention, asked = {}, program.attention
+    for chip in wanted:
+        attention[chip.name] = asked or implementations.choices(chip.platform, chip.capability)[0]
+        why = asked and implementations.why_not(asked, chip.platform, chip.capability, chip.name)
+        if why:
+            raise UserError(f"--attention={why}: choose auto or reference, or other targets")
     plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     workload = partial(

@@ -127,7 +127,12 @@ class Carried:
         if not (match := _SHAPE.match(shape)):
             return False
         dims = tuple(int(n) for n in match[2].split(",") if n)
-        return dims in _views(self.shape) and (not self.dtype or match[1] == _hlo_type(self.dtype))
+        if self.dtype is None:
+            return dims in _views(self.shape)
+        kind = self.dtype.rstrip("0123456789")  # "float32" is "f32", "int8" is "s8"
+        letters = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf", "bool": "pred"}
+        dtype = letters.get(kind, kind) + self.dtype.removeprefix(kind)
+        return dims in _views(self.shape) and match[1] == dtype
 
 
 def second_copies(
@@ -147,13 +152,6 @@ def second_copies(
         placed = [] if array.flat else [b for b in buffers if array.is_seen_as(b.shape)]
         found[array.name] = lines + [f"{b.name}: {b.shape} ({b.source})" for b in placed]
     return {name: lines for name, lines in found.items() if lines}
-
-
-def _hlo_type(dtype: str) -> str:
-    """ "float32" -> "f32", "int8" -> "s8", "bool" -> "pred"."""
-    kind = dtype.rstrip("0123456789")
-    letters = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf", "bool": "pred"}
-    return letters.get(kind, kind) + dtype.removeprefix(kind)
 
 
 def _views(shape: Sequence[int]) -> list[tuple[int, ...]]:

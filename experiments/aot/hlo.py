@@ -113,9 +113,6 @@ class Module:
             raise ValueError("a compiled program has an ENTRY computation, this text has none")
         return cls(computations, entry)
 
-    def __getitem__(self, name: str) -> list[Instruction]:
-        return self.computations[name]
-
     def __iter__(self) -> Iterator[Instruction]:
         """All instructions, each once."""
         for instructions in self.computations.values():
@@ -132,7 +129,7 @@ class Module:
           times: how often it runs.
           everything: also what is within fusions, and all branches; else that of most operations.
         """
-        for i in self[name or self.entry]:
+        for i in self.computations[name or self.entry]:
             yield i, times
             rounds, called = 1, []
             if i.opcode == "while":

@@ -46,16 +46,15 @@ class Kernel:
 
 def read(module: Module) -> list[Kernel]:
     """All kernels of a program."""
-    return [
-        Kernel(
-            source=short_source(i.op_name) or i.name,
-            ours=bool(_OURS.search(i.attributes)),
-            times=times,
-            copied=_copied(i, module),
-        )
-        for i, times in module.runs()
-        if not _is_free(i)
-    ]
+    found = []
+    for i, times in module.runs():
+        # of an asynchronous pair the start counts, or what it calls
+        ends = i.opcode.endswith(("-done", "-update"))
+        starts = i.opcode.endswith("-start") and i.called("calls")
+        if not (ends or starts or i.opcode in _FREE):
+            source, ours = short_source(i.op_name) or i.name, bool(_OURS.search(i.attributes))
+            found.append(Kernel(source, ours, times, _copied(i, module)))
+    return found
 
 
 def counts(module: Module, cost: Cost) -> dict:
@@ -82,27 +81,17 @@ def counts(module: Module, cost: Cost) -> dict:
     }
 
 
-def _is_free(i: Instruction) -> bool:
-    # of an asynchronous pair the start counts, or what it calls
-    ends = i.opcode.endswith(("-done", "-update"))
-    return ends or i.opcode in _FREE or i.opcode.endswith("-start") and bool(i.called("calls"))
-
-
 def _copied(i: Instruction, module: Module) -> float:
+    """Bytes of a large slice that an instruction cuts, or a fusion that does nothing but cut large
+    slices and perhaps turn them."""
     if i.opcode in _SLICES:
         return i.bytes if i.bytes >= LARGE else 0.0
-    only = i.opcode == "fusion" and _only_slices(module[i.called("calls")[0]])
-    return i.bytes if only else 0.0
-
-
-def _only_slices(body: list[Instruction]) -> bool:
-    """Whether a fusion does nothing but cut large slices and perhaps turn them."""
-    if any(i.opcode not in _MOVES | _INDICES for i in body):
-        return False
-    large = [i.opcode for i in body if i.bytes >= LARGE]
-    if any(opcode not in _MOVES and opcode != "parameter" for opcode in large):
-        return False  # it computes with large arrays, not only with indices
-    return any(opcode in _SLICES for opcode in large)
+    body = module.computations[i.called("calls")[0]] if i.opcode == "fusion" else []
+    if any(inner.opcode not in _MOVES | _INDICES for inner in body):
+        return 0.0
+    # with large arrays it computes nothing, only with indices
+    large = {inner.opcode for inner in body if inner.bytes >= LARGE}
+    return i.bytes if large & _SLICES and large <= _MOVES | {"parameter"} else 0.0
 
 
 # --- exchanges ---
@@ -139,36 +128,23 @@ def exchanged(module: Module) -> list[dict]:
     for i, times in module.runs(everything=True):
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
-            key = kind, short_source(i.op_name) or i.name, _group(i.attributes)
+            group = _group(i.attributes)
+            key = kind, short_source(i.op_name) or i.name, group
+            sizes, count = array_bytes(i.shape), len(i.operands)
+            if i.opcode.endswith("-start") and kind != "all-reduce":  # operands, then results
+                sizes = sizes[count : 2 * count]
             calls[key] += times
-            moved[key] += times * _bytes(i, kind, key[2])
-    return [
-        {
-            "kind": kind,
-            "source": source,
-            "group": group,
-            "calls": calls[kind, source, group],
-            "bytes": size,
-            "sent_bytes": size * _sent(kind, group),
-        }
-        for (kind, source, group), size in moved.most_common()
-    ]
-
-
-def _bytes(i: Instruction, kind: str, group: int) -> float:
-    """Bytes of the whole array in one exchange."""
-    sizes, count = array_bytes(i.shape), len(i.operands)
-    if i.opcode.endswith("-start") and kind != "all-reduce":  # operands, then results
-        sizes = sizes[count : 2 * count]
-    return sum(sizes) * (group if kind == "reduce-scatter" else 1)
-
-
-def _sent(kind: str, group: int) -> float:
-    """Share of the array that a device sends around a ring."""
-    if kind.startswith("collective-") and group > 1:
-        return 1.0
-    # an all-reduce is a reduce-scatter, then an all-gather
-    return (1 + (kind == "all-reduce")) * (group - 1) / group
+            moved[key] += times * sum(sizes) * (group if kind == "reduce-scatter" else 1)
+    found = []
+    for key, size in moved.most_common():
+        kind, source, group = key
+        # around a ring; an all-reduce is a reduce-scatter, then an all-gather
+        share = (1 + (kind == "all-reduce")) * (group - 1) / group
+        if kind.startswith("collective-") and group > 1:
+            share = 1.0
+        row = {"kind": kind, "source": source, "group": group, "calls": calls[key]}
+        found.append(row | {"bytes": size, "sent_bytes": size * share})
+    return found
 
 
 def _group(attributes: str) -> int:

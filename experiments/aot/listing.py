@@ -13,7 +13,15 @@ def text(results: Sequence[Mapping]) -> str:
     """The results of all targets."""
     lines = table(results)
     for r in results:
-        lines += _notes(r) if r["status"] == "compiled" else ["", f"{r['target']}: {r['error']}"]
+        if r["status"] != "compiled":
+            lines += ["", f"{r['target']}: {r['error']}"]
+            continue
+        for name, program in r["programs"].items():
+            lines += _of_program(f"{r['target']}, {name}", program)
+        for name, copies in r["copies"].items():
+            lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
+        if r["loops_of_unknown_length"]:
+            lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
     return "\n".join([*lines, "", "What the rows mean: docs/howto/scale.md"])
 
 
@@ -21,23 +29,20 @@ def table(results: Sequence[Mapping]) -> list[str]:
     """Lines of the table. Rows without a value are left out. Where nothing was compiled only the
     row "fits" says so."""
     columns = [["", *(name for name, _ in _ROWS)]]
-    columns += [[r["target"], *(_cell(*row, r) for row in _ROWS)] for r in results]
+    for r in results:
+        if r["status"] == "compiled":
+            cells = [str(row(r)) for _, row in _ROWS]
+        else:
+            failed = r["status"] == "failed"
+            said = "FAILED" if failed else f"NO: asks for {show_bytes(r['needed_bytes'])}"
+            cells = [said if name == "fits" else "" for name, _ in _ROWS]
+        columns.append([r["target"], *cells])
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in zip(*columns, strict=True)
         if any(row[1:])
     ]
-
-
-def _cell(name: str, row: Callable[[Mapping], object], result: Mapping) -> str:
-    if result["status"] == "compiled":
-        return str(row(result))
-    if name != "fits":
-        return ""
-    if result["status"] == "failed":
-        return "FAILED"
-    return f"NO: asks for {show_bytes(result['needed_bytes'])}"
 
 
 def _of(key: str, show: Callable[[object], str] = str, program: str | None = None):
@@ -57,24 +62,13 @@ def _in_place(r: Mapping) -> str:
     return f"NO: copies: {', '.join(counts)}" if counts else "yes"
 
 
-def _copied(r: Mapping) -> str:
-    # a TPU fetches weights into its own memory
-    codes = r["programs"].get("codes")
-    on_gpu = codes and r["platform"] == "gpu"
-    return show_bytes(int(codes["copied_weight_bytes"])) if on_gpu else ""
-
-
-def _kernel_share(r: Mapping) -> str:
-    share = r.get("kernel_flops", 0) / r["flops"]
-    return f"{share:.1%}" if share else ""
-
-
 def _exchanged(r: Mapping) -> str:
     """Bytes that a device sends to others in one run of the first program."""
     rows = next(iter(r["programs"].values()))["collectives"]
     return show_bytes(int(sum(row["sent_bytes"] for row in rows))) if rows else ""
 
 
+_copied = _of("copied_weight_bytes", lambda size: show_bytes(int(size)), "codes")
 _ROWS = (
     ("batch", _of("batch_size")),
     ("devices", lambda r: r["devices"] if r["devices"] > 1 else ""),
@@ -95,28 +89,17 @@ _ROWS = (
     ("promised", _of("promised_bytes", show_bytes)),
     ("  peak / promised", _of("peak_over_promised", "{:.3f}".format)),
     ("TFLOPs", lambda r: f"{r['flops'] / TERA:.4g}"),
-    ("  kernels", _kernel_share),
+    ("  kernels", lambda r: f"{k / r['flops']:.1%}" if (k := r.get("kernel_flops")) else ""),
     ("floor, seconds", lambda r: f"{r['floor_s']:.3g} ({r['floor_bound']})"),
     ("  images/s", _of("floor_images_per_s", "{:.3g}".format)),
     ("kernels started, codes", _of("kernels", "{:.0f}".format, "codes")),
-    ("weights copied, codes", _copied),
+    # a TPU fetches weights into its own memory
+    ("weights copied, codes", lambda r: _copied(r) if r.get("platform") == "gpu" else ""),
     ("command buffers, codes", _of("launches", lambda n: f"{n['buffers']:.0f}", "codes")),
     ("  kernels outside them", _of("launches", lambda n: f"{n['outside']:.0f}", "codes")),
     ("exchanged", _exchanged),
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )
-
-
-def _notes(r: Mapping) -> list[str]:
-    """Lines below the table: temporaries, kernels and exchanges of each program, copies."""
-    lines = []
-    for name, program in r["programs"].items():
-        lines += _of_program(f"{r['target']}, {name}", program)
-    for name, copies in r["copies"].items():
-        lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
-    if r["loops_of_unknown_length"]:
-        lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
-    return lines
 
 
 def _of_program(of: str, program: Mapping) -> list[str]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from experiments.aot import buffers, kernels, launches
 from experiments.aot.buffers import Carried
@@ -90,7 +90,8 @@ def compile_program(
     trace: Callable[[], jax.stages.Traced],
     networks: Networks,
     options: Mapping[str, bool | str],
-    carried: Sequence[Carried] = (),
+    carried: Sequence[Carried],
+    mesh: Mesh,
 ) -> Program:
     """Compile and measure a program.
 
@@ -99,14 +100,16 @@ def compile_program(
       networks: the shapes of its first argument, the weights.
       options: of the compiler.
       carried: arrays that should be updated in place.
+      mesh: the devices.
 
     Raises:
       DoesNotFit: the compiler refused the program for its size.
     """
-    start = time.perf_counter()
-    traced = trace()
-    lowered = traced.lower()
-    with tempfile.TemporaryDirectory() as folder:
+    start, context = time.perf_counter(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    # kernels ask the mesh in use for the kind of device that they are traced for
+    with context, tempfile.TemporaryDirectory() as folder:
+        traced = trace()
+        lowered = traced.lower()
         dump = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
         try:
             compiled = lowered.compile(compiler_options=dump | dict(options))
@@ -192,15 +195,6 @@ class Workload:
         given = self.model, self.plan, batch_size, self.text_tokens, self.attention != "reference"
         return self.program.predict(*given, platform=platform, layers=layers)
 
-    def attention_asked(self, chip: Chip) -> str | None:
-        """The implementation that kernels are asked for. Not every kernel of models that draw token
-        by token exists under every name: there each operation takes its own best (None), unless
-        the user named one or the best was refused."""
-        best = implementations.choices(chip.platform, chip.capability)[0]
-        by_token = isinstance(self.plan, TokenPlan)
-        free = by_token and not self.program.attention and self.attention == best
-        return None if free else self.attention
-
 
 class Compilation:
     """Both programs for a batch. Call `compile_codes` first, then `compile_pixels`.
@@ -222,6 +216,11 @@ class Compilation:
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         types = {"transformer": options.dtype, "codec": "float32"}
         networks = {name: parameters.shapes(m, types[name]) for name, m in model.networks.items()}
+        # not every kernel of models that draw token by token exists under every name: there each
+        # operation takes its own best, unless the user named one or the best was refused
+        best = implementations.choices(chip.platform, chip.capability)[0]
+        own = options.attention or workload.attention != best
+        free = isinstance(plan, TokenPlan) and not own
         self.spec = drawing(
             networks,
             plan,
@@ -229,7 +228,7 @@ class Compilation:
             BuildOptions(
                 segments=options.segments,
                 layers=options.layers,
-                attention=workload.attention_asked(chip),
+                attention=None if free else workload.attention,
             ),
             batch_size=batch_size,
             mesh=mesh,
@@ -246,7 +245,7 @@ class Compilation:
         inputs = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
-        arguments = (condition, keys, _on(inputs, None), None)
+        arguments = (condition, keys, on(None, inputs), None)
         code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
@@ -266,7 +265,7 @@ class Compilation:
     def _placed(self, tree: Tree, which: int | slice) -> Tree:
         """Shapes on the devices, divided like the argument `which` of the program."""
         if self.sharded is None:
-            return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
+            return on(NamedSharding(self.mesh, PartitionSpec()), tree)
         return self.sharded.place_shapes(which, tree)
 
     def compile_codes(self) -> None:
@@ -283,7 +282,7 @@ class Compilation:
         how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
-        self.codes = self._compiled(trace, options, carried)
+        self.codes = compile_program(trace, self.networks, options, carried, self.mesh)
 
     def compile_pixels(self) -> None:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
@@ -291,17 +290,8 @@ class Compilation:
         formats = self.codes.formats[0][0] if self.automatic else None
         arguments = (self.networks, self.code_map, self.workload.program.decoding)
         trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
-        self.pixels = self._compiled(trace, pixels.compiler_options(self.chip.platform))
-
-    def _compiled(
-        self,
-        trace: Callable[..., jax.stages.Traced],
-        options: Mapping[str, bool | str],
-        carried: Sequence[Carried] = (),
-    ) -> Program:
-        # kernels ask the mesh in use for the kind of device that they are traced for
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, options, carried)
+        options = pixels.compiler_options(self.chip.platform)
+        self.pixels = compile_program(trace, self.networks, options, (), self.mesh)
 
 
 def carried_arrays(
@@ -329,8 +319,6 @@ def carried_arrays(
     return found
 
 
-def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:
+def on(where: Sharding | None, tree: Tree) -> Tree:
     """Shapes and types, placed on devices."""
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=sharding), tree
-    )
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=where), tree)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.aot import floor
-from experiments.aot.program import compile_program, num_bytes
+from experiments.aot.program import compile_program, num_bytes, on
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
@@ -95,10 +95,6 @@ def describe(asked: TrainingStep, chip: Chip) -> dict:
     `compile_program`."""
     stage = asked.stage(chip)
     mesh, devices = stage.mesh, asked.mesh.size
-
-    def on(where: jax.sharding.Sharding, tree):
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
-
     state = jax.tree.map(on, mesh.state(stage.shapes), stage.shapes)
     tokens = jax.ShapeDtypeStruct((asked.batch_size, asked.model.config.total_tokens), jnp.int32)
     labels = jax.ShapeDtypeStruct((asked.batch_size,), jnp.int32)
@@ -107,8 +103,7 @@ def describe(asked: TrainingStep, chip: Chip) -> dict:
     quantizer, key = on(mesh.whole(), (quantizer, key))
     arguments = state, quantizer, *on(mesh.batch(), (tokens, labels)), key
     trace = partial(type(stage)._train.trace, stage, *arguments)
-    with jax.sharding.use_abstract_mesh(mesh.devices.abstract_mesh):
-        program = compile_program(trace, state, {})
+    program = compile_program(trace, state, {}, (), mesh.devices)
     # the traced program is that of all devices
     held, flops = num_bytes(state), program.cost.flops / devices
     return {

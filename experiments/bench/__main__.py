@@ -249,9 +249,9 @@ def show_drawing() -> int:
         if JSON.path:
             write_text(JSON.path, "".join(f"{json.dumps(line)}\n" for line in rows))
         print(draw.text(row), flush=True)
-    failures = [line for row in rows[1:] if (line := draw.failure(row))]
-    for line in failures:
-        print(f"error: {line}", file=sys.stderr)
+    failures = [row for row in rows[1:] if "error" in row or not row.get("finite", True)]
+    for row in failures:
+        print(f"error: {row['task']}: {row.get('error', 'pixels are not finite')}", file=sys.stderr)
     return 1 if failures else 0
 
 

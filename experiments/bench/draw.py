@@ -216,13 +216,6 @@ def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, obje
 # --- words ---
 
 
-def failure(row: dict) -> str | None:
-    """Why a row is a failure, or None."""
-    bad = None if row.get("finite", True) else "pixels are not finite"
-    why = row.get("error", bad)
-    return why and f"{row['task']}: {why}"
-
-
 def text(row: dict) -> str:
     """A row in lines: times, and the kernels that take longest."""
     if "codes" not in row:

@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from varjax.model import Model
 from varjax.models import registry
@@ -62,14 +61,12 @@ def with_weights(model: Model, dtype: str) -> Model:
     """The model with random weights on the device: the transformer in `dtype`, the codec in
     float32."""
     types = {"transformer": dtype, "codec": "float32"}
-    filled = {n: _filled(part, types[n]) for n, part in model.networks.items()}
+    filled = {}
+    for part, module in model.networks.items():
+        shapes: Mapping = parameters.named(parameters.shapes(module, types[part]))
+        arrays = {name: _numbers(a, number) for number, (name, a) in enumerate(shapes.items())}
+        filled[part] = parameters.fill(module, arrays)
     return replace(model, parts=filled)
-
-
-def _filled(module: nnx.Module, dtype: str) -> nnx.Module:
-    shapes: Mapping = parameters.named(parameters.shapes(module, dtype))
-    arrays = {name: _numbers(shape, number) for number, (name, shape) in enumerate(shapes.items())}
-    return parameters.fill(module, arrays)
 
 
 def _numbers(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:

@@ -40,14 +40,14 @@ from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols, references
-from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.extractors import Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import processes
@@ -272,11 +272,8 @@ def _mesh() -> MeshSpec:
 
 def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
     """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
-
-    @functools.cache
-    def program(network: Network, size: tuple[int, int]) -> Program:
-        return Program(network, size, job.batch_size, job.mesh)
-
+    make = lambda network, size: Program(network, size, job.batch_size, job.mesh)  # noqa: E731
+    program = functools.cache(make)  # of a network for pictures of a size
     for name in store.series:
         if store.missing(name):
             if name == "pairs":
@@ -311,7 +308,6 @@ def write(job: Evaluation, store: BatchStore) -> None:
 
 
 def main(argv: list[str]) -> None:
-    DISTRIBUTED.start()
     job = DISTRIBUTED.resolve(resolve)
     if processes.is_first():
         print(*job.remarks, sep="\n", file=sys.stderr)
@@ -325,7 +321,7 @@ def main(argv: list[str]) -> None:
                 if processes.is_first():
                     write(job, store)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,13 @@ def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
         raise UserError(f"{flag}: there is no file or folder {given}")
     folder = path if path.is_dir() else path.parent if path.name == SAMPLES else None
     if folder and (folder / SAMPLES).is_file() and (path.is_dir() or (folder / REPORT).is_file()):
-        return _of_run(folder)
+        report = read_json(folder / REPORT) if (folder / REPORT).is_file() else None
+        if report is not None and not isinstance(report, dict):
+            raise UserError(f"{folder / REPORT} is no report of a run: move it away")
+        pictures = PictureArray(folder / SAMPLES)
+        tokens = folder / ARRAYS if (folder / ARRAYS).is_file() else None
+        kind = "folder of experiments.run"
+        return PictureSet(str(folder), kind, pictures, None, report, tokens)
     if path.is_file():
         return _of_file(flag, path, fit)
     if (path / REPORT).is_file():
@@ -97,15 +103,6 @@ def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
             " its pictures, or run it again"
         )
     return PictureSet(str(path), "folder of pictures", PictureFolder(path, fit))
-
-
-def _of_run(folder: pathlib.Path) -> PictureSet:
-    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else None
-    if report is not None and not isinstance(report, dict):
-        raise UserError(f"{folder / REPORT} is no report of a run: move it away")
-    pictures = PictureArray(folder / SAMPLES)
-    tokens = folder / ARRAYS if (folder / ARRAYS).is_file() else None
-    return PictureSet(str(folder), "folder of experiments.run", pictures, None, report, tokens)
 
 
 def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:

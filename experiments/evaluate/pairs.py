@@ -144,7 +144,11 @@ def compute(
     def numbers(spans: list[tuple[int, int]]) -> Iterator[dict[str, np.ndarray]]:
         for span in spans:
             ours = job.samples.pictures.read(*span)
-            theirs = np.concatenate([job.full.pictures.read(*part) for part in _spans(job, *span)])
+            places = job.places[slice(*span)]
+            spans_of_full = [(place, place + 1) for place in places]
+            if places == list(range(places[0], places[0] + len(places))):
+                spans_of_full = [(places[0], places[-1] + 1)]
+            theirs = np.concatenate([job.full.pictures.read(*part) for part in spans_of_full])
             pairs = list(zip(theirs, ours, strict=True))
             found = {n: np.array([measure(*p) for p in pairs]) for n, measure in measures.items()}
             if program is not None:
@@ -153,14 +157,6 @@ def compute(
             yield found | {"identical": (ours == theirs).all((1, 2, 3))}
 
     sets.fill(store, "pairs", program.batch_size if program else batch_size, numbers, stop)
-
-
-def _spans(job: Pairs, first: int, end: int) -> list[tuple[int, int]]:
-    """Return which pictures of the full cache belong to samples: from one to before another."""
-    places = job.places[first:end]
-    if places == list(range(places[0], places[0] + len(places))):
-        return [(places[0], places[-1] + 1)]
-    return [(place, place + 1) for place in places]
 
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
@@ -175,24 +171,17 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
         layers = arrays["lpips_layers"].astype(np.float64)
         arrays["lpips"], found["lpips_layers"] = layers.sum(1), layers.mean(0)
     if job.tokens is not None:
-        arrays["token_agreement"] = _token_agreement(job)
+        ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
+        for side, rows in ((job.samples, ours), (job.full, theirs)):
+            if rows.shape != ours.shape or rows.shape[0] != side.pictures.count:
+                raise UserError(
+                    f"{side.tokens}: `{job.tokens}` is {list(rows.shape)}, which does not"
+                    f" fit {side.pictures.count} pictures of two runs of one model"
+                )
+        # rows are in the order of the pictures' numbers
+        spans = [(n, n + 1) for n in job.samples.pictures.keys]
+        each = [metrics.token_agreement(ours.read(*s), theirs.read(*s)) for s in spans]
+        arrays["token_agreement"] = np.concatenate(each)
     means = ("ssim", "lpips", "token_agreement")
     found |= {name: float(arrays[name].mean()) for name in means if name in arrays}
     return found, {"key": np.array(list(job.samples.pictures.keys)), **arrays}
-
-
-def _token_agreement(job: Pairs) -> np.ndarray:
-    """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
-    in the order of the pictures' numbers."""
-    ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
-    for side, found in ((job.samples, ours), (job.full, theirs)):
-        if found.shape != ours.shape or found.shape[0] != side.pictures.count:
-            raise UserError(
-                f"{side.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
-                f" fit {side.pictures.count} pictures of two runs of one model"
-            )
-    each = (
-        metrics.token_agreement(ours.read(n, n + 1), theirs.read(n, n + 1))
-        for n in job.samples.pictures.keys
-    )
-    return np.concatenate(list(each))

@@ -177,10 +177,7 @@ def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussia
 
 def _feature(metric: str, is_sample: bool, side: PictureSet) -> str | None:
     """Return the feature of a set that a metric needs; None if there is nothing to extract.
-
-    Raises:
-      UserError: this set cannot give the feature.
-    """
+    `UserError` if this set cannot give it."""
     if metric in DISTANCES and side.statistics is not None:
         if DISTANCES[metric] not in side.statistics.gaussians:
             key = references.KEYS[DISTANCES[metric]][0]

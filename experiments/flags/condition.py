@@ -11,7 +11,7 @@ import numpy as np
 from absl.flags import FlagHolder
 
 from experiments.flags.prompts import PromptFlags, plain
-from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, tokenized
+from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, warn
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax import arguments
@@ -23,7 +23,7 @@ from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 from varjax.text import prompt_ids
-from varjax.text.prompt_tokenizer import has_tokenizer
+from varjax.text.prompt_tokenizer import PromptTokenizer, has_tokenizer
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
@@ -96,10 +96,7 @@ class ConditionFlags:
     # --- classes ---
 
     def _of_labels(self, model: Model, weights: bool) -> Labels:
-        chosen = self._chosen(model.num_classes)
-        return Labels.of(chosen, model.num_classes, model.class_names)
-
-    def _chosen(self, num_classes: int):
+        num_classes = model.num_classes
         count = self._samples if self._count is None else self._count
         if count.present and self._labels.present:
             raise UserError(
@@ -108,20 +105,22 @@ class ConditionFlags:
             )
         if (text := self._labels.value) is not None:
             try:
-                return [int(part) for part in text.split(",")]
+                chosen = [int(part) for part in text.split(",")]
             except ValueError:
                 raise UserError(
                     f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
                 ) from None
-        if self._samples is not None:
+        elif self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
-            return np.floor(turn * num_classes).astype(np.int32)
-        number = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
-        if self._count.value is not None:
-            number, each = read_count(self._count, "class")
-            number = number * num_classes if each else number
-            arguments.integer(f"--{self._count.name}", number, 1, MOST_IMAGES)
-        return np.arange(number) % num_classes
+            chosen = np.floor(turn * num_classes).astype(np.int32)
+        else:
+            number = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
+            if self._count.value is not None:
+                number, each = read_count(self._count, "class")
+                number = number * num_classes if each else number
+                arguments.integer(f"--{self._count.name}", number, 1, MOST_IMAGES)
+            chosen = np.arange(number) % num_classes
+        return Labels.of(chosen, num_classes, model.class_names)
 
     # --- prompts ---
 
@@ -156,7 +155,9 @@ class ConditionFlags:
         else:
             prompts = self._given(model, weights)
             if self._prompts.positive[0].value and (weights or has_tokenizer(model.directory)):
-                ids = tokenized(prompts, model)
+                tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
+                texts, config = prompts.texts, model.config
+                ids = prompt_ids.encode(texts, config, tokenizer, prompts.names, warn=warn)
         each = self._each(prompts, *model.pixels)
         if ids is not None:
             ids = ids.checked(model.config, prompts.names).repeat(each)

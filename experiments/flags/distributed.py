@@ -35,12 +35,9 @@ class DistributedFlag:
                 processes.start(self._flag.value)
 
     def resolve(self, resolve: Callable[[], Job]) -> Job:
-        """Return what is to be done, the same in all processes.
-
-        Raises:
-          UserError: in all processes alike, if one of them cannot do it or was asked for something
-            else.
-        """
+        """Join the other processes, and return what is to be done, the same in all. `UserError`, in
+        all alike, if one of them cannot do it or was asked for something else."""
+        self.start()
         if self._flag.value is None:
             return resolve()
         with processes.together():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from absl.flags import FlagHolder
@@ -265,9 +266,7 @@ class ProgramFlags:
                 f"multiple of {shards}"
             )
 
-        def predict(size: int) -> memory.Prediction:
-            return options.predict_here(model, plan, size, condition)
-
+        predict = partial(options.predict_here, model, plan, condition=condition)
         asked, images = asked and asked // shards, -(-len(condition) // (shards * jobs))
         usual = -(-USUAL_BATCH // shards)
         if dry_run:

@@ -64,12 +64,7 @@ class SamplingFlags:
             more_smooth=self._more_smooth.value,
         )
 
-    @property
-    def seed(self) -> int:
-        """--seed, checked."""
-        return self.seeds(1)
-
-    def seeds(self, runs: int) -> int:
+    def seed(self, runs: int = 1) -> int:
         """Return --seed, checked as the first of `runs` consecutive seeds."""
         return check_seed(self._seed.value, runs, name=f"--{self._seed.name}")
 

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -24,10 +24,8 @@ from varjax.model import Model
 from varjax.storage import manifest
 from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder
-from varjax.text import prompt_ids
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
-from varjax.text.prompt_tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,12 +109,12 @@ class Text(FromPrompts):
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
         part = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)
-        return found | {
-            "prompts": len(self.prompts),
-            "negative_prompts": len(negative),
-            "sha256": _digest([self.prompts.texts, negative]),
-            "encoder": _digest(part["files"]),
-        }
+        found |= {"prompts": len(self.prompts), "negative_prompts": len(negative)}
+        hashed = {"sha256": [self.prompts.texts, negative], "encoder": part["files"]}
+        for name, content in hashed.items():
+            text = json.dumps(content, sort_keys=True)
+            found[name] = hashlib.sha256(text.encode()).hexdigest()
+        return found
 
     def spread(self, count: int) -> "Text":
         """Return at most `count` images, spread evenly over all prompts."""
@@ -137,15 +135,8 @@ class Text(FromPrompts):
         )
 
 
-def tokenized(prompts: PromptSet, model: Model) -> PromptIds:
-    """Return the token ids of prompts. `UserError` without a tokenizer in the model's checkpoint,
-    or if it is another model's."""
-    tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
-    given = prompts.texts, model.config, tokenizer, prompts.names
-    return prompt_ids.encode(*given, warn=_warn)
-
-
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Print a warning about prompts."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -186,12 +177,8 @@ def encode(
         names=prompts.names,
         negative_names=None if negative is None else negative.names,
         progress=progress,
-        warn=_warn,
+        warn=warn,
     )
-
-
-def _digest(content: Mapping | Sequence) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:
@@ -204,8 +191,3 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
             f"--text_encoder_source=DIR`{otherwise}"
         )
     return folder
-
-
-def text_tokens(condition: Condition) -> int | None:
-    """Return the padded length of a condition's texts, for predictions; None for labels."""
-    return condition.padded_length if isinstance(condition, Text) else None

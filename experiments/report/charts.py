@@ -32,12 +32,6 @@ def plain(values: Iterable[float]) -> list[float | None]:
     return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
 
 
-def named_axis(title: str, names: Sequence[str], places: Sequence[float]) -> alt.Axis:
-    """Return an axis of numbers that shows names at places."""
-    text = f"{json.dumps(names)}[indexof({json.dumps(places)}, datum.value)]"
-    return alt.Axis(title=title, values=places, labelExpr=text, grid=False, ticks=False)
-
-
 def chart_of(
     data: Sequence[dict],
     flat: Sequence[str] = (),
@@ -72,18 +66,16 @@ def fidelity(
     """
     names, found = labels(rows), []
     for key, metric in METRICS.items():
-        points = [_point(row, key) for row in rows if np.isfinite(float(row.get(key, "nan")))]
+        points = []
+        for row in rows:
+            size, value = (float(row.get(name, "nan")) for name in ("allocated_bytes", key))
+            ends = {end: float(row.get(f"{key}_{end}", "nan")) for end in ("low", "high")}
+            known = ends if np.isfinite([*ends.values()]).all() else {}
+            if np.isfinite(value):
+                points.append({"policy": row["label"], "MiB": size / MEBI, "value": value} | known)
         if points:
             found.append(_fidelity(metric, points, names, of, legend))
     return found
-
-
-def _point(row: dict, key: str) -> dict:
-    """Return what a chart knows of a row's metric; its interval only if both ends are known."""
-    size, value = (float(row[name]) for name in ("allocated_bytes", key))
-    ends = {end: float(row.get(f"{key}_{end}", "nan")) for end in ("low", "high")}
-    known = ends if np.isfinite([*ends.values()]).all() else {}
-    return {"policy": row["label"], "MiB": size / MEBI, "value": value} | known
 
 
 def _fidelity(
@@ -146,7 +138,9 @@ def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     layers = report["geometry"]["num_layers"]
     names = scale_names(schedule)
     places = [(s + 0.5) * layers for s in range(len(names))]
-    axis = named_axis("scales by their token maps, in each its layers", names, places)
+    text = f"{json.dumps(names)}[indexof({json.dumps(places)}, datum.value)]"
+    title = "scales by their token maps, in each its layers"
+    axis = alt.Axis(title=title, values=places, labelExpr=text, grid=False, ticks=False)
     chosen = chart_of(data).transform_filter("datum.cell === cell")
     lines = (
         chosen.transform_flatten(["step", USED, LIVE])

@@ -80,6 +80,7 @@ def build(
     )
 
 
+@functools.cache
 def template(name: str) -> jinja2.Template:
     """Return a template of this folder: values are escaped, and a missing one is an error."""
     environment = jinja2.Environment(
@@ -90,16 +91,12 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    environment.globals["library"] = _library()
+    # Vega, Vega-Lite and vega-embed, without anything that could end their script element
+    code = re.sub(
+        r"<(?=/script|!--)", r"\\x3c", vl_convert.javascript_bundle(), flags=re.IGNORECASE
+    )
+    environment.globals["library"] = markupsafe.Markup(code)
     return environment.get_template(name)
-
-
-@functools.cache
-def _library() -> markupsafe.Markup:
-    """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
-    element."""
-    code = vl_convert.javascript_bundle()
-    return markupsafe.Markup(re.sub(r"<(?=/script|!--)", r"\\x3c", code, flags=re.IGNORECASE))
 
 
 def data_uri(pixels: np.ndarray) -> str:
@@ -150,20 +147,6 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
 
 
 # --- the leaderboard ---
-
-
-def folders(given: Sequence[str]) -> list[pathlib.Path]:
-    """Return the folders of sweeps that names and patterns mean, each once, in order. `UserError`
-    if a pattern finds none."""
-    found: dict[pathlib.Path, None] = {}
-    for text in given:
-        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
-        if glob.has_magic(text):
-            places = [place for place in places if (place / sweep_files.REPORT).is_file()]
-            if not places:
-                raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
-        found |= dict.fromkeys(places or [pathlib.Path(text)])
-    return list(found)
 
 
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
@@ -219,10 +202,18 @@ def groups(sweeps: Iterable[tuple[dict[str, str], list[dict]]]) -> Iterator[dict
 
 
 def build_leaderboard(given: Sequence[str]) -> str:
-    """Return the page as HTML. The page and stderr say why sweeps are left out; `UserError` if none
-    can be used."""
+    """Return the page as HTML. given: names and patterns of folders. The page and stderr say why
+    sweeps are left out; `UserError` if none can be used, or a pattern finds none."""
     found, left_out = [], []
-    for folder in folders(given):
+    folders: dict[pathlib.Path, None] = {}
+    for text in given:
+        places = [pathlib.Path(place) for place in sorted(glob.glob(text))]
+        if glob.has_magic(text):
+            places = [place for place in places if (place / sweep_files.REPORT).is_file()]
+            if not places:
+                raise UserError(f"--leaderboard={text}: no folder of a sweep has such a name")
+        folders |= dict.fromkeys(places or [pathlib.Path(text)])
+    for folder in folders:
         try:
             found.append(rows_of(folder))
         except UserError as error:

@@ -15,12 +15,12 @@ experiments.merge joins; with --distributed many processes work as one
 SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
-import sys
 from functools import partial
 
 import numpy as np
 
-from experiments import judges
+from experiments import judges, parts
+from experiments.batch_files import Series
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -29,14 +29,13 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.judges import Judges
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
-from varjax.conditions import Condition
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
@@ -116,13 +115,18 @@ def resolve() -> Run:
     plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
+    of_recipe = []
+    if recipe:
+        # a dry run needs no prompts
+        count = len(condition) if model.num_classes or not dry_run else None
+        of_recipe = RECIPE.remarks(recipe.remarks(model, count))
     jobs = SHARD.shard.count if SHARD.shard else 1
     batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run, jobs=jobs)
     return Run(
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=batch_size,
         program=program,
         policy=policy,
@@ -132,24 +136,11 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=(
-            *of_budget,
-            *plan_remarks(plan, calibration),
-            *_recipe_remarks(model, condition),
-        ),
+        remarks=(*of_budget, *plan_remarks(plan, calibration), *of_recipe),
         judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
     )
-
-
-def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
-    """Return what to know about the recipe, if there is one, and how this run differs from it."""
-    if (recipe := RECIPE.recipe) is None:
-        return []
-    # a dry run needs no prompts
-    count = len(condition) if model.num_classes or not DRY_RUN.value else None
-    return RECIPE.remarks(recipe.remarks(model, count))
 
 
 def _judges(model: Model, batch_size: int) -> Judges:
@@ -185,12 +176,6 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
             held = some(npz.names(path)) or "nothing"
             raise UserError(f"cannot read array `{mine}` of {path}: the file holds {held}")
         return model.transformer.tokens_from_file(found[mine], num_images, count), scales
-
-
-def say(line: str) -> None:
-    """Print a line of progress, in one process."""
-    if processes.is_first():
-        print(line, file=sys.stderr, flush=True)
 
 
 def generate_series(
@@ -244,12 +229,13 @@ def draw(run: Run, model: Model, store: BatchStore) -> Generator:
 
 
 def main(argv: list[str]) -> None:
-    DISTRIBUTED.start()
     shard, run = SHARD.shard, DISTRIBUTED.resolve(resolve)
     made = shard and shard.images(len(run.condition), run.batch_size)
-    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run, made)
-    # parts are divided by batches; without parts neither they nor the mesh decide any image
-    said = run.describe() if shard else run.deciding()
+    stem, names = f"{run.model.name}-{run.policy.name}", ("main", "full")[: 1 + run.compare]
+    series = dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
+    said = run.describe()
+    for name in () if shard else ("batch_size", "mesh"):
+        said.pop(name)  # parts are divided by batches; without parts they decide no image
     store = SHARD.open(OUT, stem, said, series)
     if DRY_RUN.value:  # it refuses what the run would, the folder included
         print(run_results.dry_run_text(run))
@@ -258,7 +244,7 @@ def main(argv: list[str]) -> None:
     try:
         make_part(run, store) if shard else make(run, store)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 def make(run: Run, store: BatchStore) -> None:
@@ -280,7 +266,8 @@ def make_part(run: Run, store: PartStore) -> None:
     """Draw the images of one part, and keep them for `experiments.merge`."""
     made = store.series["main"].made
     said = f"{store.shard}: {len(made)} of {len(run.condition)} images"
-    if run_results.part_is_finished(store):
+    store.scan()
+    if parts.is_written(store) and not any(store.missing(name) for name in store.series):
         print(f"{said} are there already, in {store.work.path}")
         return
     say(said)

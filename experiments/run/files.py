@@ -8,8 +8,8 @@ Batches are read one after the other, so that large sets of pictures need little
 import contextlib
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,12 +42,9 @@ class Shown:
     seed: int
     arrays: Sequence[str] | None
 
-    def to_json(self) -> dict:
-        """Return JSON data that `from_json` takes."""
-        return asdict(self) | {"numbers": self.numbers.tolist()}
-
     @classmethod
     def from_json(cls, content: dict) -> "Shown":
+        """Read what a part says: the fields, `numbers` as a list."""
         found = {**content, "numbers": np.array(content["numbers"], np.int32)}
         if prompts := content["prompts"]:
             texts = tuple(Prompt(**prompt) for prompt in prompts["prompts"])
@@ -56,28 +53,19 @@ class Shown:
         return cls(**found)
 
 
-def in_grid(height: int, width: int) -> int:
-    """Images of this size in grid.png, at most."""
-    return max(1, GRID_PIXELS // (height * width))
-
-
 def write(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)
         if shown.arrays is not None:
             held = store.collect("main")
-            np.savez(out / "arrays.npz", **_as_documented(shown.arrays, held))
+            for name in ("code_map", "images"):  # as documented, channels first
+                held[name] = np.moveaxis(held[name], -1, 1)
+            np.savez(out / "arrays.npz", **{name: held[name] for name in shown.arrays})
         made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
         report["files"] = sorted({*made, "report.json"})
         write_text(out / "report.json", json_text(report))
     store.close()
-
-
-def _as_documented(names: Sequence[str], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of arrays.npz, pictures and code maps with channels first."""
-    first = ("code_map", "images")
-    return {name: np.moveaxis(held[name], -1, 1) if name in first else held[name] for name in names}
 
 
 @contextlib.contextmanager
@@ -110,7 +98,7 @@ def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
         # ADM's Inception score takes consecutive blocks, and is too low if a block has few classes
         order = np.random.RandomState(SHUFFLE_SEED).permutation(count)
     images.save_samples_npz(out / "samples.npz", pixels, shown.numbers, order)
-    some = in_grid(*pixels.shape[1:3])
+    some = max(1, GRID_PIXELS // pixels[0, :, :, 0].size)
     try:
         images.save_grid(out / "grid.png", pixels[:some], labels=shown.captions)
         if shown.prompts is not None:

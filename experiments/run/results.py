@@ -3,15 +3,15 @@ plan before the run starts and a summary at its end."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 import numpy as np
 
-from experiments import parts
-from experiments.batch_files import Series
+from experiments import batch_files
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.parts import PartStore
-from experiments.prompts.condition import Text, text_tokens
+from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
 from varjax import metrics
@@ -29,11 +29,15 @@ OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 
 
 def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch that are stored. Images are stored as bytes, unless the run
-    needs exact ones. `UserError` for images that are not finite: the first batch already tells."""
+    """Return the arrays of a batch that are stored. Images are resized as by torch's bicubic mode
+    without antialiasing, and stored as bytes, unless the run needs exact ones. `UserError` for
+    images that are not finite: the first batch already tells."""
     images.check_finite(results["images"])
     if run.resize:
-        results = results | {"images": _resized(results["images"], run.resize)}
+        pictures, side = results["images"], run.resize
+        rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
+        found = np.einsum("bhwc,ih,jw->bijc", pictures, rows, columns, optimize=True)
+        results = results | {"images": np.clip(found, 0, 1).astype(np.float32)}
     if run.save_arrays:
         names = ("images", "tokens", "code_map", "logits")
         found = {name: results[name] for name in names if name in results}
@@ -45,20 +49,6 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"images": exact, "tokens": results["tokens"]}
 
 
-def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
-    """Resize to float32 [B, side, side, 3] in 0..1 as torch's bicubic mode without antialiasing."""
-    rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
-    found = np.einsum("bhwc,ih,jw->bijc", pictures, rows, columns, optimize=True)
-    return np.clip(found, 0, 1).astype(np.float32)
-
-
-def series_of(run: Run, made: range | None = None) -> dict[str, Series]:
-    """Return the batches that a run keeps, "main" and, with --compare, "full". made: the images
-    that are drawn here; None: all."""
-    names = ("main", "full") if run.compare else ("main",)
-    return dict.fromkeys(names, Series(len(run.condition), run.batch_size, made))
-
-
 def shown(run: Run) -> Shown:
     """Return what the files say besides the batches."""
     names = (run.model.transformer.token_name, "code_map", "images", "logits")
@@ -66,7 +56,7 @@ def shown(run: Run) -> Shown:
     height, width = (run.resize, run.resize) if run.resize else run.model.pixels
     return Shown(
         numbers=run.condition.numbers,
-        captions=captions and list(captions[: files.in_grid(height, width)]),
+        captions=captions and list(captions[: max(1, files.GRID_PIXELS // (height * width))]),
         prompts=getattr(run.condition, "prompts", None),
         each=getattr(run.condition, "each", 1),
         seed=run.seed,
@@ -90,6 +80,10 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     """Return the content of report.json. Byte counts are for one batch."""
     analysis, timing = generator.compiled.memory_analysis(), generator.timing
     condition, warm = run.condition, timing.cache == "warm"
+    # a device decodes in chunks of one size (`segments.map_in_chunks`)
+    count = run.batch_size // run.program.mesh.data
+    decoding, codec = run.program.decoding, run.model.codec
+    most = decoding.images_at_once(codec, run.model.code_map[:2], count)
     return {
         **run.describe(),
         "num_images": len(run.condition),
@@ -102,7 +96,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
-            "decode_batch": decoded_at_once(run),
+            "decode_batch": -(-count // -(-count // most)),
             # Peaks of the compiled programs, which run one after the other. Memory of one is free
             # in the next, except for weights that stay.
             "phases": {
@@ -160,41 +154,26 @@ def fidelity(arrays: Arrays, judges: Mapping) -> dict:
     return {**metrics.summarize(rest), **psnr, **of_full, **judges}
 
 
-def decoded_at_once(run: Run) -> int:
-    """Return how many images a device decodes to pixels at a time. All chunks have the same size
-    (`segments.map_in_chunks`)."""
-    count = run.batch_size // run.program.mesh.data
-    code_map = run.model.code_map[:2]
-    most = run.program.decoding.images_at_once(run.model.codec, code_map, count)
-    return -(-count // -(-count // most))
-
-
 # --- parts of a run (`experiments.parts`), for `experiments.merge` ---
-
-
-def part_is_finished(store: PartStore) -> bool:
-    """Return whether all of a part is there, with what it says."""
-    store.scan()
-    return not any(store.missing(name) for name in store.series) and parts.is_written(store)
 
 
 def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
     """Say that a part is finished. generator: None if it has no images."""
-    main, arrays = store.series["main"], {}
+    main, arrays, said = store.series["main"], {}, shown(run)
     if run.compare and generator is not None:
         numbers = compared(run, store)
         arrays = {f"{FIDELITY}{name}": values for name, values in numbers.items()}
     content = {
         "command": "run",
         "environment": environment(),
-        "shown": shown(run).to_json(),
+        "shown": asdict(said) | {"numbers": said.numbers.tolist()},
         "report": generator and report_of(run, generator, store),
         "judges": run.judges.describe(),
         "count": main.count,
         "batch_size": main.batch_size,
         "series": list(store.series),
     }
-    parts.write(store, content, arrays)
+    batch_files.write(store.work.path / batch_files.PART, store.work.digest, arrays, content)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -248,7 +227,7 @@ def dry_run_text(run: Run) -> str:
     ]
     if reads := plan.reads():
         rows.append(("reads", reads))
-    if (length := text_tokens(run.condition)) is not None:
+    if (length := getattr(run.condition, "padded_length", None)) is not None:
         taken = memory.show_bytes(need.condition)
         rows.append(("text", f"{taken}, keys and values of {length} tokens"))
     rows += [
@@ -279,12 +258,9 @@ def summary(report: dict, out: pathlib.Path) -> str:
         ("time per image", "-" if steady is None else f"{steady:.3f} s"),
     ]
     close = report.get("fidelity", {})
-    rows += [(m.label, _shown(m, close)) for key, m in METRICS.items() if key in close]
+    for key, metric in METRICS.items():
+        if key in close:  # beside what is no distance to the full cache the full cache's own
+            full = close.get(f"{key}_full")
+            of_full = "" if full is None else f" (full cache: {metric.show(full)})"
+            rows.append((metric.label, metric.show(close[key]) + of_full))
     return aligned([*rows, ("written to", str(out))])
-
-
-def _shown(metric: metrics.Metric, close: dict) -> str:
-    """Return a number. If it is no distance to the full cache, add the full cache's number."""
-    full = close.get(f"{metric.key}_full")
-    of_full = "" if full is None else f" (full cache: {metric.show(full)})"
-    return metric.show(close[metric.key]) + of_full

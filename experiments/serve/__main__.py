@@ -12,7 +12,6 @@ give --api_key then.
 """
 
 import socket
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
+from experiments.output import say
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -66,10 +66,6 @@ API_KEY = FLAGS.string(
     None,
     "File whose first line clients must send as `Authorization: Bearer KEY`; the page's password.",
 )
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def read_key() -> str | None:

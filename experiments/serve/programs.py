@@ -100,7 +100,18 @@ class Programs:
             return self.own
         held = self._alone.get(choice)
         if held is None or held.cancelled() or held.done() and held.exception():
-            held = self._submit(choice)
+            done = [other for other, future in self._alone.items() if future.done()]
+            if len(self._alone) - len(done) >= KEPT:
+                words = "many programs wait to be compiled: try later"
+                raise Refused(429, words, retry_after=AGAIN)
+            # those that were asked for longest ago; one that draws goes when it has drawn
+            for other in done[: max(0, len(self._alone) + 1 - KEPT)]:
+                del self._alone[other]
+            try:
+                held = self._compiler.submit(self._new_program, choice)
+            except RuntimeError:  # it was shut down
+                raise ends() from None
+            self._alone[choice] = held
         self._alone.move_to_end(choice)
         self._wanted[choice] += 1
         try:
@@ -110,20 +121,6 @@ class Programs:
             if not self._wanted[choice]:
                 del self._wanted[choice]
                 held.cancel()
-
-    def _submit(self, choice: Choice) -> Future[Watched]:
-        """Have a program compiled. Those that were asked for longest ago are forgotten, so that
-        there are at most `KEPT`; one that draws goes when it has drawn."""
-        done = [other for other, future in self._alone.items() if future.done()]
-        if len(self._alone) - len(done) >= KEPT:
-            raise Refused(429, "many programs wait to be compiled: try later", retry_after=AGAIN)
-        for other in done[: max(0, len(self._alone) + 1 - KEPT)]:
-            del self._alone[other]
-        try:
-            self._alone[choice] = self._compiler.submit(self._new_program, choice)
-        except RuntimeError:  # it was shut down
-            raise ends() from None
-        return self._alone[choice]
 
     def close(self) -> None:
         """Compile nothing more than what is being compiled."""

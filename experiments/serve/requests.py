@@ -25,11 +25,6 @@ Value = bool | int | float | str
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
-def gone() -> Refused:
-    """Answer for a client that has gone away."""
-    return Refused(408, "the client went away")
-
-
 class ImageRequest(BaseModel):
     """A request for pictures. What only the model knows is checked later."""
 
@@ -129,7 +124,7 @@ async def read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
     try:
         form = await parser.parse()
     except ClientDisconnect:
-        raise gone() from None
+        raise Refused(408, "the client went away") from None
     except (MultiPartException, KeyError, ValueError) as error:
         words = f"the form cannot be read: {getattr(error, 'message', '')!s:.120}"
         raise Refused(400, words) from None

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
-from experiments.serve.requests import EditRequest, ImageRequest, gone
+from experiments.serve.requests import EditRequest, ImageRequest
 from varjax.errors import UserError, choose, show
 from varjax.io import pictures
 from varjax.mixed_batch import Drawn, Item, Patch, read_own_size
@@ -144,16 +144,18 @@ class Service:
 
     def picture(self, asked: ImageRequest, seed: int, drawn: Drawn) -> dict:
         """The fields of `requests.Picture`."""
-        told, kept = {"b64_json": png64(drawn.picture), "seed": seed}, drawn.kept
+        png, kept = pictures.png(drawn.picture, LEVEL), drawn.kept
+        told = {"b64_json": base64.b64encode(png).decode(), "seed": seed}
         if kept is not None:
             if self.model.draws_tokens:  # ends of lines are no part of the picture
                 places = self.model.geometry.schedule.places
                 kept = kept[..., places[places < kept.shape[-1]]]
             sizes = dict(zip(("layers", "heads", "tokens"), kept.shape, strict=True))
-            told["kept"] = sizes | {"b64": _base64(np.packbits(kept))}
+            told["kept"] = sizes | {"b64": base64.b64encode(np.packbits(kept)).decode()}
         if asked.tokens:
             kind = "int32" if drawn.tokens.ndim == 1 else "uint8"
-            numbers = _base64(drawn.tokens.astype(np.dtype(kind).newbyteorder("<")))
+            data = drawn.tokens.astype(np.dtype(kind).newbyteorder("<")).tobytes()
+            numbers = base64.b64encode(data).decode()
             told["tokens"] = {"shape": drawn.tokens.shape, "dtype": kind, "b64": numbers}
         return told
 
@@ -162,6 +164,13 @@ class Service:
         model, usual = self.model, self.programs.usual
         g = self.programs.plan_of(usual).geometry
         sampling = {name: getattr(usual.sampling, name) for name in SAMPLING}
+        policies = []
+        for name, policy in self.offered.items():
+            own = {f.name: f.default for f in dataclasses.fields(policy)}
+            kinds = policy.open_arguments().items()
+            known = {n: {"type": k.split()[0], "default": own[n]} for n, k in kinds}
+            shown = {"name": name, "summary": policy.summary, "budget": policy.budget}
+            policies.append(shown | {"policy_args": known})
         told = {"id": model.name, "object": "model", "created": self.started, "owned_by": "varjax"}
         told |= {"family": model.family.name, "size": self.size, "draws": g.kind}
         told |= {"classes": self.subjects.names, "examples": self.subjects.examples}
@@ -171,17 +180,10 @@ class Service:
             | self.cost(usual, self.programs.seconds)
             | {
                 "maps": [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps,
-                "policies": [_offer(name, policy) for name, policy in self.offered.items()],
+                "policies": policies,
                 "sampling": {n: None if isinstance(v, tuple) else v for n, v in sampling.items()},
             }
         )
-
-
-def _offer(name: str, policy: Policy) -> dict:
-    usual = {f.name: f.default for f in dataclasses.fields(policy)}
-    kinds = policy.open_arguments()
-    known = {n: {"type": k.split()[0], "default": usual[n]} for n, k in kinds.items()}
-    return {"name": name, "summary": policy.summary, "budget": policy.budget, "policy_args": known}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -254,7 +256,7 @@ class Order:
                 if not isinstance(what, str):
                     drawn[what[0]] = what[1]
                 elif await went_away():
-                    raise gone()
+                    raise Refused(408, "the client went away")
         seconds = sum({one.batch: one.seconds for one in drawn.values()}.values())
         told = partial(self.service.picture, self.asked, self.seed)
         data = [await asyncio.to_thread(told, drawn[index]) for index in range(self.asked.n)]
@@ -280,24 +282,16 @@ class Order:
                             told["type"] = f"{kind}.partial_image"
                             told["partial_image_index"] = count[index]
                             count[index] += 1
-                        yield event(common | told | await asyncio.to_thread(self._told, one))
+                            told |= {"progress": one.part, "says": one.words}
+                            png = await asyncio.to_thread(pictures.png, one.picture, LEVEL)
+                            told["b64_json"] = base64.b64encode(png).decode()
+                        else:
+                            drawn = self.asked, self.seed, one
+                            told |= await asyncio.to_thread(self.service.picture, *drawn)
+                            told |= self.service.cost(self.choice, one.seconds)
+                        yield event(common | told)
         except Exception as error:
             found = refused(error)
             if found.status_code == 500:
                 LOG.exception("drawing failed")
             yield event(content(found))
-
-    def _told(self, seen: Preview | Drawn) -> dict:
-        if isinstance(seen, Preview):
-            shown = {"progress": seen.part, "says": seen.words}
-            return shown | {"b64_json": png64(seen.picture)}
-        told = self.service.picture(self.asked, self.seed, seen)
-        return told | self.service.cost(self.choice, seen.seconds)
-
-
-def png64(picture: np.ndarray) -> str:
-    return base64.b64encode(pictures.png(picture, LEVEL)).decode()
-
-
-def _base64(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()

@@ -32,7 +32,7 @@ import sys
 
 import numpy as np
 
-from experiments import judges, parts
+from experiments import batch_files, judges, parts
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -40,22 +40,19 @@ from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import BatchStore, FolderFlags, Stopped, say_stopped
+from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.calibration.data import Calibration
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
-from varjax.model import Model
 from varjax.parallel import processes
 from varjax.parallel.processes import Stop
 from varjax.policies import HeatKV
-from varjax.sampling import Sampling
 from varjax.storage import ordinary
 
 FLAGS = CommandFlags(
@@ -101,7 +98,14 @@ def resolve() -> Sweep:
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
     path = CALIBRATION.value or calibration_lib.beside(model.directory)
-    calibration = _calibration(path, model, sampling)
+    calibration = None
+    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
+        if path:
+            calibration = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
+    except UserError as error:  # one beside the model that does not fit it is not used
+        if CALIBRATION.value:
+            raise
+        print(f"calibration {path} is not used: {error}", file=sys.stderr)
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
@@ -115,7 +119,7 @@ def resolve() -> Sweep:
         model=model,
         condition=condition,
         sampling=sampling,
-        seed=SAMPLING.seed,
+        seed=SAMPLING.seed(),
         batch_size=batch_size,
         program=program,
         cells=cells,
@@ -127,25 +131,9 @@ def resolve() -> Sweep:
     )
 
 
-def _calibration(
-    path: str | pathlib.Path | None, model: Model, sampling: Sampling
-) -> Calibration | None:
-    """Return the content of a file, if there is one; one beside the model that does not fit it is
-    not used."""
-    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
-        return calibration_lib.find(HeatKV(), model, path, sampling.guidance) if path else None
-    except UserError as error:
-        if CALIBRATION.value:
-            raise
-        print(f"calibration {path} is not used: {error}", file=sys.stderr)
-        return None
-
-
 def main(argv: list[str]) -> None:
-    DISTRIBUTED.start()
     sweep = DISTRIBUTED.resolve(resolve)
-    if processes.is_first():
-        print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    say(plan.show_sizes(sweep))
     calibration = sweep.calibration and ordinary.read(
         sweep.calibration, calibration_lib.LARGEST_FILE
     )  # before it may change
@@ -153,7 +141,7 @@ def main(argv: list[str]) -> None:
     try:
         (make_part if SHARD.shard else make)(sweep, store, calibration)
     except Stopped as stopped:
-        say_stopped(stopped)
+        say(f"ended by SIGTERM: {stopped}")
 
 
 def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
@@ -189,7 +177,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}
         held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}
-        parts.write(store, {**part, "frame": tables.frame(sweep)}, held)
+        content = {**part, "frame": tables.frame(sweep)}
+        batch_files.write(store.work.path / batch_files.PART, store.work.digest, held, content)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 

@@ -7,7 +7,6 @@ Letters: N images, L tokens, K scales.
 import contextlib
 import functools
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from experiments import batch_files, judges
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
-from experiments.output import BatchStore, Stopped
+from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
@@ -80,7 +79,7 @@ class Runner:
         first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
         found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
-        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
+        say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
         return found
 
     def _drawn(self, program: Generator) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -120,7 +119,7 @@ class Runner:
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
         if processes.is_first():
-            batch_files.write_with(self.path(cell), self.store.work.digest, row, arrays)
+            batch_files.write(self.path(cell), self.store.work.digest, arrays, row)
 
     def results(self, cell: Cell) -> dict | None:
         """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must
@@ -154,7 +153,7 @@ class Runner:
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
         self.finished = len(cells) - len(missing)
         if self.finished:
-            _say(f"{self.finished} of {len(cells)} cells are there already, continuing")
+            say(f"{self.finished} of {len(cells)} cells are there already, continuing")
         if stored and not missing:
             return
         if not stored:
@@ -185,7 +184,7 @@ class Runner:
 
     def _run_full(self) -> None:
         sweep = self.sweep
-        _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
+        say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._time(self.full)
@@ -196,17 +195,6 @@ class Runner:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
         self.keep(sweep.full, row, arrays)
-
-    def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
-        tokens forced. They are computed again where `REFERENCE_LOGITS` did not suffice."""
-        first, kept = int(index[0]), self._kept
-        if first in kept:
-            return kept[first]
-        found = self._logits(self.full, index, tokens)
-        if sum(a.nbytes for a in kept.values()) + found.nbytes <= REFERENCE_LOGITS:
-            kept[first] = found
-        return found
 
     def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
         """Run a cell. reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full
@@ -223,7 +211,13 @@ class Runner:
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay in memory beside the forced ones
-            forced_full = {"forced_logits": self._full_logits(tokens, index)}
+            first, kept_logits = int(index[0]), self._kept
+            if (logits := kept_logits.get(first)) is None:
+                # computed again for a cell where `REFERENCE_LOGITS` did not suffice
+                logits = self._logits(self.full, index, tokens)
+                if sum(a.nbytes for a in kept_logits.values()) + logits.nbytes <= REFERENCE_LOGITS:
+                    kept_logits[first] = logits
+            forced_full = {"forced_logits": logits}
             forced_mine = {"forced_logits": self._logits(program, index, tokens)}
             found.append(close | metrics.compare_images(forced_full, forced_mine))
         self._time(program)
@@ -234,12 +228,7 @@ class Runner:
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
         self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
-        _say(f"  {', '.join(shown)}")
-
-
-def _say(line: str) -> None:
-    if processes.is_first():
-        print(line, file=sys.stderr, flush=True)
+        say(f"  {', '.join(shown)}")
 
 
 def describe_cell(cell: Cell, generator: Generator) -> dict:

@@ -248,37 +248,26 @@ def write(
     results: dict[str, dict],
     calibration: bytes | None = None,
 ) -> dict:
-    """Write the folder of a finished sweep; return the content of sweep.json.
+    """Write the folder of a finished sweep; return the content of sweep.json. stderr says why if
+    the plot is missing.
 
     replaces: which folders it may replace. found: the sweep's `frame`. results: what is stored of
     each cell, by its key. calibration: the file that the sweep used, to keep a copy."""
     report = content(found, results)
     with new_folder(out, replaces=replaces) as folder:
-        fill(folder, report, samples(found, results), calibration)
+        if calibration is not None:
+            (folder / CALIBRATION_COPY).write_bytes(calibration)
+        write_text(folder / "sweep.csv", csv_text(report))
+        write_text(folder / "sweep.md", markdown(report))
+        np.savez(folder / "samples.npz", **samples(found, results))
+        try:
+            for package in ("altair", "vl_convert"):
+                require(package, extra="eval", purpose="plotting")
+            from experiments.report import charts  # which imports them
+
+            charts.save_fidelity(folder / "fidelity.png", rows(report)[1:])
+        except MissingExtra as error:
+            print(f"fidelity.png is not written: {error}", file=sys.stderr)
+        files = sorted({path.name for path in folder.iterdir()} | {"sweep.json"})
+        write_text(folder / "sweep.json", json_text(report | {"files": files}))
     return report
-
-
-def fill(
-    out: pathlib.Path,
-    report: dict,
-    images: dict[str, np.ndarray],
-    calibration: bytes | None = None,
-) -> None:
-    """Fill the folder of a finished sweep; stderr says why if the plot is missing.
-
-    images: arrays of samples.npz."""
-    if calibration is not None:
-        (out / CALIBRATION_COPY).write_bytes(calibration)
-    write_text(out / "sweep.csv", csv_text(report))
-    write_text(out / "sweep.md", markdown(report))
-    np.savez(out / "samples.npz", **images)
-    try:
-        for package in ("altair", "vl_convert"):
-            require(package, extra="eval", purpose="plotting")
-        from experiments.report import charts  # which imports them
-
-        charts.save_fidelity(out / "fidelity.png", rows(report)[1:])
-    except MissingExtra as error:
-        print(f"fidelity.png is not written: {error}", file=sys.stderr)
-    files = sorted({path.name for path in out.iterdir()} | {"sweep.json"})
-    write_text(out / "sweep.json", json_text(report | {"files": files}))

@@ -181,10 +181,8 @@ class TorchFile:
         return storage
 
     def _identity(self, identity: object, length: int) -> tuple[str, np.dtype, int]:
-        """Return key, element type and number of elements of a persistent id.
-
-        The device does not matter, since values are read on the host.
-        """
+        """Return key, element type and number of elements of a persistent id. The device does not
+        matter, since values are read on the host."""
         is_id = isinstance(identity, tuple) and len(identity) == length
         if not (is_id and identity[0] == "storage"):
             raise UserError(f"{self.path}: refused, an unknown kind of storage")
@@ -273,8 +271,21 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
       UserError: the file is damaged, or has a type that no weights have.
       MissingExtra: the package `safetensors` is not installed.
     """
+    found = {}
     with _opened(path) as file:
-        return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
+        for name in file.keys():  # noqa: SIM118
+            if len(name) > LONGEST_NAME:
+                reason = f"is no name of a tensor: it is {len(name)} long"
+                raise UserError(f"{path}: {name:.80}... {reason}")
+            entry = file.get_slice(name)
+            dtype = SAFETENSORS.get(entry.get_dtype())
+            if dtype is None:
+                raise UserError(
+                    f"{path}: tensor {name} has the element type {entry.get_dtype()}, which is not"
+                    f" supported; supported are {', '.join(SAFETENSORS)}"
+                )
+            found[name] = SafeTensor(path, name, dtype, tuple(entry.get_shape()))
+    return found
 
 
 @contextlib.contextmanager
@@ -287,16 +298,3 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except safetensors.SafetensorError as error:
         raise damaged(path, error) from error
-
-
-def _tensor(path: Path, file: Any, name: str) -> SafeTensor:
-    if len(name) > LONGEST_NAME:
-        raise UserError(f"{path}: {name:.80}... is no name of a tensor: it is {len(name)} long")
-    entry = file.get_slice(name)
-    dtype = SAFETENSORS.get(entry.get_dtype())
-    if dtype is None:
-        raise UserError(
-            f"{path}: tensor {name} has the element type {entry.get_dtype()}, which is not"
-            f" supported; supported are {', '.join(SAFETENSORS)}"
-        )
-    return SafeTensor(path, name, dtype, tuple(entry.get_shape()))

@@ -141,7 +141,11 @@ class PickleProgram:
                 stack.append(Dictionary())
                 self._set(items)
             case "APPEND" | "APPENDS" | "ADDITEMS":  # the last: to a set
-                self._extend([stack.pop()] if name == "APPEND" else self._pop_mark())
+                items = [stack.pop()] if name == "APPEND" else self._pop_mark()
+                if not isinstance(stack[-1], Note):  # those of a note, such as a set, are dropped
+                    if type(stack[-1]) is not list:
+                        raise TypeError("items are appended to something that is not a list")
+                    stack[-1].extend(items)
             case "SETITEM" | "SETITEMS":
                 self._set(
                     [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else self._pop_mark()
@@ -156,7 +160,14 @@ class PickleProgram:
             case "BINPERSID":
                 stack.append(self.storage(stack.pop()))
             case "REDUCE":
-                self._call()
+                arguments, function = stack.pop(), stack.pop()
+                known = self.functions.get(function.name) if isinstance(function, Symbol) else None
+                if known is None and not is_note(function):
+                    said = f"it calls {name_of(function)}, which is not a function here"
+                    raise self._refused(said)
+                if not isinstance(arguments, tuple):
+                    raise TypeError(f"arguments of {function.name} are not a tuple")
+                stack.append(known(*arguments) if known else Note())
             case "INST" | "OBJ" | "NEWOBJ" | "NEWOBJ_EX":
                 self._make_note(name, argument)
             case "BUILD":
@@ -194,29 +205,12 @@ class PickleProgram:
             )
         return symbol
 
-    def _call(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        known = self.functions.get(function.name) if isinstance(function, Symbol) else None
-        if known is None and not is_note(function):
-            raise self._refused(f"it calls {name_of(function)}, which is not a function here")
-        if not isinstance(arguments, tuple):
-            raise TypeError(f"arguments of {function.name} are not a tuple")
-        self.stack.append(known(*arguments) if known else Note())
-
     def _pop_mark(self) -> list:
         """Take everything above the last mark off the stack, and the mark."""
         items: list = []
         while (item := self.stack.pop()) is not _MARK:  # without a mark: IndexError, "damaged"
             items.append(item)
         return items[::-1]
-
-    def _extend(self, items: list) -> None:
-        """Append items to a list. Those of a note, such as a set, are dropped."""
-        if isinstance(self.stack[-1], Note):
-            return
-        if type(self.stack[-1]) is not list:
-            raise TypeError("items are appended to something that is not a list")
-        self.stack[-1].extend(items)
 
     def _set(self, items: list) -> None:
         """Set keys and values, given in turn. Keys are plain: hashing them runs no other code.

@@ -222,7 +222,16 @@ def _open_folder(path: Path) -> Source:
         if len(indices) > 1:
             indices = [i for i in indices if "safetensors" in i.name] or indices
         if len(indices) != 1:
-            return _open_single(path, indices)
+            endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+            files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
+            _refuse_distributed(path, len(files) != 1)
+            if indices or len(files) != 1:
+                listed = some(f.name for f in indices or files) or "none"
+                raise UserError(
+                    f"{path} must hold one *.index.json with its shards, or one weights file;"
+                    f" found: {listed}"
+                )
+            return open_source(files[0])
         path = indices[0]
     mapping = _read_index(path)
     names = sorted(set(mapping.values()))
@@ -238,19 +247,6 @@ def _open_folder(path: Path) -> Source:
         raise UserError(f"{path} does not fit its shards:\n  {listed}")
     found = {n: shards[file][n] for n, file in mapping.items()}
     return Source(path.parent, found, (path, *(path.parent / n for n in names)))
-
-
-def _open_single(path: Path, indices: list[Path]) -> Source:
-    endings = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
-    files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
-    _refuse_distributed(path, len(files) != 1)
-    if indices or len(files) != 1:
-        listed = some(f.name for f in indices or files) or "none"
-        raise UserError(
-            f"{path} must hold one *.index.json with its shards, or one weights file;"
-            f" found: {listed}"
-        )
-    return open_source(files[0])
 
 
 def _refuse_distributed(path: Path, deep: bool = False) -> None:

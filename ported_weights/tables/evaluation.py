@@ -55,11 +55,9 @@ def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> lis
     ]
 
 
-def lpips_rules(config: LPIPSConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Return the rule table of LPIPS: backbone and heads together."""
-    return [
-        Rule(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
-        Rule(r"features\.(\d+)\.bias", r"features_\1/bias"),
-        Rule(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
-        Ignore(r"classifier\..*", "the classifier, which LPIPS does not need"),
-    ]
+LPIPS_RULES = [  # of backbone and heads together
+    Rule(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
+    Rule(r"features\.(\d+)\.bias", r"features_\1/bias"),
+    Rule(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
+    Ignore(r"classifier\..*", "the classifier, which LPIPS does not need"),
+]

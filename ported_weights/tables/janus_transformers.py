@@ -119,8 +119,14 @@ def _own(given: Mapping, file: Path, words: object, say: Callable[[str], None]) 
     no file may name.
     """
     found = {}
-    if "grid" not in given:
-        found["grid"] = _grid(JanusConfig.inside(given, "vision_config"))
+    vision = {} if "grid" in given else JanusConfig.inside(given, "vision_config")
+    if DEFAULT_SIDES.keys() & vision.keys():
+        sides = {name: vision.get(name, default) for name, default in DEFAULT_SIDES.items()}
+        for name, side in sides.items():
+            if type(side) is not int or side < 1:
+                problem = f"vision_config: {name} is {show(side)}, it must be one size"
+                raise JanusConfig.wrong(problem)
+        found["grid"] = [sides["image_size"] // sides["patch_size"]] * 2
     beside = file.parent / "generation_config.json"
     generation = read_json(beside) if beside.is_file() else {}
     for section in (given.get("text_config"), generation):
@@ -131,17 +137,6 @@ def _own(given: Mapping, file: Path, words: object, say: Callable[[str], None]) 
         found["pad_id"] = 0
         say(f"{file} has no pad_token_id: padding of unconditional prompts is id 0")
     return _stated(found)
-
-
-def _grid(vision: Mapping) -> list[int] | None:
-    """Return height and width of an image in tokens; None if the section does not say them."""
-    if not DEFAULT_SIDES.keys() & vision.keys():
-        return None
-    sides = {name: vision.get(name, default) for name, default in DEFAULT_SIDES.items()}
-    for name, side in sides.items():
-        if type(side) is not int or side < 1:
-            raise JanusConfig.wrong(f"vision_config: {name} is {show(side)}, it must be one size")
-    return [sides["image_size"] // sides["patch_size"]] * 2
 
 
 def _stated(values: Mapping) -> dict:

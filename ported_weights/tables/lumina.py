@@ -49,12 +49,6 @@ def transformer_rules(config: LuminaConfig, names: Collection[str] = ()) -> list
 # --- what other files say -------------------------------------------------------------------------
 
 
-def codec_arguments(given: Mapping) -> tuple[dict, str]:
-    """Return the arguments of the image tokenizer that a configuration file describes, and a
-    description. A published config.json says nothing about it, a model of one's own has `vqgan`."""
-    return given.get("vqgan", {}), "Chameleon's"
-
-
 def with_units(given: Mapping) -> Mapping:
     """Return the arguments of a model of one's own with height and width in units: the released
     ones, or where its context is shorter the largest square that fits."""

@@ -134,7 +134,7 @@ RULE_TABLES = {
         "LPIPS network",
         "--source of --model=lpips-alex or lpips-vgg",
         ("features.0.weight",),
-        evaluation.lpips_rules,
+        lambda config, names: evaluation.LPIPS_RULES,
         lambda tensors: "float32",
         "of the classifier",
     ),
@@ -208,7 +208,8 @@ CUSTOM_DEFAULTS = {
     ),
     "lumina": CustomDefaults(
         tokenizer_files="vqgan.ckpt of Meta's Chameleon, in its folder tokenizer",
-        tokenizer=lumina.codec_arguments,
+        # a published config.json says nothing about it, a model of one's own has `vqgan`
+        tokenizer=lambda given: (given.get("vqgan", {}), "Chameleon's"),
         sampling=registry.lumina_sampling,
         is_whole=True,
         translate=lambda given, *more: lumina.with_units(given),

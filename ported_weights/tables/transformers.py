@@ -27,15 +27,13 @@ _T5_N = r"encoder\.block\.(\d+)\."
 # --- VAR and Infinity -----------------------------------------------------------------------------
 
 
-def _around_layers() -> list[Rule]:
-    """Return the rules for what both have before and after their layers."""
-    return [
-        Rule(r"pos_start", "start_embedding", "drop_axis"),
-        Rule(r"lvl_embed\.weight", "level_embedding"),
-        *linear(r"word_embed", "word_embedding"),
-        *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
-        *linear(r"head", "head"),
-    ]
+_AROUND_LAYERS = [  # what both have before and after their layers
+    Rule(r"pos_start", "start_embedding", "drop_axis"),
+    Rule(r"lvl_embed\.weight", "level_embedding"),
+    *linear(r"word_embed", "word_embedding"),
+    *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
+    *linear(r"head", "head"),
+]
 
 
 def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule | Ignore]:
@@ -72,7 +70,7 @@ def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ign
     return [
         Rule(r"class_emb\.weight", "class_embedding"),
         Rule(r"pos_1LC", "position_embedding", "drop_axis"),
-        *_around_layers(),
+        *_AROUND_LAYERS,
         *_layers(_N, "attn", 1, "VAR"),
         scale,
         *modulation,
@@ -108,7 +106,18 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
     chunked, plain = (_CHUNKED, (1, 2, per_chunk)), (_N, 1)
     blocks = []  # under both names: what is in the file first, since messages name the first
     for prefix, stack in (chunked, plain) if is_chunked else (plain, chunked):
-        blocks += _block(prefix, stack)
+        blocks += [
+            *_layers(prefix, "sa", stack, "Infinity"),
+            Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
+            Rule(prefix + r"sa\.scale_mul_1H11", "blocks/log_scale", "flatten", stack),
+            Rule(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
+            Rule(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
+            *linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
+            Rule(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
+            Rule(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
+            *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
+            zero_key_bias(prefix + "ca", "Infinity"),
+        ]
     return [
         Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
         Rule(r"text_norm\.weight", "text_norm"),
@@ -120,24 +129,8 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
         *linear(r"text_proj_for_ca\.0", "text_proj1"),
         *linear(r"text_proj_for_ca\.2", "text_proj2"),
         *linear(r"shared_ada_lin\.1", "shared_modulation"),
-        *_around_layers(),
+        *_AROUND_LAYERS,
         *blocks,
-    ]
-
-
-def _block(prefix: str, stack: Stack) -> list[Rule | Ignore]:
-    """Return the rules for a layer under one of its two names."""
-    return [
-        *_layers(prefix, "sa", stack, "Infinity"),
-        Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
-        Rule(prefix + r"sa\.scale_mul_1H11", "blocks/log_scale", "flatten", stack),
-        Rule(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
-        Rule(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
-        *linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
-        Rule(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
-        Rule(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
-        *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
-        zero_key_bias(prefix + "ca", "Infinity"),
     ]
 
 

@@ -201,7 +201,7 @@ def test_every_cell_has_a_key_of_its_own():
 LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" * 10**5, "a\0b")
 
 
-def test_any_label_can_be_written_and_drawn(tmp_path):
+def test_any_label_can_be_written_and_drawn(tmp_path, monkeypatch):
     pytest.importorskip("vl_convert", reason="vl_convert is not installed (extra `eval`)")
     made_up_sweep.write(tmp_path / "sweep")
     report = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
@@ -209,8 +209,11 @@ def test_any_label_can_be_written_and_drawn(tmp_path):
     report["versions"]["jax"] = "0"
     done = next(cell for cell in report["cells"] if cell["status"] == "done")
     report["cells"] = [done | {"label": label} for label in LABELS]
-    tables.fill(tmp_path, report, {"labels": np.zeros(1)}, b"{}")
-    assert (tmp_path / "fidelity.png").stat().st_size > 10**4
-    assert "\\udcff\\ud800" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
-    with open(tmp_path / "sweep.json", encoding="utf-8") as file:
+    monkeypatch.setattr(tables, "content", lambda found, results: report)
+    monkeypatch.setattr(tables, "samples", lambda found, results: {"labels": np.zeros(1)})
+    out = tmp_path / "out"
+    tables.write(out, None, {}, {}, b"{}")
+    assert (out / "fidelity.png").stat().st_size > 10**4
+    assert "\\udcff\\ud800" in (out / "sweep.md").read_text(encoding="utf-8")
+    with open(out / "sweep.json", encoding="utf-8") as file:
         assert [cell["label"] for cell in json.load(file)["cells"]] == list(LABELS)

@@ -152,7 +152,7 @@ def test_files_that_are_made_for_a_while_follow_no_link(tmp_path):
 OWN = {
     *("experiments/__main__.py", "experiments/recipes/recipe.py", "experiments/serve/page.py"),
     *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
-    *("experiments/run/files.py", "experiments/published.py", "ported_weights/hub.py"),
+    *("experiments/run/files.py", "experiments/plan.py", "ported_weights/hub.py"),
     "experiments/report/sweep_files.py",
     *("varjax/engine/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
 }
