@@ -150,17 +150,13 @@ def launch(
     grid: its axes. There is one more, "warpgroup".
     interpret: whether to run in the simulator, or `plgpu.InterpretGPUParams` that say how.
     """
-
-    def kernel(*refs):
-        pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
-
     # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
     params = plgpu.CompilerParams(
         approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
     )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
-        kernel,
+        lambda *refs: pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup"),
         out_type=tuple(results),
         mesh=plgpu.Mesh(
             grid=tuple(grid.values()),

@@ -42,11 +42,6 @@ def down(columns, shape):
     return jax.lax.broadcast_in_dim(columns, shape, [1])
 
 
-def turned(ref):
-    """A view [columns, rows] of a tile."""
-    return ref.transpose((1, 0))
-
-
 def tile(shape: Sequence[int], dtype, swizzle: int) -> pl.MemoryRef:
     """Shared memory for one matrix or several, laid out as tensor cores take it. swizzle: bytes."""
     width = jnp.dtype(dtype).itemsize
@@ -84,13 +79,9 @@ class Wgmma:
 
         return product
 
-    def weights(self, shape: tuple[int, ...], dtype) -> list:
-        """Shared memory for the weights that `add` multiplies, unless it takes registers."""
-        return [] if self.registers else [tile(shape, dtype, self.swizzle)]
-
     def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
-        """The function with which a warpgroup adds weighted values. weights: references to
-        `weights`."""
+        """The function with which a warpgroup adds weighted values. weights: shared memory for the
+        weights of all warpgroups; none if it takes `registers`."""
 
         def added(total, factors, values):
             if not self.registers:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cache_write, cross_attention, implementations, ragged_attention
+from pallas_kernels import cache_write, implementations, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
 from pallas_kernels.bench.timing import Candidate, Operation, after, never, relative, repeated
 from pallas_kernels.cache_write import api as write_api
-from pallas_kernels.cross_attention import TextKeys
+from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.cross_attention import api as text_api
 from pallas_kernels.projection import K, Projection, V
 from pallas_kernels.ragged_attention import api as attend_api
@@ -100,41 +100,31 @@ def _query_weights(args: Arguments):
     return jnp.where(tokens < args.length, 1.0, 0.0).astype(jnp.float32)
 
 
+def _normal(spec: ArgSpec, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Random arrays in the type of the call."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype) for shape in shapes]
+
+
 def _text(spec: ArgSpec, name: str, dtype: str) -> tuple[jax.Array, TextKeys]:
     """Queries and texts. The first text is shorter than the others."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype).astype(dtype)
-
-    q = normal(spec.rows, spec.tokens, spec.heads, spec.head_dim)
-    k, v = (normal(2, spec.rows, spec.heads, TEXT, spec.head_dim) for _ in range(2))
+    queries = (spec.rows, spec.tokens, spec.heads, spec.head_dim)
+    keys = (2, spec.rows, spec.heads, TEXT, spec.head_dim)
+    q, k, v = (a.astype(dtype) for a in _normal(spec, queries, keys, keys))
     length = jnp.asarray([TEXT - 7] + [TEXT] * (spec.rows - 1), jnp.int32)
     return q, TextKeys.of(k, v, length, name)
 
 
-def _text_candidate(spec: ArgSpec, name: str) -> Candidate:
-    return repeated(partial(cross_attention.attend_text, layer=1), *_text(spec, name, spec.dtype))
-
-
 def dense(spec: ArgSpec, name: str) -> Candidate:
     """JAX's attention over a full cache: stored keys first, then the scale's own keys."""
-    rng = np.random.default_rng(0)
-
-    def normal(tokens):
-        shape = (spec.rows, tokens, spec.heads, spec.head_dim)
-        return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype)
-
     stored = spec.entries * spec.block_size
-    q, k, v = normal(spec.tokens), normal(stored + spec.tokens), normal(stored + spec.tokens)
+    tokens = (spec.tokens, stored + spec.tokens, stored + spec.tokens)
+    q, k, v = _normal(spec, *((spec.rows, n, spec.heads, spec.head_dim) for n in tokens))
     length = jnp.full((spec.rows,), stored + spec.length, jnp.int32)
 
-    def attend(q, k, v, length):
-        return jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=length, scale=1.0, implementation=name
-        )
-
-    return repeated(attend, q, k, v, length)
+    attend = partial(jax.nn.dot_product_attention, scale=1.0, implementation=name)
+    run = lambda q, k, v, n: attend(q, k, v, key_value_seq_lengths=n)  # noqa: E731
+    return repeated(run, q, k, v, length)
 
 
 # --- correctness ---
@@ -201,7 +191,7 @@ def _finish_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _text_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    run = jax.jit(cross_attention.attend_text)
+    run = jax.jit(attend_text)
     given = ((name, spec.dtype), ("reference", "float32"))
     found, expected = (run(*_text(spec, *how), 1) for how in given)
     return relative(("out",), (found,), (expected,))
@@ -233,6 +223,10 @@ SCALES = {
     ),
     "finish": Operation(FINISH, _finish_candidate, _finish_errors, of_cache=False),
     "attend_text": Operation(
-        text_api.MODULES, _text_candidate, _text_errors, ("infinity",), of_cache=False
+        text_api.MODULES,
+        lambda spec, name: repeated(partial(attend_text, layer=1), *_text(spec, name, spec.dtype)),
+        _text_errors,
+        ("infinity",),
+        of_cache=False,
     ),
 }

@@ -43,21 +43,18 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     table, per_row = mosaic.packed(writes.with_packed())
     given = mosaic.number(writes.layer), table, tokens, tokens if after is None else after
     pool = jax.new_ref(kv_pool)  # what is not written keeps its contents
-
-    def kernel(*refs):
-        pl.run_scoped(
-            partial(_store, per_row, writes.ids.shape[-1], refs[-1], *refs[:-1]),
-            plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2 * size),
-        )
-
+    memory = (
+        plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=2 * size),
+    )
+    entries = writes.ids.shape[-1]
     pl.kernel(
-        kernel,
-        out_type=(),
-        mesh=plgpu.Mesh(
-            grid=(writes.ids.shape[-1], heads, rows), grid_names=("entry", "head", "row")
+        lambda *refs: pl.run_scoped(
+            partial(_store, per_row, entries, refs[-1], *refs[:-1]), *memory
         ),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(entries, heads, rows), grid_names=("entry", "head", "row")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
         cost_estimate=estimates.write(projection, kv_pool, writes),
         interpret=mosaic.simulator(interpret),

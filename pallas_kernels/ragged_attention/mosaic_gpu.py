@@ -50,7 +50,6 @@ from pallas_kernels.mosaic_products import (
     across,
     down,
     products,
-    turned,
 )
 from pallas_kernels.mosaic_projection import (
     TURNED,
@@ -218,7 +217,7 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
         # a place for the result where other queries follow; statistics
         [landing] if shares.several else [],
         plgpu.SMEM((groups, ROWS), jnp.float32),
-        chip.weights((groups, ROWS, size), dtype),
+        [] if chip.registers else [tile((groups, ROWS, size))],  # weights
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
@@ -356,7 +355,7 @@ class _Tile:
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
         shape = (ROWS, keys.stored.size)
-        scores = self.multiply(self.queries, turned(k.places.at[place]), shape)
+        scores = self.multiply(self.queries, k.places.at[place].transpose((1, 0)), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work

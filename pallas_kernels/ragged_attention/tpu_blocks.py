@@ -185,14 +185,12 @@ class Blocks:
 
         @pl.when(head < self.table.shape[1])
         def _():
-            self._start(head, group, jax.lax.rem(started, BUFFERS))
+            buffer = jax.lax.rem(started, BUFFERS)
+            self._for_copies(head, group, buffer, lambda copy: copy.start())
             last = group + 1 == self._groups(head)
             self.cursor[0] = jnp.where(last, head + 1, head)
             self.cursor[1] = jnp.where(last, 0, group + 1)
             self.cursor[2] = started + 1
-
-    def _start(self, head, group, buffer) -> None:
-        self._for_copies(head, group, buffer, lambda copy: copy.start())
 
     def _for_copies(self, head, group, buffer, do) -> None:
         size = self.size

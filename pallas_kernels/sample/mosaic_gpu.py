@@ -56,11 +56,10 @@ def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found)
     def number(start):
         return start + plgpu.broadcasted_iota(jnp.int32, (parts.size,), 0, layout=layout)
 
-    def load(i: int, start):
-        return mosaic.load(logits.at[i, image, token, pl.ds(start, parts.size)], layout, plain=True)
+    def load(ref, *places):
+        *lead, start = places
+        here = ref.at[*lead, image, token, pl.ds(start, parts.size)]
+        return mosaic.load(here, layout, plain=True)
 
-    def load_noise(start):
-        return mosaic.load(noise.at[image, token, pl.ds(start, parts.size)], layout, plain=True)
-
-    guided = row.guided(parts, load, logits.shape[0], number, given)
-    found[image, token] = row.choose(guided, load_noise, number, top_k, top_p)
+    guided = row.guided(parts, partial(load, logits), logits.shape[0], number, given)
+    found[image, token] = row.choose(guided, partial(load, noise), number, top_k, top_p)

@@ -75,12 +75,9 @@ def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: flo
     below = logits < logits.max(-1, keepdims=True)  # the largest logit is never rejected
     if logits.shape[-1] == 2:  # the smaller one of two goes or stays, and nothing is added up
         return below & (p <= most)
-    order = ordered(logits)
-
-    def may_go(t):
-        return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most
-
-    return below & (order <= largest(may_go, (*order.shape[:-1], 1)))
+    order, shape = ordered(logits), (*logits.shape[:-1], 1)
+    last = largest(lambda t: jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most, shape)
+    return below & (order <= last)
 
 
 def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:

@@ -70,11 +70,12 @@ class Row:
         """The values of `function`, one scalar per part, joined into one."""
         if self.parts.held:  # a static number of parts: no loop, all stay in registers
             return reduce(join, (function(self.part(i)) for i in range(self.parts.count)))
-
-        def step(i, found):
-            return join(found, function(self.part(i)))
-
-        return jax.lax.fori_loop(1, self.parts.count, step, function(self.part(0)))
+        return jax.lax.fori_loop(
+            1,
+            self.parts.count,
+            lambda i, found: join(found, function(self.part(i))),
+            function(self.part(0)),
+        )
 
     def sum(self, function: Callable) -> Array:
         """The sum of the numbers that `function` makes of every part."""
@@ -144,9 +145,5 @@ def choose(
     starts = Row(parts, lambda i: (logits.part(i), parts.start(i)))
     noisy = starts.map(lambda a: (a[0] + noise(a[1]), number(a[1])))
     top = noisy.reduced(lambda a: a[0].max(), jnp.maximum)
-
     # numbers that are not the largest stand for the last place, so the minimum is the first largest
-    def first(a):
-        return jnp.where(a[0] < top, parts.length - 1, a[1]).min()
-
-    return noisy.reduced(first, jnp.minimum)
+    return noisy.reduced(lambda a: jnp.where(a[0] < top, parts.length - 1, a[1]).min(), jnp.minimum)

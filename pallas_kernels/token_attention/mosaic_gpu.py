@@ -167,7 +167,9 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
     total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
     ring, (joined, *waiting) = Ring(given, places, first, last - first, each), late
-    ring.fill()
+    # static: a program may have fewer steps than places, which `start` sees
+    for number in range(given.buffers):
+        ring.start(jnp.int32(number))
     weight = None if sums is None else given.query.mass_weight[0]
     wanted = None if scores is None else given.wanted[0] != 0
 
@@ -186,7 +188,9 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
         if sums is not None:
             this.add(sums, number * given.count, top, weight / whole)
         if scores is not None:
-            pl.when(wanted)(partial(this.put_scores, scores, number * given.count))
+            begin = number * given.count
+            put = partial(this.by_lines, asked[0], scores, begin, lambda i, start, found, _: found)
+            pl.when(wanted)(put)
         this.put(values, rescale / whole, joined, out.at[place])
         return following
 
@@ -318,10 +322,6 @@ class _Head:
         mosaic.store(joined, sums * self.layouts.across(factor, sums.shape[1]))
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
-    def put_scores(self, scores, first) -> None:
-        """Write the second query's scores of all slots to `scores`, from place `first` on."""
-        self._by_lines(self.asked[0], scores, first, lambda i, start, found, here: found)
-
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
         seen = self.ring.each * self.ring.given.step  # nothing waits behind them
@@ -333,9 +333,9 @@ class _Head:
             new = jnp.where(here_first, jnp.exp2(found - top) * factor, 0.0)
             return _load(here, layout) + new
 
-        self._by_lines(self.waiting[0], sums, first, added)
+        self.by_lines(self.waiting[0], sums, first, added)
 
-    def _by_lines(self, waiting, target, first, changed: Callable) -> None:
+    def by_lines(self, waiting, target, first, changed: Callable) -> None:
         """Write what waits for all slots to `target`, from place `first` on, in whole sectors.
         changed: from the line's number, its first slot, what waits, and where it goes."""
         slots = self.ring.given.count

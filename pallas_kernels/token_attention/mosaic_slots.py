@@ -214,12 +214,6 @@ class Ring:
     heads: Number
     each: Number
 
-    def fill(self) -> None:
-        """Start copying the first steps."""
-        # static: a program may have fewer steps than places, which `start` sees
-        for number in range(self.given.buffers):
-            self.start(jnp.int32(number))
-
     def store(self, place, head: tuple, start) -> None:
         """Store the token of a head, if its slot is among those of the step from slot `start` on:
         in the place of the step, for attention, and from there in the pool."""

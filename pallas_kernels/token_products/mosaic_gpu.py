@@ -245,13 +245,13 @@ def _factor(eps: float, memory) -> Array:
     """The factor of every row that normalises it."""
     sums, arrived = memory
     plgpu.barrier_wait(arrived)
-
-    def add(piece, total):
-        return total + mosaic.load(sums.at[piece], PER_ROW, plain=True)
-
     pieces, rows = sums.shape
-    nothing = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW)
-    total = jax.lax.fori_loop(0, pieces, add, nothing)
+    total = jax.lax.fori_loop(
+        0,
+        pieces,
+        lambda piece, total: total + mosaic.load(sums.at[piece], PER_ROW, plain=True),
+        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW),
+    )
     return jax.lax.rsqrt(total / (pieces * PIECE) + eps)
 
 
