@@ -134,7 +134,7 @@ def step_by_step(name: str) -> str | None:
 
 
 def check_attention(
-    name: str, q, kv_pool, kv_scale, *, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
+    name: str, q, kv_pool, kv_scale, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
 ) -> None:
     """Raise `NotImplementedError` with the reason and a way out if the attention kernel `name`
     cannot take these arrays. `head_dims`, `block_sizes` and `dtypes` (names of the pool's types)

@@ -33,6 +33,10 @@ LANES = plgpu.LoweringSemantics.Lane
 # the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 KIB, MEETING = 2**10, 64  # bytes through which warps join a number
+# Sums and maxima of most kernels stay within a warp: they need no room to join warps.
+PARAMS = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
+)
 SHARED, MOST = 228 * KIB, 226 * KIB  # shared memory of a multiprocessor; of a program, at most
 CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 
@@ -51,15 +55,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
     # float32 is not among the types: tensor cores multiply it as TF32, and only if keys and values
     # are stored the other way round.
-    check_attention(
-        "Mosaic",
-        q,
-        kv_pool,
-        kv_scale,
-        head_dims=HEAD_DIMS,
-        block_sizes=BLOCK_SIZES,
-        dtypes=POOL_DTYPES,
-    )
+    check_attention("Mosaic", q, kv_pool, kv_scale, HEAD_DIMS, BLOCK_SIZES, POOL_DTYPES)
     products()  # raises where there are none
     check_simulator(interpret)
 
@@ -150,10 +146,6 @@ def launch(
     grid: its axes. There is one more, "warpgroup".
     interpret: whether to run in the simulator, or `plgpu.InterpretGPUParams` that say how.
     """
-    # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
-    params = plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
-    )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup"),
@@ -164,7 +156,7 @@ def launch(
             num_threads=computing + 1,
             thread_name="warpgroup",
         ),
-        compiler_params=params,
+        compiler_params=PARAMS,
         cost_estimate=cost,
         interpret=simulator(interpret),
         name=name,

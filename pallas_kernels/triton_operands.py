@@ -224,15 +224,10 @@ def line_spec(size: int) -> pl.BlockSpec:
 def check(projection: Projection, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
     """Raise `NotImplementedError` with the reason where the kernels cannot run. Interpreted kernels
     take every size."""
-    check_attention(
-        "triton",
-        projection,
-        kv_pool,
-        kv_scale,
-        head_dims=(projection.shape[-1],) if interpret else HEAD_DIMS,
-        block_sizes=(kv_pool.shape[2],) if interpret else BLOCK_SIZES,
-        dtypes=POOL_DTYPES,
-    )
+    takes = HEAD_DIMS, BLOCK_SIZES
+    if interpret:
+        takes = projection.shape[-1:], kv_pool.shape[2:3]
+    check_attention("triton", projection, kv_pool, kv_scale, *takes, POOL_DTYPES)
     if not interpret and kv_pool.dtype == jnp.int8 and 2**31 < kv_pool.size <= 2**32:
         # Pallas-Triton takes 32-bit offsets, which are signed, up to 2**32 bytes and 64-bit ones
         # beyond. Only in arrays of one byte per element does that allow more than 2**31 elements.

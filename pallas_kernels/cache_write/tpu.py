@@ -195,16 +195,15 @@ def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int,
     # pools as operands are not used: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
-    stores = Stores(lanes, pl.program_id(0), table, *state[:-1], *state[-1])
+    entries = (table.shape[-1] - 2) // (1 + lanes.block_size)
+    stores = Stores(lanes, pl.program_id(0), entries, table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
         mine = [i * heads.together + which for which in range(heads.together)]
 
-        @pl.when(sum(stores.used(head) for head in mine) > 0)
-        def _():
-            _convert(own, i, stores.tokens, lanes, chunk, dtype)
-
+        convert = partial(_convert, own, i, stores.tokens, lanes, chunk, dtype)
+        pl.when(sum(stores.used(head) for head in mine) > 0)(convert)
         for which, head in enumerate(mine):
             stores.store(head, which)
 
@@ -260,6 +259,7 @@ class Stores:
     """The entries of some heads of one row, which are stored in order. A block is read, put
     together and written back; the next one and the last one are on their way meanwhile.
 
+    entries: J.
     table: `BlockWrites.packed` of these heads, in scalar memory.
     pools: whole, in HBM.
     tokens: tokens of the heads at work, with the old block behind them, by part.
@@ -271,6 +271,7 @@ class Stores:
 
     lanes: TokenLanes
     row: Scalar
+    entries: int
     table: Ref
     pools: list[Ref]
     tokens: list[Ref]
@@ -279,11 +280,6 @@ class Stores:
     new: list[Ref]
     semaphores: Ref
     state: Ref
-
-    @property
-    def entries(self) -> int:
-        """J."""
-        return (self.table.shape[-1] - 2) // (1 + self.lanes.block_size)
 
     def used(self, head) -> Int[Array, ""]:
         """The number of entries up to the last one that stores something."""

@@ -113,10 +113,7 @@ def _sum_columns(heads: int, chip: Wgmma, old: int, numbers, own, stored, *refs)
 
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (count > 0))
     def _():
-        @plgpu.warp_map
-        def _(warp):
-            Fetcher(warp, stored, [part], 1).start_any(keys, step, 0)
-
+        plgpu.warp_map(lambda warp: Fetcher(warp, stored, [part], 1).start_any(keys, step, 0))
         _fetch_queries(given, queries, count, row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)

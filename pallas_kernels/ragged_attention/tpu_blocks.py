@@ -40,15 +40,8 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
     """(the call, its tiles); tiles are those of `config.choose` if none are given. Raises
     `NotImplementedError` where the arrays do not compile or were never compiled."""
     if not interpret:
-        check_attention(
-            "TPU",
-            projection,
-            kv_pool,
-            kv_scale,
-            head_dims=HEAD_DIMS,
-            block_sizes=tpu_operands.BLOCK_SIZES,
-            dtypes=POOL_DTYPES,
-        )
+        takes = HEAD_DIMS, tpu_operands.BLOCK_SIZES, POOL_DTYPES
+        check_attention("TPU", projection, kv_pool, kv_scale, *takes)
     call = tiles_of.Call.of(operation, projection, kv_pool, table)
     return call, config or tiles_of.choose(call, "tpu")
 

@@ -262,9 +262,8 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
         write(sums / total[:, None], maximum / LOG2_E + jnp.log(total))
 
     # Tiles of padding are written, too: fresh memory may hold NaN, and results have to be finite.
-    @pl.when(first >= length)
-    def _():
-        write(jnp.zeros(out_refs[0].shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
+    empty = (jnp.zeros(shape, jnp.float32) for shape in (out_refs[0].shape, query.shape))
+    pl.when(first >= length)(lambda: write(*empty))
 
 
 def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: StoredSlots):

@@ -39,7 +39,9 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         noise = noise.reshape(images, tokens, vocabulary)
     given = jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
-    block = _block(images, tokens, vocabulary)
+    # tokens of one image, or several images with all tokens
+    fits = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
+    block = (1, fits) if tokens >= fits else (min(images, fits // rounded(tokens, ROWS)), tokens)
     rows = (*block, vocabulary)
     # large rows are not fetched while others are at work: vector memory has no room for both
     ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
@@ -59,14 +61,6 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         name="sample",
     )(given, pairs, noise)
     return found.reshape(shape)
-
-
-def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
-    """(images, tokens) of a program: tokens of one image, or several images with all tokens."""
-    rows = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
-    if tokens >= rows:
-        return 1, rows
-    return min(images, rows // rounded(tokens, ROWS)), tokens
 
 
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):

@@ -103,11 +103,7 @@ def _attend(query, slots, token, interpret, step: int | None, programs: int | No
         lambda *refs: pl.run_scoped(partial(_attend_heads, programs, *refs), *memory),
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=mosaic.LANES,
-            reduction_scratch_bytes=mosaic.MEETING,
-        ),
+        compiler_params=mosaic.PARAMS,
         cost_estimate=estimates.attend_token(query, slots, int(token is not None)),
         name="token_attention",
         interpret=mosaic.simulator(interpret),

@@ -44,7 +44,7 @@ def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
     rows, width = x.shape
     check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
-    scaled = (x * norm.row.astype(jnp.float32)).astype(dtype)
+    scaled = (x * norm.weights[norm.number].astype(jnp.float32)).astype(dtype)
     return Stream(x, norm, scaled, squares, eps)
 
 
@@ -225,11 +225,7 @@ def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, nam
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch),
         out_type=tuple(results),
         mesh=plgpu.Mesh(grid=(lines, rows), grid_names=("column", "row")),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=mosaic.LANES,
-            reduction_scratch_bytes=mosaic.MEETING,
-        ),
+        compiler_params=mosaic.PARAMS,
         cost_estimate=cost,
         interpret=mosaic.simulator(interpret),
         name=name,
