@@ -6,6 +6,8 @@ benchmark runs with random ones (`arguments`).
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from pallas_kernels.ragged_attention import QuerySums
 from pallas_kernels.residual.operands import TILE
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes, slots_by_token
 
+Tree = TypeVar("Tree")  # of arrays
 FILLINGS = ("random", "empty", "full", "repeated", "shared")
 
 
@@ -216,6 +219,13 @@ class Arguments:
             return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
         both = np.concatenate([owned, owned], axis=-1)
         return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
+
+
+def in_float32(operands: Tree) -> Tree:
+    """The same operands in float32. An int8 pool stays as it is: with its scales it stands for the
+    same keys and values."""
+    is_float = partial(jnp.issubdtype, arg2=jnp.floating)
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if is_float(a.dtype) else a, operands)
 
 
 def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):

@@ -60,19 +60,15 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
-    if name is None:
-        return _run_first(modules, function, arguments, options)
-    if name not in NAMES:
+    if name not in (None, *NAMES):
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
-    kernel = first_choice(name, modules).removesuffix(SUFFIX)
-    if kernel != "reference":  # which runs on every platform as it is
-        options["interpret"] = name.endswith(SUFFIX)
-    return getattr(modules[kernel](), function)(*arguments, **options)
-
-
-def _run_first(modules: Modules, function: str, arguments, options):
+    if name is not None:
+        kernel = first_choice(name, modules).removesuffix(SUFFIX)
+        if kernel != "reference":  # which runs on every platform as it is
+            options["interpret"] = name.endswith(SUFFIX)
+        return getattr(modules[kernel](), function)(*arguments, **options)
     reasons = []
     for name in _choices(modules):  # the last one is the reference
         try:
@@ -82,9 +78,9 @@ def _run_first(modules: Modules, function: str, arguments, options):
                 raise
             reasons.append(str(error))
             continue
-        if reasons:  # level 4 is the caller of the operation's API function
+        if reasons:  # level 3 is the caller of the operation's API function
             runs = "the plain JAX reference" if name == "reference" else f"the kernel {name}"
-            warnings.warn(f"{runs} runs instead: {'; '.join(reasons)}", stacklevel=4)
+            warnings.warn(f"{runs} runs instead: {'; '.join(reasons)}", stacklevel=3)
         return found
 
 

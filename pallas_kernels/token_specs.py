@@ -92,15 +92,6 @@ def only(slots: HeadSlots, *names: str) -> HeadSlots:
     return jax.tree_util.tree_map_with_path(lambda p, a: a if p[-1].name in names else None, slots)
 
 
-def in_float32(query: Query, slots: HeadSlots) -> Arguments:
-    """The same operands in float32. An int8 pool stays as it is: with its scales it stands for the
-    same keys and values."""
-    query = replace(query, q=query.q.astype(jnp.float32))
-    if slots.scale is not None:
-        return query, slots
-    return query, replace(slots, pool=slots.pool.astype(jnp.float32))
-
-
 def awaiting_token(query: Query, slots: HeadSlots, slot: int) -> Arguments:
     """With the position of a token that is still to be stored in its slot, which holds NaN."""
     position = slots.position.at[:, :, slot].set(0 if query.newest is None else query.newest)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cache_write, implementations, ragged_attention
-from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
+from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments, in_float32
 from pallas_kernels.bench.timing import Candidate, Operation, after, never, relative, repeated
 from pallas_kernels.cache_write import api as write_api
 from pallas_kernels.cross_attention import TextKeys, attend_text
@@ -130,10 +130,6 @@ def dense(spec: ArgSpec, name: str) -> Candidate:
 # --- correctness ---
 
 
-def _exact(args: Arguments) -> Arguments:
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
-
-
 # One function, so that tables of one shape that are filled differently share a compiled program.
 @partial(jax.jit, static_argnames=("operation", "name", "return_lse"))
 def _run(operation: str, given: tuple, kv_scale, name: str, return_lse: bool = False):
@@ -145,7 +141,7 @@ def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args = spec.arguments()
     found, expected = (
         _run("attend", a.attend, a.kv_scale, n, return_lse=True)
-        for a, n in ((args, name), (_exact(args), "reference"))
+        for a, n in ((args, name), (in_float32(args), "reference"))
     )
     real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, expected))
     return relative(("out", "lse"), *real)
@@ -155,7 +151,7 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the moments. Each implementation takes its own log-sum-exp: that of queries which
     are rounded otherwise would not make the weights add up to 1."""
     args, results = spec.arguments(), []
-    for a, n in ((args, name), (_exact(args), "reference")):
+    for a, n in ((args, name), (in_float32(args), "reference")):
         _, sums = _run("attend", a.attend, a.kv_scale, n, return_lse=True)
         given = a.moments(_query_weights(a), sums, squares=True)
         results.append(_run("attention_moments", given, a.kv_scale, n))
@@ -173,7 +169,7 @@ def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the attention and of the stored numbers, where both lie apart."""
     args = replace(spec, apart=True).arguments(poison=False)
-    exact, given = _exact(args), (*args.attend, args.writes)
+    exact, given = in_float32(args), (*args.attend, args.writes)
     out, *stored = _run("store_and_attend", given, args.kv_scale, name)
     found = out[:, : spec.length], _stored(*stored)
     expected = (
@@ -185,7 +181,7 @@ def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 def _finish_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args, run = spec.arguments(), jax.jit(_finish, static_argnums=1)
-    given = (args.projection, name), (_exact(args).projection, "reference")
+    given = (args.projection, name), (in_float32(args).projection, "reference")
     found, expected = (run(*how)[:, : spec.length] for how in given)
     return relative(("out",), (found,), (expected,))
 

@@ -45,6 +45,7 @@ from pallas_kernels.tpu_operands import (
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
 
 CHUNK = 128  # tokens that are converted at once
+KINDS = 2**KIND_BITS - 1  # the bits of an entry that are its kind
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Stores:
             self.state[i] = 0
         entry = self.table[0, 0, 0, 0]
         # only a partly overwritten block has contents that stay
-        pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
+        pl.when((entry & KINDS) == PARTIAL)(lambda: self._read(entry, 0))
 
     def store(self, head, which: int) -> None:
         """Store the tokens of the next head. Its last blocks may still be on their way afterwards.
@@ -322,9 +323,9 @@ class Stores:
         """Put the block of an entry together and start storing it. new: which of two buffers."""
         entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
         self.wait_stored(new)  # before its memory takes the new block
-        reads, free = _kind(following) == PARTIAL, self._is_stored(following, entry, new)
+        reads, free = (following & KINDS) == PARTIAL, self._is_stored(following, entry, new)
         pl.when(reads & free)(lambda: self._read(following, 1 - new))
-        kind = _kind(entry)
+        kind = entry & KINDS
         pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
         pl.when(kind == CONSECUTIVE)(lambda: self._pick(which, self.source(place, 0)))
 
@@ -413,7 +414,3 @@ class Stores:
         for copy in self._copies(block, buffer, reads=False):
             copy.start()
         self.state[1 + buffer] = block + 1
-
-
-def _kind(entry):
-    return entry & (2**KIND_BITS - 1)

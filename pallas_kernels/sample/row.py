@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.refs import Scalar
 from pallas_kernels.sample import reference
-from pallas_kernels.sample.reference import combined, largest, ordered, tempered
+from pallas_kernels.sample.reference import combined, largest, ordered
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def guided(parts: Parts, load: Callable, rows: int, number: Callable, given) -> 
 
     def part(i):
         start = parts.start(i)
-        found = combined([tempered(load(row, start), tau) for row in range(rows)], strength)
+        found = combined((load(row, start) for row in range(rows)), tau, strength)
         if parts.length % parts.size == 0:
             return found
         # the part before has the numbers left of i * size

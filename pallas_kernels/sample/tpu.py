@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
-from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
+from pallas_kernels.sample.reference import combined, filter_logits, first_largest
 from pallas_kernels.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
@@ -66,6 +66,6 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):
     tau, strength = jax.tree.map(lambda ref: ref[0], given)
     # conditional rows, and unconditional ones where there is guidance
-    rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
-    filtered = filter_logits(combined(rows, strength), top_k, top_p)
+    rows = (logits[i] for i in range(logits.shape[0]))
+    filtered = filter_logits(combined(rows, tau, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

@@ -200,7 +200,11 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
         def block(number, found):
             # slices keep their size: the last block begins before its first own slot
             start = jnp.minimum(number * size, slots - size)
-            cut = {name: _cut(a, row, together, start, size) for name, a in arrays.items()}
+            slices = jax.lax.dynamic_slice_in_dim
+            cut = {
+                name: slices(slices(a, row, together), start, size, axis=2)
+                for name, a in arrays.items()
+            }
             slot = start + jnp.arange(size)
             cut["visible"] &= slot >= number * size  # others were in the block before
             first = 0.0
@@ -217,12 +221,6 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
     operands = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), (padded, first_bias))
     turns = jnp.arange(0, rows, together), *operands
     return jax.lax.map(turn, turns).reshape(q.shape).astype(q.dtype)
-
-
-def _cut(array, row, rows, slot, slots):
-    """Some rows and slots of an array [R, M, C, ...]."""
-    array = jax.lax.dynamic_slice_in_dim(array, row, rows)
-    return jax.lax.dynamic_slice_in_dim(array, slot, slots, axis=2)
 
 
 def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cache_write, ragged_attention
-from pallas_kernels.arg_specs import FILLINGS, SPECS, ArgSpec
+from pallas_kernels.arg_specs import FILLINGS, SPECS, ArgSpec, in_float32
 from pallas_kernels.projection import Projection
 from tests.often import often
 
@@ -50,11 +50,6 @@ def traced_once(operation, **options):
 def error(found, expected) -> float:
     found, expected = (np.asarray(a, np.float64) for a in (found, expected))
     return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
-
-
-def in_float32(args):
-    """The same numbers in float32; an int8 pool stays as it is."""
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
 
 
 def with_kernels() -> list:
