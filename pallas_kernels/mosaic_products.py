@@ -90,10 +90,8 @@ class Wgmma:
                 plgpu.commit_smem()  # the product reads shared memory in another way than stores
                 return total + multiply(place, values, total.shape)
 
-            def run(sums):
-                plgpu.wgmma(sums, factors, values)
-
-            return pl.run_state(run)(plgpu.ACC.init(total))
+            run = pl.run_state(lambda sums: plgpu.wgmma(sums, factors, values))
+            return run(plgpu.ACC.init(total))
 
         return added
 

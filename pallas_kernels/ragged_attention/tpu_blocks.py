@@ -75,7 +75,7 @@ def call(
         kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
     length = jnp.reshape(new_length, 1).astype(jnp.int32)
-    rows, table_spec = tpu_operands.table_rows(table, heads)
+    layer, rows, table_spec = tpu_operands.table_rows(table, heads)
     arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
     counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
@@ -107,7 +107,7 @@ def call(
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(length, tpu_operands.layer_of(table), rows, *arrays, *pools)
+    )(length, layer, rows, *arrays, *pools)
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,14 @@ class Blocks:
 
         @pl.when(head < self.table.shape[1])
         def _():
-            buffer = jax.lax.rem(started, BUFFERS)
-            self._for_copies(head, group, buffer, lambda copy: copy.start())
+            self._start(head, group, jax.lax.rem(started, BUFFERS))
             last = group + 1 == self._groups(head)
             self.cursor[0] = jnp.where(last, head + 1, head)
             self.cursor[1] = jnp.where(last, 0, group + 1)
             self.cursor[2] = started + 1
+
+    def _start(self, head, group, buffer) -> None:
+        self._for_copies(head, group, buffer, lambda copy: copy.start())
 
     def _for_copies(self, head, group, buffer, do) -> None:
         size = self.size

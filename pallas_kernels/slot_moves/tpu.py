@@ -62,10 +62,7 @@ def _move(slots, target, below: int | None, interpret, most_bytes: int):
     # all heads: a line per head begins anywhere, a block of lines does not
     places = jnp.pad(target, edges, constant_values=-1)
     places = jnp.concatenate([places] * len(FACTORS), axis=-1)
-    written = count  # the first ones: whole tiles, which the compiler can write
-    # the interpreter pads operands and results to whole blocks, then takes one for the other
-    if below is not None and interpret is not True:
-        written = min(count, rounded(below, tpu_call.tile_of(pool, count, interpret)))
+    written = _written(pool, below, interpret)
 
     def spec(slots: int) -> pl.BlockSpec:
         return pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))
@@ -90,6 +87,15 @@ def _move(slots, target, below: int | None, interpret, most_bytes: int):
     if slots.scale is None:
         return replace(slots, pool=moved)
     return replace(slots, pool=moved, scale=_moved_scales(slots.scale, target))
+
+
+def _written(pool, below: int | None, interpret) -> int:
+    """Slots that are written, the first ones: whole tiles, which the compiler can write."""
+    count = pool.shape[2]
+    # the interpreter pads operands and results to whole blocks, then takes one for the other
+    if below is None or interpret is True:
+        return count
+    return min(count, rounded(below, tpu_call.tile_of(pool, count, interpret)))
 
 
 def _moved_scales(scale, target):

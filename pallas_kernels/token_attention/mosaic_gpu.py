@@ -94,8 +94,8 @@ def _attend(query, slots, token, interpret, step: int | None, programs: int | No
     rows, heads, size = query.q.shape
     mass, probe = slots.mass, query.probe
     given = FlatOperands.of(step or slots_of_step(slots.pool), query, slots, token)
-    memory = _memory(given)
-    programs = min(rows * heads, programs or mosaic.programs_at_once(_shared_bytes(memory)))
+    memory, shared = _memory(given)
+    programs = min(rows * heads, programs or mosaic.programs_at_once(shared))
     # both are changed in place
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))
     scores = None if probe is None else jax.new_ref(slots.scores.reshape(-1))
@@ -133,27 +133,23 @@ def check(q, pool, interpret) -> None:
     mosaic.check_simulator(interpret)
 
 
-def _memory(given: FlatOperands) -> tuple:
+def _memory(given: FlatOperands) -> tuple[tuple, int]:
     """Memory of a program: places of its steps, a place for scores and then for joining classes,
-    and one for the scores of a probe if there is one."""
+    and one for the scores of a probe if there is one; and bytes of all, without barriers."""
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
-    size = given.step
-    waiting = plgpu.SMEM((pl.cdiv(given.count, size) * size,), jnp.float32)
-    # one after the other in the same place: scores have become sums when classes are joined
-    late = [joined] if given.query.mass_weight is None else plgpu.RefUnion(joined, waiting)
-    return Places.scratch(given), late, [] if given.query.probe is None else [waiting]
-
-
-def _shared_bytes(memory: tuple) -> int:
-    """Bytes of shared memory that a program takes, without barriers."""
-    places, late, asked = memory
+    slots = pl.cdiv(given.count, given.step) * given.step
+    waiting = plgpu.SMEM((slots,), jnp.float32)
+    places, sums = Places.scratch(given), given.query.mass_weight is not None
+    asked = [] if given.query.probe is None else [waiting]
     sizes = [
         math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
         for array in jax.tree.leaves((places._replace(full=None), asked))
     ]
-    late = late if isinstance(late, list) else late.refs
-    sizes += [max(4 * math.prod(array.shape) for array in late), mosaic.MEETING]
-    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in sizes)  # where an array may begin
+    # one after the other in the same place: scores have become sums when classes are joined
+    late = plgpu.RefUnion(joined, waiting) if sums else [joined]
+    sizes += [4 * max(CLASSES * given.width, slots * sums), mosaic.MEETING]
+    # where an array may begin
+    return (places, late, asked), sum(-(-size // mosaic.KIB) * mosaic.KIB for size in sizes)
 
 
 def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places, late, asked):
