@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import jax_versions, target
-from pallas_kernels.implementations import check_attention
+from pallas_kernels.implementations import check_attention, require
 from pallas_kernels.mosaic_products import products, tile
 from pallas_kernels.tables import BlockTable, BlockWrites
 
@@ -62,11 +62,8 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
 
 def check_simulator(interpret) -> None:
     """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
-    if interpret and not jax_versions.SIMULATES_GPUS:
-        raise NotImplementedError(
-            f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    takes = f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}"
+    require(jax_versions.SIMULATES_GPUS or not interpret, takes)
 
 
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
@@ -94,11 +91,6 @@ def store(ref, numbers, plain: bool = True) -> None:
         plgpu.store(ref, numbers, optimized=False)
     else:
         ref[...] = numbers
-
-
-def number(value) -> Array:
-    """A scalar as an operand; None is 0."""
-    return jnp.asarray(0 if value is None else value, jnp.int32).reshape(1)
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import target
-from pallas_kernels.implementations import MOSAIC
+from pallas_kernels.implementations import MOSAIC, require
 from pallas_kernels.refs import Ref
 
 ROWS = 64  # of the first factor
@@ -135,11 +135,6 @@ def products() -> Wgmma:
       NotImplementedError: the GPU has other tensor cores.
     """
     found = target.capability()
-    if found is None:
-        return PRODUCTS["9.0"]
-    if found not in PRODUCTS:
-        raise NotImplementedError(
-            f"Mosaic kernels are for GPUs of compute capability {' and '.join(PRODUCTS)}, not "
-            f"{found}: use implementation='reference' (--attention=reference)"
-        )
-    return PRODUCTS[found]
+    takes = f"Mosaic kernels are for GPUs of compute capability {' and '.join(PRODUCTS)}"
+    require(found in (None, *PRODUCTS), f"{takes}, not {found}")
+    return PRODUCTS[found or "9.0"]

@@ -39,7 +39,7 @@ from pallas_kernels.mosaic_products import (
     products,
 )
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
-from pallas_kernels.refs import Operand, Ref
+from pallas_kernels.refs import Operand, Ref, one_number
 from pallas_kernels.tables import CONSECUTIVE, KIND_BITS, PARTIAL, RUN, BlockWrites
 
 TURNED = 64  # columns that are turned at once
@@ -92,7 +92,7 @@ class Unfinished:
             row_scale = mosaic.padded(row_scale[:, :tokens], 1, multiple)
         return cls(
             product=projection.qkv.reshape(rows, tokens, -1),
-            layer=mosaic.number(projection.layer),
+            layer=one_number(projection.layer),
             q_bias=q_bias,
             v_bias=v_bias,
             multiplier=multiplier,
@@ -210,7 +210,7 @@ class Stores:
     def of(cls, kv_pool: Array, writes: BlockWrites) -> "Stores":
         pool = jax.new_ref(kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1]))
         table = writes.by_token if writes.by_token.ndim == 3 else writes.by_token[None]
-        return cls(pool, table, mosaic.number(writes.layer))
+        return cls(pool, table, one_number(writes.layer))
 
     def _slot(self, head, token):
         """The slot of a token, or -1."""

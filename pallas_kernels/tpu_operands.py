@@ -31,26 +31,25 @@ def in_parts(refs: Sequence, *counts: int) -> list[list]:
     return [list(islice(left, count)) for count in counts]
 
 
-def table_rows(table, heads) -> tuple[Array, Array, pl.BlockSpec]:
-    """(the number of a table's layer, int32 [1], which has to be the last operand that is known
-    before the grid; the rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows
-    or is 1; those of the heads of grid step (r, n, ...)). heads: `tpu_projection.Heads`, which says
-    how many heads N is padded to."""
-    layer = jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
+def layer_of(table) -> Array:
+    """The number of a table's layer, int32 [1], as an operand that is known before the grid."""
+    return jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
+
+
+def table_rows(table, heads) -> tuple[Array, pl.BlockSpec]:
+    """The rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows or is 1, and
+    those of the heads of grid step (r, n, ...). The last operand that is known before the grid is
+    the layer. heads: `tpu_projection.Heads`, which says how many heads N is padded to."""
     found = table.packed
     rows = heads.padded(found if found.ndim == 4 else found[None], 1)
     per_row = table.layer is None and rows.shape[0] > 1
     # A row per head: scalar memory is 1 MiB in all, too little for all tables prefetched at once.
     # The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
     # whole.
-    return (
-        layer,
-        rows,
-        pl.BlockSpec(
-            (1, heads.step, 1, rows.shape[-1]),
-            lambda r, n, *rest: (r if per_row else rest[-1][0], n, 0, 0),
-            memory_space=pltpu.SMEM,
-        ),
+    return rows, pl.BlockSpec(
+        (1, heads.step, 1, rows.shape[-1]),
+        lambda r, n, *rest: (r if per_row else rest[-1][0], n, 0, 0),
+        memory_space=pltpu.SMEM,
     )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.projection import K, Projection, Q, V
-from pallas_kernels.refs import Operand
+from pallas_kernels.refs import Operand, one_number
 
 # Triton's arrays have powers of two for sizes; a tensor core multiplies at least 16 elements.
 HEAD_DIMS = (16, 32, 64, 128)
@@ -175,11 +175,6 @@ class HeadTables:
         layer = jnp.int32(0) if self.layer is None else self.layer[0]
         view = self.arrays[which].at[jnp.broadcast_to(layer, index.shape), index]
         return plgpu.load(view, mask=mask, other=other)
-
-
-def one_number(number: Int[Array, ""] | int) -> Int[Array, " 1"]:
-    """A number as an operand, int32 [1]. A reshape costs no kernel, even of a traced number."""
-    return jnp.asarray(number, jnp.int32).reshape(1)
 
 
 def quarter_turn(x: Float[Array, "K H"]) -> Float[Array, "K H"]:

@@ -93,7 +93,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     writes = writes.with_packed()
     heads = Heads.of(projection, writes)
-    layer, table, table_spec = tpu_operands.table_rows(writes, heads)
+    table, table_spec = tpu_operands.table_rows(writes, heads)
     whole = (rounded(tokens, chunk), lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
@@ -133,7 +133,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
         ),
         interpret=interpret,
         name="cache_write",
-    )(layer, table, *(array for array, _ in given.values()), *pools)
+    )(tpu_operands.layer_of(writes), table, *(array for array, _ in given.values()), *pools)
     # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
     found = jax.lax.optimization_barrier(found)
     return found[0], None if kv_scale is None else found[1]

@@ -71,7 +71,7 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.reference import in_turn
-from pallas_kernels.refs import Ref, Scalar
+from pallas_kernels.refs import Ref, Scalar, one_number
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]
 
@@ -171,7 +171,7 @@ def attend(
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
         partial(_attend_tiles, config, chip, shares),
-        [mosaic.number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
+        [one_number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
                 jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),

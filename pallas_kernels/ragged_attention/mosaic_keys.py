@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
-from pallas_kernels.refs import Operand, Ref, Scalar
+from pallas_kernels.refs import Operand, Ref, Scalar, one_number
 from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
@@ -56,7 +56,7 @@ class StoredBlocks:
             lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
             scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
-        arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
+        arrays = (packed, one_number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
 
     @property

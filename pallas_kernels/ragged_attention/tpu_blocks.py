@@ -75,7 +75,7 @@ def call(
         kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
     length = jnp.reshape(new_length, 1).astype(jnp.int32)
-    layer, rows, table_spec = tpu_operands.table_rows(table, heads)
+    rows, table_spec = tpu_operands.table_rows(table, heads)
     arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
     counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
@@ -107,7 +107,7 @@ def call(
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(length, layer, rows, *arrays, *pools)
+    )(length, tpu_operands.layer_of(table), rows, *arrays, *pools)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.reference import dot, in_turn
-from pallas_kernels.refs import Operand
+from pallas_kernels.refs import Operand, one_number
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
     HeadTables,
@@ -68,7 +68,6 @@ from pallas_kernels.triton_operands import (
     head_spec,
     line_spec,
     load,
-    one_number,
     row_spec,
     rows_at,
 )

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.sample import row
 from pallas_kernels.sample.row import Parts
 
@@ -24,11 +25,9 @@ THREADS = 128
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret):
     """See `api.sample`."""
-    if noise.shape[-1] < THREADS:
-        raise NotImplementedError(
-            f"Mosaic chooses from {THREADS} tokens on, not from {noise.shape[-1]}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    vocabulary = noise.shape[-1]
+    takes = f"Mosaic chooses from {THREADS} tokens on, not from {vocabulary}"
+    require(vocabulary >= THREADS, takes)
     mosaic.check_simulator(interpret)
 
     def run(parts, given, logits, noise):

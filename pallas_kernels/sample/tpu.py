@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
+from pallas_kernels.implementations import require
 from pallas_kernels.sample.reference import combined, filter_logits, first_largest
 from pallas_kernels.tpu_operands import LANES, rounded
 
@@ -28,11 +29,8 @@ LARGEST = 2**16  # vocabulary, 8 rows of which take 12 of the 16 MiB of vector m
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
-    if vocabulary > LARGEST:
-        raise NotImplementedError(
-            f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    takes = f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}"
+    require(vocabulary <= LARGEST, takes)
     shape = images, tokens
     if tokens == 1:  # else each group of 8 rows in a register would hold one
         images, tokens = 1, images

@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
@@ -125,11 +126,7 @@ def check(q, pool, interpret) -> None:
         (slot % 16 == 0, "slots of multiples of 16 bytes"),
         (LINE <= slots <= MOST_SLOTS, f"{LINE} to {MOST_SLOTS} slots"),
     ):
-        if not right:
-            raise NotImplementedError(
-                f"Mosaic token attention takes {takes}, not {slots} slots of {found}: use "
-                f"implementation='reference' (--attention=reference)"
-            )
+        require(right, f"Mosaic token attention takes {takes}, not {slots} slots of {found}")
     mosaic.check_simulator(interpret)
 
 

@@ -26,7 +26,9 @@ from jaxtyping import Array
 
 from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
+from pallas_kernels.refs import one_number
 from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, Stream
 
 STEP = 64  # of the input width
@@ -100,7 +102,7 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
         partial(_add, tiles),
-        (branch, weights, stream.x, norm._replace(number=mosaic.number(norm.number))),
+        (branch, weights, stream.x, norm._replace(number=one_number(norm.number))),
         [
             jax.ShapeDtypeStruct(s, t)
             for s, t in zip(shapes, (jnp.float32, dtype) * 2, strict=False)
@@ -135,11 +137,7 @@ def check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None
             f"heads of {sizes} that are turned by halves, not of {angles and angles.head_dim}",
         ),
     ):
-        if not right:
-            raise NotImplementedError(
-                f"Mosaic products of one token take {takes}: use implementation='reference' "
-                f"(--attention=reference)"
-            )
+        require(right, f"Mosaic products of one token take {takes}")
     mosaic.check_simulator(interpret)
 
 
