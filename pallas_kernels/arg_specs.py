@@ -197,13 +197,6 @@ class Arguments:
         """Positional arguments of `attention_moments`."""
         return *self.attend, QuerySums(query_weights, lse, squares)
 
-    def padded_with(self, anything: float) -> "Arguments":
-        """The same arguments with `anything` in place of padded tokens."""
-        qkv = self.projection.qkv
-        real = (jnp.arange(qkv.shape[1]) < self.length)[:, None, None, None]
-        qkv = jnp.where(real, qkv, anything).astype(qkv.dtype)
-        return replace(self, projection=replace(self.projection, qkv=qkv))
-
     def poisoned(self) -> "Arguments":
         """The same arguments with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
