@@ -65,12 +65,11 @@ def trials(
     args = replace(spec, filling="full").arguments(poison=False)
     name = implementation.removesuffix(SUFFIX)
     kernel, expected = getattr(api.MODULES[name](), operation), None
-    options = {} if operation == "attention_moments" else {"return_lse": False}
     # out of memory: its scores of all rows may be larger than the device
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         expected = _once(bench.candidate(operation, args, "reference"), operation, spec.length)
     for tile in tiles(call_of(operation, spec), name):
-        run = partial(kernel, **options, interpret=name != implementation, config=tile)
+        run = partial(_run, kernel, operation, tile, interpret=name != implementation)
         try:
             candidate = bench.candidate(operation, args, implementation, run)
             result = _once(candidate, operation, spec.length)
@@ -90,6 +89,11 @@ def _once(candidate: bench.Candidate, operation: str, length: int) -> np.ndarray
     result = jax.jit(candidate.step)(candidate.carry, *candidate.arguments)
     result = result[:, :length] if operation == "attend" else result
     return np.asarray(result, np.float32)
+
+
+def _run(kernel, operation: str, tile, *args, kv_scale, interpret: bool):
+    options = {} if operation == "attention_moments" else {"return_lse": False}
+    return kernel(*args, kv_scale, **options, interpret=interpret, config=tile)
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:

@@ -115,11 +115,8 @@ def _launch(
     name: str,
 ) -> dict[str, Array]:
     """The results by name, after `body(bits, given, results, row, tile, first token)` for all
-    tiles. With `bits` scales of rows [R, T'] are among them, T' >= T. kinds: types of what is read.
-
-    Raises:
-      NotImplementedError: what the kernels cannot take.
-    """
+    tiles. With `bits` scales of rows [R, T'] are among them, T' >= T. kinds: types of what is
+    read."""
     rows, tokens, width = results["normal"].shape
     takes = f"rows of the residual stream whose width is a multiple of {LANES * WARPS}"
     require(width % (LANES * WARPS) == 0, f"Mosaic takes {takes}, not {width}")
