@@ -6,6 +6,8 @@ benchmark runs with random ones (`arguments`).
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from pallas_kernels.ragged_attention import QuerySums
 from pallas_kernels.residual.operands import TILE
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes, slots_by_token
 
+Tree = TypeVar("Tree")  # of arrays
 FILLINGS = ("random", "empty", "full", "repeated", "shared")
 
 
@@ -194,13 +197,6 @@ class Arguments:
         """Positional arguments of `attention_moments`."""
         return *self.attend, QuerySums(query_weights, lse, squares)
 
-    def padded_with(self, anything: float) -> "Arguments":
-        """The same arguments with `anything` in place of padded tokens."""
-        qkv = self.projection.qkv
-        real = (jnp.arange(qkv.shape[1]) < self.length)[:, None, None, None]
-        qkv = jnp.where(real, qkv, anything).astype(qkv.dtype)
-        return replace(self, projection=replace(self.projection, qkv=qkv))
-
     def poisoned(self) -> "Arguments":
         """The same arguments with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
@@ -216,6 +212,13 @@ class Arguments:
             return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
         both = np.concatenate([owned, owned], axis=-1)
         return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
+
+
+def in_float32(operands: Tree) -> Tree:
+    """The same operands in float32. An int8 pool stays as it is: with its scales it stands for the
+    same keys and values."""
+    is_float = partial(jnp.issubdtype, arg2=jnp.floating)
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if is_float(a.dtype) else a, operands)
 
 
 def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):

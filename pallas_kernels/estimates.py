@@ -197,30 +197,27 @@ def move_some(pools: Sequence[Array], count: int) -> pl.CostEstimate:
     return _cost(moved)
 
 
-def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstimate:
+def finish(
+    projection: Projection,
+    parts: int,
+    turned: int = 0,
+    stored: tuple[Array, BlockWrites] | None = None,
+) -> pl.CostEstimate:
     """Cost of finishing queries, keys or values once for all programs that read them.
 
     Args:
       parts: how many of the three are finished.
       turned: columns of the products that rotate, summed over these parts.
+      stored: the pool, and which keys and values are stored in it on the way.
     """
     rows, heads, tokens, head_dim = projection.shape
     numbers = rows * heads * tokens * head_dim
-    return _cost(2 * parts * numbers * projection.dtype.itemsize, 2 * numbers * turned)
-
-
-def finish_and_store(
-    projection: Projection,
-    kv_pool: Array,
-    writes: BlockWrites,
-    turned: int = 0,
-) -> pl.CostEstimate:
-    """Cost of finishing keys and values and storing them on the way. turned: see `finish`."""
-    found, (rows, heads, tokens, head_dim) = finish(projection, 2, turned), projection.shape
-    entries, size = writes.ids.shape[-1], kv_pool.shape[2]
-    stored = 2 * min(tokens, entries * size) * head_dim * kv_pool.dtype.itemsize
-    moved = found.bytes_accessed + rows * heads * stored
-    return _cost(moved, found.flops)
+    moved = 2 * parts * numbers * projection.dtype.itemsize
+    if stored is not None:
+        pool, writes = stored
+        count = min(tokens, writes.ids.shape[-1] * pool.shape[2])
+        moved += 2 * rows * heads * count * head_dim * pool.dtype.itemsize
+    return _cost(moved, 2 * numbers * turned)
 
 
 def add_and_normalize(stream: Array, sums: Sums | None, result) -> pl.CostEstimate:

@@ -24,6 +24,7 @@ PLATFORMS = {"mosaic": "gpu", "triton": "gpu", "tpu": "tpu"}
 # consumer Blackwell (12.0) has neither
 MOSAIC = ("9.0", "10.0")
 SUFFIX = "-interpret"
+WAY_OUT = "use implementation='reference' (--attention=reference)"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
 
@@ -60,19 +61,15 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
-    if name is None:
-        return _run_first(modules, function, arguments, options)
-    if name not in NAMES:
+    if name not in (None, *NAMES):
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
-    kernel = first_choice(name, modules).removesuffix(SUFFIX)
-    if kernel != "reference":  # which runs on every platform as it is
-        options["interpret"] = name.endswith(SUFFIX)
-    return getattr(modules[kernel](), function)(*arguments, **options)
-
-
-def _run_first(modules: Modules, function: str, arguments, options):
+    if name is not None:
+        kernel = first_choice(name, modules).removesuffix(SUFFIX)
+        if kernel != "reference":  # which runs on every platform as it is
+            options["interpret"] = name.endswith(SUFFIX)
+        return getattr(modules[kernel](), function)(*arguments, **options)
     reasons = []
     for name in _choices(modules):  # the last one is the reference
         try:
@@ -82,9 +79,9 @@ def _run_first(modules: Modules, function: str, arguments, options):
                 raise
             reasons.append(str(error))
             continue
-        if reasons:  # level 4 is the caller of the operation's API function
+        if reasons:  # level 3 is the caller of the operation's API function
             runs = "the plain JAX reference" if name == "reference" else f"the kernel {name}"
-            warnings.warn(f"{runs} runs instead: {'; '.join(reasons)}", stacklevel=4)
+            warnings.warn(f"{runs} runs instead: {'; '.join(reasons)}", stacklevel=3)
         return found
 
 
@@ -133,18 +130,24 @@ def step_by_step(name: str) -> str | None:
     return stepwise if stepwise in NAMES and why_not_here(stepwise) is None else None
 
 
+def require(right: bool, kernel_takes: str) -> None:
+    """Raise `NotImplementedError` with a sentence about what a kernel takes, and a way out, unless
+    the arrays are right."""
+    if not right:
+        raise NotImplementedError(f"{kernel_takes}: {WAY_OUT}")
+
+
 def check_attention(
-    name: str, q, kv_pool, kv_scale, *, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
+    name: str, q, kv_pool, kv_scale, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
 ) -> None:
     """Raise `NotImplementedError` with the reason and a way out if the attention kernel `name`
     cannot take these arrays. `head_dims`, `block_sizes` and `dtypes` (names of the pool's types)
     list what it takes."""
-    way_out = "use implementation='reference' (--attention=reference)"
-    other = f"plan with one of them (policy argument block_size) or {way_out}"
+    other = f"plan with one of them (policy argument block_size) or {WAY_OUT}"
     for given, wanted, takes, hint in (
-        (q.shape[-1], head_dims, "heads of {}", way_out),
+        (q.shape[-1], head_dims, "heads of {}", WAY_OUT),
         (kv_pool.shape[2], block_sizes, "blocks of {} slots", other),
-        (kv_pool.dtype.name, dtypes, "a pool of {}", way_out),
+        (kv_pool.dtype.name, dtypes, "a pool of {}", WAY_OUT),
     ):
         if given not in wanted:
             takes = takes.format(", ".join(map(str, wanted)))

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import jax_versions, target
-from pallas_kernels.implementations import check_attention
+from pallas_kernels.implementations import check_attention, require
 from pallas_kernels.mosaic_products import products, tile
 from pallas_kernels.tables import BlockTable, BlockWrites
 
@@ -33,6 +33,10 @@ LANES = plgpu.LoweringSemantics.Lane
 # the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 KIB, MEETING = 2**10, 64  # bytes through which warps join a number
+# Sums and maxima of most kernels stay within a warp: they need no room to join warps.
+PARAMS = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
+)
 SHARED, MOST = 228 * KIB, 226 * KIB  # shared memory of a multiprocessor; of a program, at most
 CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 
@@ -51,26 +55,15 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take."""
     # float32 is not among the types: tensor cores multiply it as TF32, and only if keys and values
     # are stored the other way round.
-    check_attention(
-        "Mosaic",
-        q,
-        kv_pool,
-        kv_scale,
-        head_dims=HEAD_DIMS,
-        block_sizes=BLOCK_SIZES,
-        dtypes=POOL_DTYPES,
-    )
+    check_attention("Mosaic", q, kv_pool, kv_scale, HEAD_DIMS, BLOCK_SIZES, POOL_DTYPES)
     products()  # raises where there are none
     check_simulator(interpret)
 
 
 def check_simulator(interpret) -> None:
     """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
-    if interpret and not jax_versions.SIMULATES_GPUS:
-        raise NotImplementedError(
-            f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    takes = f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}"
+    require(jax_versions.SIMULATES_GPUS or not interpret, takes)
 
 
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
@@ -98,11 +91,6 @@ def store(ref, numbers, plain: bool = True) -> None:
         plgpu.store(ref, numbers, optimized=False)
     else:
         ref[...] = numbers
-
-
-def number(value) -> Array:
-    """A scalar as an operand; None is 0."""
-    return jnp.asarray(0 if value is None else value, jnp.int32).reshape(1)
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
@@ -150,17 +138,9 @@ def launch(
     grid: its axes. There is one more, "warpgroup".
     interpret: whether to run in the simulator, or `plgpu.InterpretGPUParams` that say how.
     """
-
-    def kernel(*refs):
-        pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
-
-    # Sums and maxima of these kernels stay within a warp: they need no room to join warps.
-    params = plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=LANES, reduction_scratch_bytes=MEETING
-    )
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
-        kernel,
+        lambda *refs: pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup"),
         out_type=tuple(results),
         mesh=plgpu.Mesh(
             grid=tuple(grid.values()),
@@ -168,7 +148,7 @@ def launch(
             num_threads=computing + 1,
             thread_name="warpgroup",
         ),
-        compiler_params=params,
+        compiler_params=PARAMS,
         cost_estimate=cost,
         interpret=simulator(interpret),
         name=name,

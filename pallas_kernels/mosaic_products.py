@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import target
-from pallas_kernels.implementations import MOSAIC
+from pallas_kernels.implementations import MOSAIC, require
 from pallas_kernels.refs import Ref
 
 ROWS = 64  # of the first factor
@@ -40,11 +40,6 @@ def across(rows, shape):
 def down(columns, shape):
     """Repeat a number per column in every row."""
     return jax.lax.broadcast_in_dim(columns, shape, [1])
-
-
-def turned(ref):
-    """A view [columns, rows] of a tile."""
-    return ref.transpose((1, 0))
 
 
 def tile(shape: Sequence[int], dtype, swizzle: int) -> pl.MemoryRef:
@@ -84,13 +79,9 @@ class Wgmma:
 
         return product
 
-    def weights(self, shape: tuple[int, ...], dtype) -> list:
-        """Shared memory for the weights that `add` multiplies, unless it takes registers."""
-        return [] if self.registers else [tile(shape, dtype, self.swizzle)]
-
     def add(self, multiply: Multiply, weights: Sequence, group) -> Add:
-        """The function with which a warpgroup adds weighted values. weights: references to
-        `weights`."""
+        """The function with which a warpgroup adds weighted values. weights: shared memory for the
+        weights of all warpgroups; none if it takes `registers`."""
 
         def added(total, factors, values):
             if not self.registers:
@@ -99,10 +90,8 @@ class Wgmma:
                 plgpu.commit_smem()  # the product reads shared memory in another way than stores
                 return total + multiply(place, values, total.shape)
 
-            def run(sums):
-                plgpu.wgmma(sums, factors, values)
-
-            return pl.run_state(run)(plgpu.ACC.init(total))
+            run = pl.run_state(lambda sums: plgpu.wgmma(sums, factors, values))
+            return run(plgpu.ACC.init(total))
 
         return added
 
@@ -146,11 +135,6 @@ def products() -> Wgmma:
       NotImplementedError: the GPU has other tensor cores.
     """
     found = target.capability()
-    if found is None:
-        return PRODUCTS["9.0"]
-    if found not in PRODUCTS:
-        raise NotImplementedError(
-            f"Mosaic kernels are for GPUs of compute capability {' and '.join(PRODUCTS)}, not "
-            f"{found}: use implementation='reference' (--attention=reference)"
-        )
-    return PRODUCTS[found]
+    takes = f"Mosaic kernels are for GPUs of compute capability {' and '.join(PRODUCTS)}"
+    require(found in (None, *PRODUCTS), f"{takes}, not {found}")
+    return PRODUCTS[found or "9.0"]

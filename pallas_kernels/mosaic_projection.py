@@ -39,7 +39,7 @@ from pallas_kernels.mosaic_products import (
     products,
 )
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
-from pallas_kernels.refs import Operand, Ref
+from pallas_kernels.refs import Operand, Ref, one_number
 from pallas_kernels.tables import CONSECUTIVE, KIND_BITS, PARTIAL, RUN, BlockWrites
 
 TURNED = 64  # columns that are turned at once
@@ -92,7 +92,7 @@ class Unfinished:
             row_scale = mosaic.padded(row_scale[:, :tokens], 1, multiple)
         return cls(
             product=projection.qkv.reshape(rows, tokens, -1),
-            layer=mosaic.number(projection.layer),
+            layer=one_number(projection.layer),
             q_bias=q_bias,
             v_bias=v_bias,
             multiplier=multiplier,
@@ -210,7 +210,7 @@ class Stores:
     def of(cls, kv_pool: Array, writes: BlockWrites) -> "Stores":
         pool = jax.new_ref(kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1]))
         table = writes.by_token if writes.by_token.ndim == 3 else writes.by_token[None]
-        return cls(pool, table, mosaic.number(writes.layer))
+        return cls(pool, table, one_number(writes.layer))
 
     def _slot(self, head, token):
         """The slot of a token, or -1."""
@@ -268,7 +268,7 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
 # the compiler would not see that one result does for both.
 @partial(jax.jit, static_argnames=("parts", "chip", "interpret"))
 def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, interpret) -> Array:
-    return _launch(projection, parts, chip, interpret, None)
+    return _launch(projection, parts, chip, interpret)
 
 
 def finished_and_stored(
@@ -277,17 +277,18 @@ def finished_and_stored(
     """Keys and values as `finished` returns them, and the pool, of their type, with those that
     `writes` stores. The table of `writes` has `by_token` and is shared by all rows."""
     stores = Stores.of(kv_pool, writes)
-    turned = sum(turn_widths(projection))  # columns of the product that rotates keys
-    cost = estimates.finish_and_store(projection, kv_pool, writes, turned)
-    found = _launch(projection, (K, V), products(), interpret, (stores, cost))
+    found = _launch(projection, (K, V), products(), interpret, stores, (kv_pool, writes))
     return found, jax.freeze(stores.pool).reshape(kv_pool.shape)
 
 
-def _launch(projection: Projection, parts, chip: Wgmma, interpret, storing) -> Array:
-    """Finish parts. storing: `Stores` and the cost of a call that stores keys and values, too."""
+def _launch(
+    projection: Projection, parts, chip: Wgmma, interpret, stores=None, stored=None
+) -> Array:
+    """Finish parts. stores: of a call that stores keys and values, too. stored: the pool and the
+    `BlockWrites` that they are made of."""
     rows, heads, tokens, head_dim = projection.shape
     turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
-    stores, cost = storing or (None, estimates.finish(projection, len(parts), turned))
+    cost = estimates.finish(projection, len(parts), turned, stored)
     if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
         scale = projection.row_scale

@@ -177,14 +177,17 @@ def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None)
       entries: J; None takes what the fullest head needs (at least 1).
     """
     lead, flat = slots.shape[:-1], slots.reshape(-1, slots.shape[-1])
-    heads = [_one_head(s, block_size) for s in flat]
-    needed = max((len(ids) for ids, _ in heads), default=1)
-    entries = max(1, needed) if entries is None else entries
+    # `BlockWrites` wants each block once, however its tokens are spread
+    blocks = [np.unique(s[s >= 0] // block_size, return_inverse=True) for s in flat]
+    if entries is None:
+        entries = max((1, *(len(listed) for listed, _ in blocks)))
     # unused entries: any valid id, here 0, without a token
-    ids = np.zeros((len(heads), entries), np.int32)
-    source = np.full((len(heads), entries, block_size), -1, np.int32)
-    for n, (mine, tokens) in enumerate(heads):
-        ids[n, : len(mine)], source[n, : len(mine)] = mine, tokens
+    ids = np.zeros((len(flat), entries), np.int32)
+    source = np.full((len(flat), entries, block_size), -1, np.int32)
+    for n, (listed, entry) in enumerate(blocks):
+        ids[n, : len(listed)] = listed
+        tokens = np.flatnonzero(flat[n] >= 0)
+        source[n, entry, flat[n, tokens] % block_size] = tokens
     ids, source = ids.reshape(*lead, entries), source.reshape(*lead, entries, block_size)
     return BlockWrites(ids, source, by_token=slots_by_token(slots))
 
@@ -209,14 +212,3 @@ def slots_by_token(slots: np.ndarray) -> np.ndarray:
     kind = np.where(whole, CONSECUTIVE, kind)
     words = np.maximum(first, 0) << KIND_BITS | kind
     return np.concatenate([words, flat], axis=-1, dtype=np.int32)
-
-
-def _one_head(slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(block ids [J], sources [J, block_size]) of one head's tokens."""
-    tokens = np.flatnonzero(slots >= 0)
-    stored = slots[tokens]
-    # `BlockWrites` wants each block once, however its tokens are spread
-    ids, entry = np.unique(stored // block_size, return_inverse=True)
-    source = np.full((len(ids), block_size), -1, np.int32)
-    source[entry, stored % block_size] = tokens
-    return ids, source

@@ -1,5 +1,4 @@
-"""Arguments of token attention in the shapes of published models: for tests, ahead-of-time
-compilation and the benchmark."""
+"""Arguments of token attention in the shapes of published models, for tests and the benchmark."""
 
 import functools
 from dataclasses import replace
@@ -74,31 +73,6 @@ def token_arguments(
     if scale is not None:
         return query, replace(held, scale=jnp.where(position[:, None] < 0, jnp.nan, scale))
     return query, replace(held, pool=jnp.where(position[..., None] < 0, jnp.nan, pool))
-
-
-def abstract_token_arguments(spec: ArgSpec, *args, sharding=None, **options) -> Arguments:
-    """`token_arguments` without data: shapes and types only."""
-    found = token_arguments(replace(spec, rows=1), *args, poison=False, **options)
-
-    def shape(a):
-        sizes = (spec.rows, *a.shape[1:]) if a.shape else ()
-        return jax.ShapeDtypeStruct(sizes, a.dtype, sharding=sharding)
-
-    return jax.tree.map(shape, found)
-
-
-def only(slots: HeadSlots, *names: str) -> HeadSlots:
-    """The slots with only the arrays that are named, which may be shapes without data."""
-    return jax.tree_util.tree_map_with_path(lambda p, a: a if p[-1].name in names else None, slots)
-
-
-def in_float32(query: Query, slots: HeadSlots) -> Arguments:
-    """The same operands in float32. An int8 pool stays as it is: with its scales it stands for the
-    same keys and values."""
-    query = replace(query, q=query.q.astype(jnp.float32))
-    if slots.scale is not None:
-        return query, slots
-    return query, replace(slots, pool=slots.pool.astype(jnp.float32))
 
 
 def awaiting_token(query: Query, slots: HeadSlots, slot: int) -> Arguments:

@@ -1,6 +1,7 @@
 """Grid steps of TPU kernels that go through the slots of all heads, which lie in memory as [R, N,
 C, W]."""
 
+from pallas_kernels.implementations import require
 from pallas_kernels.tpu_operands import LANES, rounded
 
 HEAD_DIMS = (64, 100, 128)
@@ -30,11 +31,8 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
         (pool.dtype.name in DTYPES, f"a pool of {', '.join(DTYPES)}"),
         (head <= most, f"heads of up to {most} bytes in a grid step"),
     ):
-        if not right:
-            raise NotImplementedError(
-                f"TPU {operation} {takes}, not {slots} slots of heads of {width // 2} "
-                f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
-            )
+        found = f"{slots} slots of heads of {width // 2} in {pool.dtype.name}"
+        require(right, f"TPU {operation} {takes}, not {found}")
     about = min(STEP_BYTES, most)
     if heads * head > about:
         # a number of heads that divides them all: no grid step is partly empty

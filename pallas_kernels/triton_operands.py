@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.projection import K, Projection, Q, V
-from pallas_kernels.refs import Operand
+from pallas_kernels.refs import Operand, one_number
 
 # Triton's arrays have powers of two for sizes; a tensor core multiplies at least 16 elements.
 HEAD_DIMS = (16, 32, 64, 128)
@@ -177,11 +177,6 @@ class HeadTables:
         return plgpu.load(view, mask=mask, other=other)
 
 
-def one_number(number: Int[Array, ""] | int) -> Int[Array, " 1"]:
-    """A number as an operand, int32 [1]. A reshape costs no kernel, even of a traced number."""
-    return jnp.asarray(number, jnp.int32).reshape(1)
-
-
 def quarter_turn(x: Float[Array, "K H"]) -> Float[Array, "K H"]:
     """`projection.quarter_turn` in operations that Triton has. Both numbers of a pair belong to one
     thread, so nothing passes between threads."""
@@ -224,15 +219,10 @@ def line_spec(size: int) -> pl.BlockSpec:
 def check(projection: Projection, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
     """Raise `NotImplementedError` with the reason where the kernels cannot run. Interpreted kernels
     take every size."""
-    check_attention(
-        "triton",
-        projection,
-        kv_pool,
-        kv_scale,
-        head_dims=(projection.shape[-1],) if interpret else HEAD_DIMS,
-        block_sizes=(kv_pool.shape[2],) if interpret else BLOCK_SIZES,
-        dtypes=POOL_DTYPES,
-    )
+    takes = HEAD_DIMS, BLOCK_SIZES
+    if interpret:
+        takes = projection.shape[-1:], kv_pool.shape[2:3]
+    check_attention("triton", projection, kv_pool, kv_scale, *takes, POOL_DTYPES)
     if not interpret and kv_pool.dtype == jnp.int8 and 2**31 < kv_pool.size <= 2**32:
         # Pallas-Triton takes 32-bit offsets, which are signed, up to 2**32 bytes and 64-bit ones
         # beyond. Only in arrays of one byte per element does that allow more than 2**31 elements.

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cache_write, cross_attention, implementations, ragged_attention
-from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
+from pallas_kernels import cache_write, implementations, ragged_attention
+from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments, in_float32
 from pallas_kernels.bench.timing import Candidate, Operation, after, never, relative, repeated
 from pallas_kernels.cache_write import api as write_api
-from pallas_kernels.cross_attention import TextKeys
+from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.cross_attention import api as text_api
 from pallas_kernels.projection import K, Projection, V
 from pallas_kernels.ragged_attention import api as attend_api
@@ -100,48 +100,34 @@ def _query_weights(args: Arguments):
     return jnp.where(tokens < args.length, 1.0, 0.0).astype(jnp.float32)
 
 
+def _normal(spec: ArgSpec, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Random arrays in the type of the call."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype) for shape in shapes]
+
+
 def _text(spec: ArgSpec, name: str, dtype: str) -> tuple[jax.Array, TextKeys]:
     """Queries and texts. The first text is shorter than the others."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype).astype(dtype)
-
-    q = normal(spec.rows, spec.tokens, spec.heads, spec.head_dim)
-    k, v = (normal(2, spec.rows, spec.heads, TEXT, spec.head_dim) for _ in range(2))
+    queries = (spec.rows, spec.tokens, spec.heads, spec.head_dim)
+    keys = (2, spec.rows, spec.heads, TEXT, spec.head_dim)
+    q, k, v = (a.astype(dtype) for a in _normal(spec, queries, keys, keys))
     length = jnp.asarray([TEXT - 7] + [TEXT] * (spec.rows - 1), jnp.int32)
     return q, TextKeys.of(k, v, length, name)
 
 
-def _text_candidate(spec: ArgSpec, name: str) -> Candidate:
-    return repeated(partial(cross_attention.attend_text, layer=1), *_text(spec, name, spec.dtype))
-
-
 def dense(spec: ArgSpec, name: str) -> Candidate:
     """JAX's attention over a full cache: stored keys first, then the scale's own keys."""
-    rng = np.random.default_rng(0)
-
-    def normal(tokens):
-        shape = (spec.rows, tokens, spec.heads, spec.head_dim)
-        return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype)
-
     stored = spec.entries * spec.block_size
-    q, k, v = normal(spec.tokens), normal(stored + spec.tokens), normal(stored + spec.tokens)
+    tokens = (spec.tokens, stored + spec.tokens, stored + spec.tokens)
+    q, k, v = _normal(spec, *((spec.rows, n, spec.heads, spec.head_dim) for n in tokens))
     length = jnp.full((spec.rows,), stored + spec.length, jnp.int32)
 
-    def attend(q, k, v, length):
-        return jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=length, scale=1.0, implementation=name
-        )
-
-    return repeated(attend, q, k, v, length)
+    attend = partial(jax.nn.dot_product_attention, scale=1.0, implementation=name)
+    run = lambda q, k, v, n: attend(q, k, v, key_value_seq_lengths=n)  # noqa: E731
+    return repeated(run, q, k, v, length)
 
 
 # --- correctness ---
-
-
-def _exact(args: Arguments) -> Arguments:
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
 
 
 # One function, so that tables of one shape that are filled differently share a compiled program.
@@ -155,7 +141,7 @@ def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args = spec.arguments()
     found, expected = (
         _run("attend", a.attend, a.kv_scale, n, return_lse=True)
-        for a, n in ((args, name), (_exact(args), "reference"))
+        for a, n in ((args, name), (in_float32(args), "reference"))
     )
     real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, expected))
     return relative(("out", "lse"), *real)
@@ -165,7 +151,7 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the moments. Each implementation takes its own log-sum-exp: that of queries which
     are rounded otherwise would not make the weights add up to 1."""
     args, results = spec.arguments(), []
-    for a, n in ((args, name), (_exact(args), "reference")):
+    for a, n in ((args, name), (in_float32(args), "reference")):
         _, sums = _run("attend", a.attend, a.kv_scale, n, return_lse=True)
         given = a.moments(_query_weights(a), sums, squares=True)
         results.append(_run("attention_moments", given, a.kv_scale, n))
@@ -183,7 +169,7 @@ def _write_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of the attention and of the stored numbers, where both lie apart."""
     args = replace(spec, apart=True).arguments(poison=False)
-    exact, given = _exact(args), (*args.attend, args.writes)
+    exact, given = in_float32(args), (*args.attend, args.writes)
     out, *stored = _run("store_and_attend", given, args.kv_scale, name)
     found = out[:, : spec.length], _stored(*stored)
     expected = (
@@ -195,13 +181,13 @@ def _both_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 def _finish_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args, run = spec.arguments(), jax.jit(_finish, static_argnums=1)
-    given = (args.projection, name), (_exact(args).projection, "reference")
+    given = (args.projection, name), (in_float32(args).projection, "reference")
     found, expected = (run(*how)[:, : spec.length] for how in given)
     return relative(("out",), (found,), (expected,))
 
 
 def _text_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    run = jax.jit(cross_attention.attend_text)
+    run = jax.jit(attend_text)
     given = ((name, spec.dtype), ("reference", "float32"))
     found, expected = (run(*_text(spec, *how), 1) for how in given)
     return relative(("out",), (found,), (expected,))
@@ -233,6 +219,10 @@ SCALES = {
     ),
     "finish": Operation(FINISH, _finish_candidate, _finish_errors, of_cache=False),
     "attend_text": Operation(
-        text_api.MODULES, _text_candidate, _text_errors, ("infinity",), of_cache=False
+        text_api.MODULES,
+        lambda spec, name: repeated(partial(attend_text, layer=1), *_text(spec, name, spec.dtype)),
+        _text_errors,
+        ("infinity",),
+        of_cache=False,
     ),
 }

@@ -66,27 +66,26 @@ def after(carry: jax.Array, arrays):
     return jax.lax.optimization_barrier((arrays, never(carry)))[0]
 
 
-def _moved(carry: jax.Array, array: jax.Array) -> jax.Array:
-    return array + never(carry)
-
-
-def repeated(run: Callable, *arguments, depending: Callable = _moved) -> Candidate:
+def repeated(
+    run: Callable, *arguments, depending: Callable = lambda carry, array: array + never(carry)
+) -> Candidate:
     """Runs of a function of arrays that none of them changes. depending: (carry, first argument) ->
     the same as a result of the carry."""
-
-    def step(carry, first, *rest):
-        return run(depending(carry, first), *rest)
-
     found = jax.eval_shape(run, *arguments)
-    return Candidate(step, jnp.zeros(found.shape, found.dtype), arguments)
+    return Candidate(
+        lambda carry, first, *rest: run(depending(carry, first), *rest),
+        jnp.zeros(found.shape, found.dtype),
+        arguments,
+    )
 
 
 def measure(candidate: Candidate, repeats: int) -> float:
     """Seconds per run: the median over `repeats` timed loops, after compiling and warming up."""
-
-    @jax.jit
-    def loop(runs, carry, arguments):
-        return jax.lax.fori_loop(0, runs, lambda i, c: candidate.step(c, *arguments), carry)
+    loop = jax.jit(
+        lambda runs, carry, arguments: jax.lax.fori_loop(
+            0, runs, lambda i, c: candidate.step(c, *arguments), carry
+        )
+    )
 
     def seconds(runs: int) -> float:
         start = time.perf_counter()

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import rank, slot_moves, token_attention
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.arg_specs import ArgSpec, in_float32
 from pallas_kernels.bench.timing import Candidate, Operation, after, relative, repeated, unequal
 from pallas_kernels.rank import api as rank_api
 from pallas_kernels.sample import api as sample_api
 from pallas_kernels.slot_moves import api as moves_api
-from pallas_kernels.token_attention import HeadSlots, NewToken, Query
+from pallas_kernels.token_attention import HeadSlots, NewToken, Query, store_and_attend
 from pallas_kernels.token_attention import api as token_api
-from pallas_kernels.token_specs import awaiting_token, in_float32, token_arguments
+from pallas_kernels.token_specs import awaiting_token, token_arguments
 
 MODELS = ("llamagen", "janus", "lumina")  # that draw token by token
 STAGE = 8  # tokens between two decisions, the last slots of every head
@@ -35,19 +35,10 @@ def slots(spec: ArgSpec) -> int:
 # --- attention of a token ---
 
 
-def _attend(query: Query, held: HeadSlots, name: str) -> tuple:
-    return token_attention.attend(query, held, implementation=name)
-
-
-def _store(query: Query, held: HeadSlots, token: NewToken, name: str) -> tuple:
-    return token_attention.store_and_attend(query, held, token, implementation=name)
-
-
 def _attend_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def once(q, query, held):
-        return _attend(replace(query, q=q), held, name)[0]
-
+    attend = partial(token_attention.attend, implementation=name)
     query, held = token_arguments(spec, sums=False, poison=False)
+    once = lambda q, query, held: attend(replace(query, q=q), held)[0]  # noqa: E731
     return repeated(once, query.q, query, held)
 
 
@@ -64,7 +55,8 @@ def _store_candidate(spec: ArgSpec, name: str) -> Candidate:
     def step(carry, query, held, token):
         out, pool, scale = carry
         query, token = after(out, (query, token))
-        out, held = _store(query, replace(held, pool=pool, scale=scale), token, name)
+        held = replace(held, pool=pool, scale=scale)
+        out, held = store_and_attend(query, held, token, implementation=name)
         return out, held.pool, held.scale
 
     query, held, token = _with_token(spec, sums=False, poison=False)
@@ -72,19 +64,21 @@ def _store_candidate(spec: ArgSpec, name: str) -> Candidate:
 
 
 def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    given, run = token_arguments(spec), jax.jit(_attend, static_argnums=2)
-    return relative(("out", "sums"), run(*given, name), run(*in_float32(*given), "reference"))
+    given = token_arguments(spec)
+    run = jax.jit(token_attention.attend, static_argnames="implementation")
+    expected = run(*in_float32(given), implementation="reference")
+    return relative(("out", "sums"), run(*given, implementation=name), expected)
 
 
 def _store_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of attention with the pool that the reference stores, and of what the slots of the
     pool mean; 0 and NaN are the same there."""
     query, held, token = _with_token(spec)
-    run = jax.jit(_store, static_argnums=3)
-    out, found = run(query, held, token, name)
-    _, stored = run(query, held, token, "reference")
-    before = replace(stored, mass=held.mass)
-    expected = _attend(*in_float32(query, before), "reference")
+    run = jax.jit(store_and_attend, static_argnames="implementation")
+    out, found = run(query, held, token, implementation=name)
+    _, stored = run(query, held, token, implementation="reference")
+    exact = in_float32((query, replace(stored, mass=held.mass)))
+    expected = token_attention.attend(*exact, implementation="reference")
     errors = relative(("out", "sums"), (out, found.mass), expected)
     meant = (_meant(found.pool, found.scale),), (_meant(stored.pool, stored.scale),)
     return errors | relative(("pool",), *meant)
@@ -122,7 +116,7 @@ def _scores_candidate(spec: ArgSpec, name: str) -> Candidate:
 def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors for a mean query, and for those of a window."""
     given, errors = token_arguments(spec, sums=False, poison=False), {}
-    (_, held), (_, exact) = given, in_float32(*given)
+    (_, held), (_, exact) = given, in_float32(given)
     run = jax.jit(_scores, static_argnums=2)
     for what, count, dtype in (("mean", 1, "float32"), ("window", WINDOW, spec.dtype)):
         q = _queries(spec, count, dtype)

@@ -24,6 +24,7 @@ from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, V
+from pallas_kernels.refs import one_number
 from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
 
 HALVES = range(2)  # key and value
@@ -41,23 +42,20 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     (rows, heads, _, head_dim), size = projection.shape, kv_pool.shape[2]
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
     table, per_row = mosaic.packed(writes.with_packed())
-    given = mosaic.number(writes.layer), table, tokens, tokens if after is None else after
+    given = one_number(writes.layer), table, tokens, tokens if after is None else after
     pool = jax.new_ref(kv_pool)  # what is not written keeps its contents
-
-    def kernel(*refs):
-        pl.run_scoped(
-            partial(_store, per_row, writes.ids.shape[-1], refs[-1], *refs[:-1]),
-            plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2 * size),
-        )
-
+    memory = (
+        plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=2 * size),
+    )
+    entries = writes.ids.shape[-1]
     pl.kernel(
-        kernel,
-        out_type=(),
-        mesh=plgpu.Mesh(
-            grid=(writes.ids.shape[-1], heads, rows), grid_names=("entry", "head", "row")
+        lambda *refs: pl.run_scoped(
+            partial(_store, per_row, entries, refs[-1], *refs[:-1]), *memory
         ),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(entries, heads, rows), grid_names=("entry", "head", "row")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
         cost_estimate=estimates.write(projection, kv_pool, writes),
         interpret=mosaic.simulator(interpret),

@@ -45,6 +45,7 @@ from pallas_kernels.tpu_operands import (
 from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
 
 CHUNK = 128  # tokens that are converted at once
+KINDS = 2**KIND_BITS - 1  # the bits of an entry that are its kind
 
 
 @dataclass(frozen=True)
@@ -195,16 +196,15 @@ def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int,
     # pools as operands are not used: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
-    stores = Stores(lanes, pl.program_id(0), table, *state[:-1], *state[-1])
+    entries = (table.shape[-1] - 2) // (1 + lanes.block_size)
+    stores = Stores(lanes, pl.program_id(0), entries, table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
         mine = [i * heads.together + which for which in range(heads.together)]
 
-        @pl.when(sum(stores.used(head) for head in mine) > 0)
-        def _():
-            _convert(own, i, stores.tokens, lanes, chunk, dtype)
-
+        convert = partial(_convert, own, i, stores.tokens, lanes, chunk, dtype)
+        pl.when(sum(stores.used(head) for head in mine) > 0)(convert)
         for which, head in enumerate(mine):
             stores.store(head, which)
 
@@ -260,6 +260,7 @@ class Stores:
     """The entries of some heads of one row, which are stored in order. A block is read, put
     together and written back; the next one and the last one are on their way meanwhile.
 
+    entries: J.
     table: `BlockWrites.packed` of these heads, in scalar memory.
     pools: whole, in HBM.
     tokens: tokens of the heads at work, with the old block behind them, by part.
@@ -271,6 +272,7 @@ class Stores:
 
     lanes: TokenLanes
     row: Scalar
+    entries: int
     table: Ref
     pools: list[Ref]
     tokens: list[Ref]
@@ -279,11 +281,6 @@ class Stores:
     new: list[Ref]
     semaphores: Ref
     state: Ref
-
-    @property
-    def entries(self) -> int:
-        """J."""
-        return (self.table.shape[-1] - 2) // (1 + self.lanes.block_size)
 
     def used(self, head) -> Int[Array, ""]:
         """The number of entries up to the last one that stores something."""
@@ -300,7 +297,7 @@ class Stores:
             self.state[i] = 0
         entry = self.table[0, 0, 0, 0]
         # only a partly overwritten block has contents that stay
-        pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
+        pl.when((entry & KINDS) == PARTIAL)(lambda: self._read(entry, 0))
 
     def store(self, head, which: int) -> None:
         """Store the tokens of the next head. Its last blocks may still be on their way afterwards.
@@ -326,9 +323,9 @@ class Stores:
         """Put the block of an entry together and start storing it. new: which of two buffers."""
         entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
         self.wait_stored(new)  # before its memory takes the new block
-        reads, free = _kind(following) == PARTIAL, self._is_stored(following, entry, new)
+        reads, free = (following & KINDS) == PARTIAL, self._is_stored(following, entry, new)
         pl.when(reads & free)(lambda: self._read(following, 1 - new))
-        kind = _kind(entry)
+        kind = entry & KINDS
         pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
         pl.when(kind == CONSECUTIVE)(lambda: self._pick(which, self.source(place, 0)))
 
@@ -417,7 +414,3 @@ class Stores:
         for copy in self._copies(block, buffer, reads=False):
             copy.start()
         self.state[1 + buffer] = block + 1
-
-
-def _kind(entry):
-    return entry & (2**KIND_BITS - 1)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.target import device_kind
 
@@ -105,13 +106,8 @@ class Call:
     def bucket(self) -> "Call":
         """The call that stands for all of about this size: queries and slots rounded up to powers
         of two."""
-        queries, slots = power_of_two(self.queries), power_of_two(self.slots)
+        queries, slots = pl.next_power_of_2(self.queries), pl.next_power_of_2(self.slots)
         return replace(self, queries=queries, slots=slots)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def choose(call: Call, implementation: str) -> Config:
@@ -147,7 +143,7 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     spill no registers (tests/pallas_kernels/test_triton_compile.py)."""
     # A tensor core multiplies at least 16 rows. Compiled for an H200 with 4 warps and heads of 64,
     # tiles of 128 queries took 243 of 255 registers, tiles of 64 took 133.
-    wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
+    wide, queries = call.head_dim > 64, max(16, pl.next_power_of_2(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
         # such products keep their factors in registers: smaller tiles, twice the threads
         small = call.kv_dtype != "float32" or (wide and call.operation == "attend")

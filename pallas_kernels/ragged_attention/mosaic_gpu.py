@@ -50,7 +50,6 @@ from pallas_kernels.mosaic_products import (
     across,
     down,
     products,
-    turned,
 )
 from pallas_kernels.mosaic_projection import (
     TURNED,
@@ -72,7 +71,7 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
 )
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.reference import in_turn
-from pallas_kernels.refs import Ref, Scalar
+from pallas_kernels.refs import Ref, Scalar, one_number
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]
 
@@ -172,7 +171,7 @@ def attend(
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
         partial(_attend_tiles, config, chip, shares),
-        [mosaic.number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
+        [one_number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
                 jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
@@ -218,7 +217,7 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
         # a place for the result where other queries follow; statistics
         [landing] if shares.several else [],
         plgpu.SMEM((groups, ROWS), jnp.float32),
-        chip.weights((groups, ROWS, size), dtype),
+        [] if chip.registers else [tile((groups, ROWS, size))],  # weights
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
@@ -356,7 +355,7 @@ class _Tile:
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
         shape = (ROWS, keys.stored.size)
-        scores = self.multiply(self.queries, turned(k.places.at[place]), shape)
+        scores = self.multiply(self.queries, k.places.at[place].transpose((1, 0)), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work

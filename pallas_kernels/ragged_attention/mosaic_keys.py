@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
-from pallas_kernels.refs import Operand, Ref, Scalar
+from pallas_kernels.refs import Operand, Ref, Scalar, one_number
 from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
@@ -56,7 +56,7 @@ class StoredBlocks:
             lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
             scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
-        arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
+        arrays = (packed, one_number(table.layer), kv_pool, scales)
         return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
 
     @property
@@ -147,7 +147,7 @@ class Keys:
         used, bits = (stored.table[lead, head, 0, 2 * stored.entries + i] for i in (0, 1))
         return cls(stored, own, length, row, head, heads, lead, used, bits)
 
-    def _packed(self, place):
+    def packed(self, place):
         """The number at a place in the head's row of the table."""
         return self.stored.table[self.lead, self.head, 0, place]
 
@@ -159,15 +159,11 @@ class Keys:
     def steps(self):
         return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
 
-    def _entry(self, step, piece):
+    def entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and
         the end of the last step may have none; then some other entry is looked up."""
         entry = (step - self.own_steps) * self.stored.pieces + piece
         return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
-
-    def block(self, step, piece):
-        """The block of a stored step's piece."""
-        return self._packed(self._entry(step, piece)[1])
 
     def copy(self, part: Part, block, step, piece, place) -> None:
         """Start copying a piece of keys or values to its place, and the scales of its block. block:
@@ -203,9 +199,9 @@ class Keys:
         """(first valid key, last valid key + 1) of every piece of a step, counted in the piece."""
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
-            entry, place = self._entry(step, i)
+            entry, place = self.entry(step, i)
             # 0 is an empty range: nothing is valid behind the last entry in use
-            packed = jnp.where(entry < self.used, self._packed(self.stored.entries + place), 0)
+            packed = jnp.where(entry < self.used, self.packed(self.stored.entries + place), 0)
             start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
             left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
             found.append((jnp.where(own, 0, start), jnp.where(own, left, stop)))
@@ -214,9 +210,9 @@ class Keys:
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
         # most steps are whole, and skip the mask and the clearing of values
-        entry, bits = jnp.maximum(self._entry(step, 0)[0], 0), self.partial
+        entry, bits = jnp.maximum(self.entry(step, 0)[0], 0), self.partial
         if self.stored.entries > WORD:
-            bits = self._packed(2 * self.stored.entries + 1 + entry // WORD)
+            bits = self.packed(2 * self.stored.entries + 1 + entry // WORD)
         # the pieces of a step never lie in two words
         found = bits >> jax.lax.rem(entry, WORD) & (1 << self.stored.pieces) - 1
         own = (step + 1) * self.stored.size > self.length
@@ -287,7 +283,7 @@ class Fetcher:
         place."""
         pieces = self._pieces()
         # looked up before the wait, which takes longer
-        blocks = [None if own else keys.block(step, piece) for piece in pieces]
+        blocks = [None if own else keys.packed(keys.entry(step, piece)[1]) for piece in pieces]
         place = jax.lax.rem(number, self.buffers)
         if self.parts[0].free is not None:
             pl.when(number >= self.buffers)(lambda: self.wait(number))
@@ -320,9 +316,10 @@ def fetch_next(
     def _():
         keys = keys_of(tile)
 
-        @plgpu.warp_map  # all warps meet here, so the place's last step is over for all
-        def _(warp):
-            Fetcher(warp, stored, parts, buffers).start_any(keys, step, number)
+        # all warps meet here, so the place's last step is over for all
+        plgpu.warp_map(
+            lambda warp: Fetcher(warp, stored, parts, buffers).start_any(keys, step, number)
+        )
 
     ends = step + 1 >= steps
     tile = tile + ends.astype(jnp.int32)

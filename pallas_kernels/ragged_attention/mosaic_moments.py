@@ -26,7 +26,6 @@ from pallas_kernels.mosaic_products import (
     across,
     down,
     products,
-    turned,
 )
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, Q, V
@@ -114,10 +113,7 @@ def _sum_columns(heads: int, chip: Wgmma, old: int, numbers, own, stored, *refs)
 
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (count > 0))
     def _():
-        @plgpu.warp_map
-        def _(warp):
-            Fetcher(warp, stored, [part], 1).start_any(keys, step, 0)
-
+        plgpu.warp_map(lambda warp: Fetcher(warp, stored, [part], 1).start_any(keys, step, 0))
         _fetch_queries(given, queries, count, row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
@@ -181,16 +177,14 @@ def _sums(queries, count, multiply: Multiply, keys, factor, inside, powers: int)
     tile, lines, full, free = queries
     buffers = tile.shape[0]
 
-    def line(place, which: int):
-        return mosaic.load(lines.at[place, which], PER_COLUMN)
-
     def step(i, carry):
         place = jax.lax.rem(i, buffers)
         plgpu.barrier_wait(full.at[place])
-        scores = multiply(keys, turned(tile.at[place]), (ROWS, ROWS))
+        scores = multiply(keys, tile.at[place].transpose((1, 0)), (ROWS, ROWS))
         if factor is not None:
             scores *= across(factor, scores.shape)
-        weight, lse = (down(line(place, which), scores.shape) for which in (0, 1))
+        both = (mosaic.load(lines.at[place, i], PER_COLUMN) for i in range(2))
+        weight, lse = (down(line, scores.shape) for line in both)
         plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
         plgpu.barrier_arrive(free.at[place])
         p = jnp.exp2((scores - lse) * LOG2_E)

@@ -40,15 +40,8 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
     """(the call, its tiles); tiles are those of `config.choose` if none are given. Raises
     `NotImplementedError` where the arrays do not compile or were never compiled."""
     if not interpret:
-        check_attention(
-            "TPU",
-            projection,
-            kv_pool,
-            kv_scale,
-            head_dims=HEAD_DIMS,
-            block_sizes=tpu_operands.BLOCK_SIZES,
-            dtypes=POOL_DTYPES,
-        )
+        takes = HEAD_DIMS, tpu_operands.BLOCK_SIZES, POOL_DTYPES
+        check_attention("TPU", projection, kv_pool, kv_scale, *takes)
     call = tiles_of.Call.of(operation, projection, kv_pool, table)
     return call, config or tiles_of.choose(call, "tpu")
 
@@ -211,7 +204,7 @@ class Blocks:
     def load(self, head, group, buffer):
         """(K and V float32 [keys, 2 H], valid bool [keys, 1]) of a group that has arrived. Rows
         that are not valid are zero."""
-        _, count, size, _ = self.buffers[0].shape
+        _, count, size, width = self.buffers[0].shape
         slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         rows, valid, entries = [], [], self.entries
         for i in range(count):
@@ -221,20 +214,16 @@ class Blocks:
             packed = jnp.where(group * count + i < entries, packed, 0)
             start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
             inside = (slot >= start) & (slot < stop)
+            block = self.buffers[0][buffer, i].astype(jnp.float32)
+            if len(self.buffers) > 1:
+                # scales are lanes, slots are rows: those of keys first, then those of values
+                scales = self.buffers[1][buffer, i]
+                is_key = jax.lax.broadcasted_iota(jnp.int32, block.shape, 1) < width // 2
+                block *= jnp.where(is_key, _column(scales, 0, size), _column(scales, size, size))
             # Chosen, not multiplied: rows outside (old, never written, not owned) may be NaN.
-            rows.append(jnp.where(inside, self._block(buffer, i), 0.0))
+            rows.append(jnp.where(inside, block, 0.0))
             valid.append(inside.astype(jnp.int32))
         return jnp.concatenate(rows, axis=0), jnp.concatenate(valid, axis=0) > 0
-
-    def _block(self, buffer, i: int):
-        """Block i of a buffer as float32 [block_size, 2 H]."""
-        block = self.buffers[0][buffer, i].astype(jnp.float32)
-        if len(self.buffers) == 1:
-            return block
-        # scales are lanes, slots are rows: those of the keys first, then those of the values
-        scales, (size, width) = self.buffers[1][buffer, i], block.shape
-        is_key = jax.lax.broadcasted_iota(jnp.int32, block.shape, 1) < width // 2
-        return block * jnp.where(is_key, _column(scales, 0, size), _column(scales, size, size))
 
 
 def _column(row, first: int, size: int):

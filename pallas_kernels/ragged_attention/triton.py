@@ -59,7 +59,7 @@ from pallas_kernels import estimates
 from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.reference import dot, in_turn
-from pallas_kernels.refs import Operand
+from pallas_kernels.refs import Operand, one_number
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
     HeadTables,
@@ -68,7 +68,6 @@ from pallas_kernels.triton_operands import (
     head_spec,
     line_spec,
     load,
-    one_number,
     row_spec,
     rows_at,
 )
@@ -134,28 +133,23 @@ class StoredSlots:
 
     def used(self) -> Int[Array, ""]:
         """Keys up to the last entry that the head uses."""
+        load = self.tables.load
+        entries = last_true(lambda *at: load(STOP, *at) > load(START, *at), self.entries)
+        return entries * self.block_size
 
-        def holds(m, inside):
-            return self.tables.load(STOP, m, inside) > self.tables.load(START, m, inside)
-
-        return last_true(holds, self.entries) * self.block_size
-
-    def slots(self, key: Int[Array, " K"]):
-        """(slot numbers, whether the head owns them, the places of their keys' scales)."""
+    def read(self, key: Int[Array, " K"], dtype, halves: int = 2):
+        """[(K or V [K, H], its scales [K] or None)], K first, `halves` of them; zero where not
+        owned, and the mask [K]."""
         entry, offset = key // self.block_size, key % self.block_size
         # A step may reach beyond the table, where start = stop = 0 is loaded: no slot is owned.
         inside = entry < self.entries
         ids, start, stop = (self.tables.load(i, entry, inside) for i in (IDS, START, STOP))
         owned = (offset >= start) & (offset < stop)
+        slot = ids * self.block_size + offset
         # a block has twice as many scales as slots: those of its keys, then those of its values
-        return ids * self.block_size + offset, owned, ids * 2 * self.block_size + offset
-
-    def read(self, key: Int[Array, " K"], dtype, halves: int = 2):
-        """[(K or V [K, H], its scales [K] or None)], K first, `halves` of them; zero where not
-        owned, and the mask [K]."""
+        place = ids * 2 * self.block_size + offset
         # Both loads are masked: NaN in slots that the head does not own, or in their scales, is
         # replaced by 0 before any arithmetic and costs no traffic.
-        slot, owned, place = self.slots(key)
         found = []
         for half in range(halves):
             scale = None
@@ -171,7 +165,7 @@ def last_true(where, length: int) -> Int[Array, ""]:
 
     where: called inside a kernel with some of the indices and whether they are below `length`.
     """
-    size = min(AT_ONCE, tiles.power_of_two(length))
+    size = min(AT_ONCE, pl.next_power_of_2(length))
 
     def last(i, found):
         index = i * size + jnp.arange(size, dtype=jnp.int32)
@@ -215,7 +209,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     stored = StoredSlots.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = projection.shape
     keys, programs = Tokens.keys(projection), pl.cdiv(tokens, config.block_q)
-    together = max(16, tiles.power_of_two(tokens))  # tensor cores multiply at least 16 rows
+    together = max(16, pl.next_power_of_2(tokens))  # tensor cores multiply at least 16 rows
     if together > config.block_k or together * head_dim > ONE_STEP:
         keys = keys.with_rows(projection.keys())
     step = config.block_k if keys.done else together
@@ -267,9 +261,8 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
         write(sums / total[:, None], maximum / LOG2_E + jnp.log(total))
 
     # Tiles of padding are written, too: fresh memory may hold NaN, and results have to be finite.
-    @pl.when(first >= length)
-    def _():
-        write(jnp.zeros(out_refs[0].shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
+    empty = (jnp.zeros(shape, jnp.float32) for shape in (out_refs[0].shape, query.shape))
+    pl.when(first >= length)(lambda: write(*empty))
 
 
 def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: StoredSlots):

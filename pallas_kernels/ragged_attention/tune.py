@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
@@ -37,7 +38,7 @@ def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     choices, kind = CHOICES[implementation], config.KINDS[implementation]
     # larger tiles than the queries fill would only add padding
     size, each = ("warpgroups", 64) if implementation == "mosaic" else ("block_q", 1)
-    most = max(each * choices[size][0], config.power_of_two(call.queries))
+    most = max(each * choices[size][0], pl.next_power_of_2(call.queries))
     grid = (
         dict(zip(choices, sizes, strict=True)) for sizes in itertools.product(*choices.values())
     )

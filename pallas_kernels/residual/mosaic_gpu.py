@@ -24,7 +24,8 @@ from jaxtyping import Array
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.refs import Ref
+from pallas_kernels.implementations import require
+from pallas_kernels.refs import Ref, one_number
 from pallas_kernels.residual.operands import (
     TILE,
     TINY,
@@ -93,7 +94,7 @@ def _sums(sums: Sums) -> tuple:
 def _vectors(given: Vectors) -> tuple[Array, Array]:
     """The operands of vectors: those of all layers [L, R, places, D], and the layer that counts."""
     array = given.array if given.layer is not None else given.array[None]
-    return array, mosaic.number(given.layer)
+    return array, one_number(given.layer)
 
 
 def _normal(found: dict[str, Array], bits: Bits8 | None, dtype) -> Array | Rows8:
@@ -114,27 +115,17 @@ def _launch(
     name: str,
 ) -> dict[str, Array]:
     """The results by name, after `body(bits, given, results, row, tile, first token)` for all
-    tiles. With `bits` scales of rows [R, T'] are among them, T' >= T. kinds: types of what is read.
-
-    Raises:
-      NotImplementedError: what the kernels cannot take.
-    """
+    tiles. With `bits` scales of rows [R, T'] are among them, T' >= T. kinds: types of what is
+    read."""
     rows, tokens, width = results["normal"].shape
-    if width % (LANES * WARPS):
-        raise NotImplementedError(
-            f"Mosaic takes rows of the residual stream whose width is a multiple of "
-            f"{LANES * WARPS}, not {width}: use implementation='reference' "
-            f"(--attention=reference)"
-        )
+    takes = f"rows of the residual stream whose width is a multiple of {LANES * WARPS}"
+    require(width % (LANES * WARPS) == 0, f"Mosaic takes {takes}, not {width}")
     many = tokens // WARPS if width <= NARROW else 0  # tiles of four tokens, then of single ones
     count = many + tokens - WARPS * many
     mosaic.check_simulator(interpret)
     for kind in kinds:
-        if kind.name not in (*NAMES, "int32"):
-            raise NotImplementedError(
-                f"Mosaic adds and normalises {', '.join(NAMES)}, not {kind.name}: use "
-                f"implementation='reference' (--attention=reference)"
-            )
+        takes = f"Mosaic adds and normalises {', '.join(NAMES)}, not {kind.name}"
+        require(kind.name in (*NAMES, "int32"), takes)
     if bits is not None:
         whole = -(-tokens // TILE) * TILE
         results = results | {"scale": jax.ShapeDtypeStruct((rows, whole), jnp.float32)}

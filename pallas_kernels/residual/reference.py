@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.residual.operands import TINY, Activation, Bits8, Branch, Norm, Rows8, Sums
@@ -23,7 +23,7 @@ def to_8_bits(sums: Sums, bits: Bits8, activation: Activation | None):
 
 
 def rows_8(
-    x: Float[Array, "*rows D"],
+    x: Float[jax.Array, "*rows D"],
     bits: Bits8,
     activation: Activation | None = None,
     axis: str | None = None,
@@ -33,21 +33,18 @@ def rows_8(
     activation: applied to `x` first.
     axis: of the mesh, if `D` is divided over its devices: they scale a row alike.
     """
-    dtype, magnitude = x.dtype, jnp.abs(_wide(x, activation)).max(-1, keepdims=True)
+    dtype, run = x.dtype, activation or (lambda x: x)
+    magnitude = jnp.abs(run(x).astype(jnp.float32)).max(-1, keepdims=True)
     magnitude = magnitude if axis is None else jax.lax.pmax(magnitude, axis)
     magnitude = jnp.maximum(magnitude, TINY)
     if activation and target.platform() == "gpu":
         # computed twice: XLA would write what it gives, for the kernel that follows to read
         x = jax.lax.optimization_barrier(x)
-    numbers = bits.rounded(_wide(x, activation) * (bits.largest / magnitude))
+    numbers = bits.rounded(run(x).astype(jnp.float32) * (bits.largest / magnitude))
     return Rows8(numbers, magnitude / bits.largest, dtype)
 
 
-def _wide(x: Array, activation: Activation | None) -> Array:
-    return (activation(x) if activation else x).astype(jnp.float32)
-
-
-def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+def layer_norm(x: Float[jax.Array, "... D"], eps: float) -> Float[jax.Array, "... D"]:
     """Layer normalisation without learned scale or shift. Statistics are float32; the result has
     the type of `x`."""
     wide = x.astype(jnp.float32)

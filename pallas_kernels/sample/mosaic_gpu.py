@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.sample import row
 from pallas_kernels.sample.row import Parts
 
@@ -24,11 +25,9 @@ THREADS = 128
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret):
     """See `api.sample`."""
-    if noise.shape[-1] < THREADS:
-        raise NotImplementedError(
-            f"Mosaic chooses from {THREADS} tokens on, not from {noise.shape[-1]}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    vocabulary = noise.shape[-1]
+    takes = f"Mosaic chooses from {THREADS} tokens on, not from {vocabulary}"
+    require(vocabulary >= THREADS, takes)
     mosaic.check_simulator(interpret)
 
     def run(parts, given, logits, noise):
@@ -56,11 +55,10 @@ def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found)
     def number(start):
         return start + plgpu.broadcasted_iota(jnp.int32, (parts.size,), 0, layout=layout)
 
-    def load(i: int, start):
-        return mosaic.load(logits.at[i, image, token, pl.ds(start, parts.size)], layout, plain=True)
+    def load(ref, *places):
+        *lead, start = places
+        here = ref.at[*lead, image, token, pl.ds(start, parts.size)]
+        return mosaic.load(here, layout, plain=True)
 
-    def load_noise(start):
-        return mosaic.load(noise.at[image, token, pl.ds(start, parts.size)], layout, plain=True)
-
-    guided = row.guided(parts, load, logits.shape[0], number, given)
-    found[image, token] = row.choose(guided, load_noise, number, top_k, top_p)
+    guided = row.guided(parts, partial(load, logits), logits.shape[0], number, given)
+    found[image, token] = row.choose(guided, partial(load, noise), number, top_k, top_p)

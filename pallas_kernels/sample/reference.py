@@ -1,7 +1,7 @@
 """Plain JAX choice of tokens: the definition of correct. The TPU kernel runs `filter_logits`, too,
 on the rows that it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,17 @@ def guided(
     """Logits with temperature and guidance, each where it is given. With guidance the first half of
     the rows are conditional, the second half unconditional."""
     # Divided before it is split, so that a compiler that fuses both always rounds in the same way.
-    rows = jnp.split(tempered(logits, tau), 1 if strength is None else 2)
-    return combined(rows, strength)
-
-
-def tempered(logits: Float[Array, "..."], tau: Float[Array, ""] | None) -> Float[Array, "..."]:
-    return logits if tau is None else logits / tau
+    logits = logits if tau is None else logits / tau
+    return combined(jnp.split(logits, 1 if strength is None else 2), None, strength)
 
 
 def combined(
-    rows: Sequence[Float[Array, "..."]], strength: Float[Array, ""] | None
+    rows: Iterable[Float[Array, "..."]],
+    tau: Float[Array, ""] | None,
+    strength: Float[Array, ""] | None,
 ) -> Float[Array, "..."]:
-    """The guidance of conditional and unconditional rows; without guidance the one item itself."""
+    """`guided` logits from conditional and unconditional rows; without guidance from one."""
+    rows = [row if tau is None else row / tau for row in rows]
     if strength is None:
         return rows[0]
     cond, uncond = rows
@@ -75,12 +74,9 @@ def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: flo
     below = logits < logits.max(-1, keepdims=True)  # the largest logit is never rejected
     if logits.shape[-1] == 2:  # the smaller one of two goes or stays, and nothing is added up
         return below & (p <= most)
-    order = ordered(logits)
-
-    def may_go(t):
-        return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most
-
-    return below & (order <= largest(may_go, (*order.shape[:-1], 1)))
+    order, shape = ordered(logits), (*logits.shape[:-1], 1)
+    last = largest(lambda t: jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most, shape)
+    return below & (order <= last)
 
 
 def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:

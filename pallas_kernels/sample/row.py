@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.refs import Scalar
 from pallas_kernels.sample import reference
-from pallas_kernels.sample.reference import combined, largest, ordered, tempered
+from pallas_kernels.sample.reference import combined, largest, ordered
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ class Row:
         """The values of `function`, one scalar per part, joined into one."""
         if self.parts.held:  # a static number of parts: no loop, all stay in registers
             return reduce(join, (function(self.part(i)) for i in range(self.parts.count)))
-
-        def step(i, found):
-            return join(found, function(self.part(i)))
-
-        return jax.lax.fori_loop(1, self.parts.count, step, function(self.part(0)))
+        return jax.lax.fori_loop(
+            1,
+            self.parts.count,
+            lambda i, found: join(found, function(self.part(i))),
+            function(self.part(0)),
+        )
 
     def sum(self, function: Callable) -> Array:
         """The sum of the numbers that `function` makes of every part."""
@@ -112,7 +113,7 @@ def guided(parts: Parts, load: Callable, rows: int, number: Callable, given) -> 
 
     def part(i):
         start = parts.start(i)
-        found = combined([tempered(load(row, start), tau) for row in range(rows)], strength)
+        found = combined((load(row, start) for row in range(rows)), tau, strength)
         if parts.length % parts.size == 0:
             return found
         # the part before has the numbers left of i * size
@@ -144,9 +145,5 @@ def choose(
     starts = Row(parts, lambda i: (logits.part(i), parts.start(i)))
     noisy = starts.map(lambda a: (a[0] + noise(a[1]), number(a[1])))
     top = noisy.reduced(lambda a: a[0].max(), jnp.maximum)
-
     # numbers that are not the largest stand for the last place, so the minimum is the first largest
-    def first(a):
-        return jnp.where(a[0] < top, parts.length - 1, a[1]).min()
-
-    return noisy.reduced(first, jnp.minimum)
+    return noisy.reduced(lambda a: jnp.where(a[0] < top, parts.length - 1, a[1]).min(), jnp.minimum)

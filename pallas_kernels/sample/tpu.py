@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
-from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
+from pallas_kernels.implementations import require
+from pallas_kernels.sample.reference import combined, filter_logits, first_largest
 from pallas_kernels.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
@@ -28,18 +29,17 @@ LARGEST = 2**16  # vocabulary, 8 rows of which take 12 of the 16 MiB of vector m
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
-    if vocabulary > LARGEST:
-        raise NotImplementedError(
-            f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    takes = f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}"
+    require(vocabulary <= LARGEST, takes)
     shape = images, tokens
     if tokens == 1:  # else each group of 8 rows in a register would hold one
         images, tokens = 1, images
         noise = noise.reshape(images, tokens, vocabulary)
     given = jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
-    block = _block(images, tokens, vocabulary)
+    # tokens of one image, or several images with all tokens
+    fits = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
+    block = (1, fits) if tokens >= fits else (min(images, fits // rounded(tokens, ROWS)), tokens)
     rows = (*block, vocabulary)
     # large rows are not fetched while others are at work: vector memory has no room for both
     ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
@@ -61,17 +61,9 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
     return found.reshape(shape)
 
 
-def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
-    """(images, tokens) of a program: tokens of one image, or several images with all tokens."""
-    rows = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
-    if tokens >= rows:
-        return 1, rows
-    return min(images, rows // rounded(tokens, ROWS)), tokens
-
-
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):
     tau, strength = jax.tree.map(lambda ref: ref[0], given)
     # conditional rows, and unconditional ones where there is guidance
-    rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
-    filtered = filter_logits(combined(rows, strength), top_k, top_p)
+    rows = (logits[i] for i in range(logits.shape[0]))
+    filtered = filter_logits(combined(rows, tau, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

@@ -53,11 +53,9 @@ def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found)
     def number(start):
         return start + jnp.arange(parts.size, dtype=jnp.int32)
 
-    def load(i: int, start):
-        return logits[i, pl.ds(start, parts.size)]
+    def load(ref, *places):
+        *lead, start = places
+        return ref[*lead, pl.ds(start, parts.size)]
 
-    def load_noise(start):
-        return noise[pl.ds(start, parts.size)]
-
-    guided = row.guided(parts, load, logits.shape[0], number, given)
-    found[0] = row.choose(guided, load_noise, number, top_k, top_p)
+    guided = row.guided(parts, partial(load, logits), logits.shape[0], number, given)
+    found[0] = row.choose(guided, partial(load, noise), number, top_k, top_p)

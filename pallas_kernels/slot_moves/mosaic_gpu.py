@@ -56,16 +56,10 @@ def _moved(pools: list, target, layer: int, count: int, interpret) -> list:
     of_head = len(pools) * count * width * pools[0].dtype.itemsize
     some = [n for n in range(1, heads + 1) if heads % n == 0 and n * of_head <= BYTES]
     together = max(some, default=1)  # heads of a program
-
-    def kernel(targets, refs):
-        pl.run_scoped(
-            partial(_move, layer, targets, refs),
-            plgpu.SMEM((len(refs), together, count, width), pools[0].dtype),
-            plgpu.Barrier(num_barriers=len(refs)),
-        )
-
+    memory = plgpu.SMEM((len(refs), together, count, width), pools[0].dtype)
+    arrived = plgpu.Barrier(num_barriers=len(refs))
     pl.kernel(
-        kernel,
+        lambda *given: pl.run_scoped(partial(_move, layer, *given), memory, arrived),
         out_type=(),
         mesh=plgpu.Mesh(grid=(heads // together, rows), grid_names=("heads", "row")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),

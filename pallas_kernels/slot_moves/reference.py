@@ -5,6 +5,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+# Keeps XLA from fusing the read into the write: a scatter that reads its own operand is done on a
+# copy of the whole pool.
+_copied = jax.lax.optimization_barrier
 HOW = {"mode": "drop", "unique_indices": True}  # slots of scatters that are out of the array
 
 
@@ -29,9 +32,3 @@ def _moved(slots, target, new):
         scale = scale.at[places].set(_copied(scale[..., buffer:]), **HOW)
     pool = slots.pool.at[row, head, target].set(new, **HOW)
     return replace(slots, pool=pool, scale=scale)
-
-
-def _copied(array):
-    # Keeps XLA from fusing the read into the write: a scatter that reads its own operand is done on
-    # a copy of the whole pool.
-    return jax.lax.optimization_barrier(array)

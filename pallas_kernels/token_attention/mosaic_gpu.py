@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
@@ -94,8 +95,8 @@ def _attend(query, slots, token, interpret, step: int | None, programs: int | No
     rows, heads, size = query.q.shape
     mass, probe = slots.mass, query.probe
     given = FlatOperands.of(step or slots_of_step(slots.pool), query, slots, token)
-    memory = _memory(given)
-    programs = min(rows * heads, programs or mosaic.programs_at_once(_shared_bytes(memory)))
+    memory, shared = _memory(given)
+    programs = min(rows * heads, programs or mosaic.programs_at_once(shared))
     # both are changed in place
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))
     scores = None if probe is None else jax.new_ref(slots.scores.reshape(-1))
@@ -103,11 +104,7 @@ def _attend(query, slots, token, interpret, step: int | None, programs: int | No
         lambda *refs: pl.run_scoped(partial(_attend_heads, programs, *refs), *memory),
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=mosaic.LANES,
-            reduction_scratch_bytes=mosaic.MEETING,
-        ),
+        compiler_params=mosaic.PARAMS,
         cost_estimate=estimates.attend_token(query, slots, int(token is not None)),
         name="token_attention",
         interpret=mosaic.simulator(interpret),
@@ -129,35 +126,27 @@ def check(q, pool, interpret) -> None:
         (slot % 16 == 0, "slots of multiples of 16 bytes"),
         (LINE <= slots <= MOST_SLOTS, f"{LINE} to {MOST_SLOTS} slots"),
     ):
-        if not right:
-            raise NotImplementedError(
-                f"Mosaic token attention takes {takes}, not {slots} slots of {found}: use "
-                f"implementation='reference' (--attention=reference)"
-            )
+        require(right, f"Mosaic token attention takes {takes}, not {slots} slots of {found}")
     mosaic.check_simulator(interpret)
 
 
-def _memory(given: FlatOperands) -> tuple:
+def _memory(given: FlatOperands) -> tuple[tuple, int]:
     """Memory of a program: places of its steps, a place for scores and then for joining classes,
-    and one for the scores of a probe if there is one."""
+    and one for the scores of a probe if there is one; and bytes of all, without barriers."""
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
-    size = given.step
-    waiting = plgpu.SMEM((pl.cdiv(given.count, size) * size,), jnp.float32)
-    # one after the other in the same place: scores have become sums when classes are joined
-    late = [joined] if given.query.mass_weight is None else plgpu.RefUnion(joined, waiting)
-    return Places.scratch(given), late, [] if given.query.probe is None else [waiting]
-
-
-def _shared_bytes(memory: tuple) -> int:
-    """Bytes of shared memory that a program takes, without barriers."""
-    places, late, asked = memory
+    slots = pl.cdiv(given.count, given.step) * given.step
+    waiting = plgpu.SMEM((slots,), jnp.float32)
+    places, sums = Places.scratch(given), given.query.mass_weight is not None
+    asked = [] if given.query.probe is None else [waiting]
     sizes = [
         math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
         for array in jax.tree.leaves((places._replace(full=None), asked))
     ]
-    late = late if isinstance(late, list) else late.refs
-    sizes += [max(4 * math.prod(array.shape) for array in late), mosaic.MEETING]
-    return sum(-(-size // mosaic.KIB) * mosaic.KIB for size in sizes)  # where an array may begin
+    # one after the other in the same place: scores have become sums when classes are joined
+    late = plgpu.RefUnion(joined, waiting) if sums else [joined]
+    sizes += [4 * max(CLASSES * given.width, slots * sums), mosaic.MEETING]
+    # where an array may begin
+    return (places, late, asked), sum(-(-size // mosaic.KIB) * mosaic.KIB for size in sizes)
 
 
 def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places, late, asked):
@@ -167,7 +156,9 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
     total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
     ring, (joined, *waiting) = Ring(given, places, first, last - first, each), late
-    ring.fill()
+    # static: a program may have fewer steps than places, which `start` sees
+    for number in range(given.buffers):
+        ring.start(jnp.int32(number))
     weight = None if sums is None else given.query.mass_weight[0]
     wanted = None if scores is None else given.wanted[0] != 0
 
@@ -186,7 +177,9 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
         if sums is not None:
             this.add(sums, number * given.count, top, weight / whole)
         if scores is not None:
-            pl.when(wanted)(partial(this.put_scores, scores, number * given.count))
+            begin = number * given.count
+            put = partial(this.by_lines, asked[0], scores, begin, lambda i, start, found, _: found)
+            pl.when(wanted)(put)
         this.put(values, rescale / whole, joined, out.at[place])
         return following
 
@@ -318,10 +311,6 @@ class _Head:
         mosaic.store(joined, sums * self.layouts.across(factor, sums.shape[1]))
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
-    def put_scores(self, scores, first) -> None:
-        """Write the second query's scores of all slots to `scores`, from place `first` on."""
-        self._by_lines(self.asked[0], scores, first, lambda i, start, found, here: found)
-
     def add(self, sums, first, top, factor) -> None:
         """Add the weights of all slots to `sums`, from place `first` on."""
         seen = self.ring.each * self.ring.given.step  # nothing waits behind them
@@ -333,9 +322,9 @@ class _Head:
             new = jnp.where(here_first, jnp.exp2(found - top) * factor, 0.0)
             return _load(here, layout) + new
 
-        self._by_lines(self.waiting[0], sums, first, added)
+        self.by_lines(self.waiting[0], sums, first, added)
 
-    def _by_lines(self, waiting, target, first, changed: Callable) -> None:
+    def by_lines(self, waiting, target, first, changed: Callable) -> None:
         """Write what waits for all slots to `target`, from place `first` on, in whole sectors.
         changed: from the line's number, its first slot, what waits, and where it goes."""
         slots = self.ring.given.count

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.refs import one_number
 from pallas_kernels.token_attention.operands import (
     HeadSlots,
     NewToken,
@@ -76,7 +77,7 @@ class FlatOperands:
         if token is not None:
             k, v = (a.astype(slots.pool.dtype).reshape(-1) for a in (token.k, token.v))
             token = NewToken(k, v, token.slot.reshape(1))
-        wanted = None if query.probe is None else mosaic.number(query.probe.wanted)
+        wanted = None if query.probe is None else one_number(query.probe.wanted)
         query, slots = kernel_operands(query, slots, "Mosaic token attention")
         shortest = _line(step, slots.pool.shape[2])
 
@@ -213,12 +214,6 @@ class Ring:
     first: Number
     heads: Number
     each: Number
-
-    def fill(self) -> None:
-        """Start copying the first steps."""
-        # static: a program may have fewer steps than places, which `start` sees
-        for number in range(self.given.buffers):
-            self.start(jnp.int32(number))
 
     def store(self, place, head: tuple, start) -> None:
         """Store the token of a head, if its slot is among those of the step from slot `start` on:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.implementations import require
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -134,11 +136,8 @@ def kernel_operands(
       NotImplementedError: heads share keys and values, which this kernel does not serve.
     """
     group = slots.group_size(query.q)
-    if group > 1 and not groups:
-        raise NotImplementedError(
-            f"{kernel} serves one query per head of keys and values, not groups of {group}: use "
-            f"implementation='reference' (--attention=reference)"
-        )
+    serves = f"{kernel} serves one query per head of keys and values, not groups of {group}"
+    require(group == 1 or groups, serves)
     sums, weight = slots.mass is not None, None
     if sums:
         weight = jnp.asarray(query.mass_weight, jnp.float32)

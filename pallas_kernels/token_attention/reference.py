@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write.reference import encode
 from pallas_kernels.token_attention import operands
-from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 
 Slots = TypeVar("Slots", bound=HeadSlots)
 
@@ -46,11 +46,7 @@ def attend(query, slots):
             # a group's queries read the same slots, so they count in the same sums
             mass = mass + query.mass_weight * (weights if group == 1 else weights.sum(2))
         return out, mass
-
-    def all_slots(_, *arrays):
-        return _all_slots(*arrays)[0]
-
-    choice = {"cpu": _slots_in_use, "default": all_slots}
+    choice = {"cpu": _slots_in_use, "default": lambda used, *arrays: _all_slots(*arrays)[0]}
     out = jax.lax.platform_dependent(slots.used, *arrays, **choice)
     return out.reshape(query.q.shape), None
 
@@ -97,19 +93,17 @@ def in_two_steps(attend: Callable, scores: Callable | None = None) -> Callable:
     """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends. scores:
     as `api.scores`, for a probe, which takes a pass of its own here; None: no probe comes."""
 
-    def probed(probe: Probe, slots: HeadSlots):
-        """The scores of a probe; those that are there where it is not asked."""
-
-        def asked(held: HeadSlots):
-            return scores((probe.total / probe.count)[:, :, None], held, 0)[:, :, 0]
-
-        return jax.lax.cond(probe.wanted, asked, lambda held: held.scores, slots)
-
     def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
         # first, so that the token sees itself
         slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
-        if query.probe is not None:
-            slots = replace(slots, scores=probed(query.probe, slots))
+        if (probe := query.probe) is not None:
+            found = jax.lax.cond(
+                probe.wanted,
+                lambda held: scores((probe.total / probe.count)[:, :, None], held, 0)[:, :, 0],
+                lambda held: held.scores,
+                slots,
+            )
+            slots = replace(slots, scores=found)
         out, mass = attend(replace(query, probe=None), slots, **options)
         return out, replace(slots, mass=mass)
 
@@ -134,15 +128,14 @@ def _per_query(array, q):
 
 def _all_slots(q, pool, visible, first_bias, scale):
     """The output and the attention weights of every query."""
-
-    def of_keys(q, pool):
-        return _products(q, pool[..., : q.shape[-1]])
-
-    def of_the_whole(q, pool):  # no half of the pool is copied
-        return _products(jnp.concatenate([q, jnp.zeros_like(q)], axis=-1), pool)
-
     # chosen when the program is lowered, so one trace serves all platforms
-    scores = jax.lax.platform_dependent(q, pool, cpu=of_the_whole, default=of_keys)
+    scores = jax.lax.platform_dependent(
+        q,
+        pool,
+        # of the whole: no half of the pool is copied
+        cpu=lambda q, pool: _products(jnp.concatenate([q, jnp.zeros_like(q)], axis=-1), pool),
+        default=lambda q, pool: _products(q, pool[..., : q.shape[-1]]),
+    )
     seen = _per_query(visible, q)
     if scale is not None:
         scores = scores * _per_query(scale[:, 0], q)
@@ -172,12 +165,13 @@ def _sums(weights, pool, visible):
 
 def _sums_of_the_whole(weights, pool, visible):
     """The same from whole slots: masked, which takes a copy, only if the result is spoilt."""
-
-    def again(_):
-        return _summed(weights, jnp.where(visible[..., None], pool, 0))
-
     found = _summed(weights, pool)
-    found = jax.lax.cond(jnp.isfinite(found).all(), lambda same: same, again, found)
+    found = jax.lax.cond(
+        jnp.isfinite(found).all(),
+        lambda same: same,
+        lambda _: _summed(weights, jnp.where(visible[..., None], pool, 0)),
+        found,
+    )
     return found[..., pool.shape[-1] // 2 :]
 
 
@@ -206,7 +200,11 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
         def block(number, found):
             # slices keep their size: the last block begins before its first own slot
             start = jnp.minimum(number * size, slots - size)
-            cut = {name: _cut(a, row, together, start, size) for name, a in arrays.items()}
+            slices = jax.lax.dynamic_slice_in_dim
+            cut = {
+                name: slices(slices(a, row, together), start, size, axis=2)
+                for name, a in arrays.items()
+            }
             slot = start + jnp.arange(size)
             cut["visible"] &= slot >= number * size  # others were in the block before
             first = 0.0
@@ -223,12 +221,6 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
     operands = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), (padded, first_bias))
     turns = jnp.arange(0, rows, together), *operands
     return jax.lax.map(turn, turns).reshape(q.shape).astype(q.dtype)
-
-
-def _cut(array, row, rows, slot, slots):
-    """Some rows and slots of an array [R, M, C, ...]."""
-    array = jax.lax.dynamic_slice_in_dim(array, row, rows)
-    return jax.lax.dynamic_slice_in_dim(array, slot, slots, axis=2)
 
 
 def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):

@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
+from pallas_kernels.refs import one_number
 from pallas_kernels.token_attention import (
     reference,
     tpu_call,
@@ -97,7 +98,7 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     results = Results(query.q, slots.mass, stored, given.slots.scores)
     options = {"tile": tile, "cost": cost, "interpret": interpret}
     if cut:
-        numbers = numbers._replace(used=jnp.asarray(slots.used, jnp.int32).reshape(1))
+        numbers = numbers._replace(used=one_number(slots.used))
         found = tpu_used.attend(numbers, given, results, heads=some, piece=piece, **options)
     else:
         found = tpu_call.launch(
@@ -118,12 +119,12 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
 def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     """Operands of the kernel; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
-    wanted = None if query.probe is None else jnp.asarray(query.probe.wanted, jnp.int32).reshape(1)
+    wanted = None if query.probe is None else one_number(query.probe.wanted)
     query, held = kernel_operands(query, held, "TPU token attention", groups=True)
     if token is None:
         return Prefetched(wanted=wanted), Operands(query, held, None)
-    slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
-    return Prefetched(slot, wanted=wanted), Operands(query, held, token._replace(slot=None))
+    numbers = Prefetched(one_number(token.slot), wanted=wanted)
+    return numbers, Operands(query, held, token._replace(slot=None))
 
 
 def _spec(name: str, array, result: bool = False, *, rows: int, heads: int) -> pl.BlockSpec:

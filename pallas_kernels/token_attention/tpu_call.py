@@ -84,13 +84,12 @@ def launch(
       tile: slots of a head that are written for the token.
     """
 
-    def tile_place(r, n, *rest):
-        return r, n, rest[-1].slot[0] // tile, 0  # what is known before a grid step comes last
-
     def specs(arrays: Tree, **of_result) -> Tree:
         def found(path, array):
             if of_result and path[-1].name == "pool":
-                return pl.BlockSpec((*step, tile, array.shape[3]), tile_place)
+                # what is known before a grid step comes last
+                place = lambda r, n, *rest: (r, n, rest[-1].slot[0] // tile, 0)  # noqa: E731
+                return pl.BlockSpec((*step, tile, array.shape[3]), place)
             return spec(path[-1].name, array, **of_result)
 
         # None has no leaf, so specs are missing where arrays are

@@ -83,7 +83,9 @@ def scores(queries, mine, pool):
     mine: for each head that is here, a mask [N, 1] of its row.
     pool: [heads, C, 2 H], the slots of these heads.
     """
-    dtype = _product_dtype(pool, queries.dtype)
+    dtype = queries.dtype
+    if pool.dtype != jnp.int8:  # whole numbers up to 127 are exact in any type of queries
+        dtype = jnp.promote_types(pool.dtype, dtype)
     found = jnp.zeros((len(queries), pool.shape[1]), jnp.float32)
     for j, own in enumerate(mine):
         # products of all queries with one head's slots, of which the head's own line is kept
@@ -92,17 +94,13 @@ def scores(queries, mine, pool):
     return found
 
 
-def _product_dtype(pool, dtype):
-    # whole numbers up to 127 are exact in any type of queries
-    return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
-
-
 def mean(weights, mine, pool, dtype, width: int):
     """Weighted sums [N, W] of the last W columns, for every head from its own slots.
 
     weights: [N, C]. mine, pool: as in `scores`. dtype: of the queries. width: W.
     """
-    dtype = _product_dtype(pool, dtype)
+    if pool.dtype != jnp.int8:  # as in `scores`
+        dtype = jnp.promote_types(pool.dtype, dtype)
 
     def sums(finite: bool):
         out = jnp.zeros((len(weights), width), jnp.float32)

@@ -76,13 +76,10 @@ def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_re
     def row(i, _):
         for j in range(some):
             line = pl.ds(begin + j, 1)
-            mine = queries[i, line] if single else queries[i, j]
-            factor = None if scale is None else scale[i, 0, line]
+            here = (i, line) if single else (i, j)  # a line of the row's matrix, or a matrix
+            mine, factor = queries[here], None if scale is None else scale[i, 0, line]
             found = of_head(mine, pool[i, j, :, :size], factor, exact=exact)
-            if single:  # a line of the row's matrix; the slots before `first` are cut off here
-                out_ref[i, line] = found[:, first:]
-            else:
-                out_ref[i, j] = found[:, first:]
+            out_ref[here] = found[:, first:]  # the slots before `first` are cut off here
         return 0
 
     jax.lax.fori_loop(0, len(pool), row, 0)

@@ -26,7 +26,9 @@ from jaxtyping import Array
 
 from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.implementations import require
 from pallas_kernels.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
+from pallas_kernels.refs import one_number
 from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, Stream
 
 STEP = 64  # of the input width
@@ -44,7 +46,7 @@ def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
     rows, width = x.shape
     check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
-    scaled = (x * norm.row.astype(jnp.float32)).astype(dtype)
+    scaled = (x * norm.weights[norm.number].astype(jnp.float32)).astype(dtype)
     return Stream(x, norm, scaled, squares, eps)
 
 
@@ -100,7 +102,7 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
         partial(_add, tiles),
-        (branch, weights, stream.x, norm._replace(number=mosaic.number(norm.number))),
+        (branch, weights, stream.x, norm._replace(number=one_number(norm.number))),
         [
             jax.ShapeDtypeStruct(s, t)
             for s, t in zip(shapes, (jnp.float32, dtype) * 2, strict=False)
@@ -135,11 +137,7 @@ def check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None
             f"heads of {sizes} that are turned by halves, not of {angles and angles.head_dim}",
         ),
     ):
-        if not right:
-            raise NotImplementedError(
-                f"Mosaic products of one token take {takes}: use implementation='reference' "
-                f"(--attention=reference)"
-            )
+        require(right, f"Mosaic products of one token take {takes}")
     mosaic.check_simulator(interpret)
 
 
@@ -225,11 +223,7 @@ def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, nam
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch),
         out_type=tuple(results),
         mesh=plgpu.Mesh(grid=(lines, rows), grid_names=("column", "row")),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=mosaic.LANES,
-            reduction_scratch_bytes=mosaic.MEETING,
-        ),
+        compiler_params=mosaic.PARAMS,
         cost_estimate=cost,
         interpret=mosaic.simulator(interpret),
         name=name,
@@ -245,13 +239,13 @@ def _factor(eps: float, memory) -> Array:
     """The factor of every row that normalises it."""
     sums, arrived = memory
     plgpu.barrier_wait(arrived)
-
-    def add(piece, total):
-        return total + mosaic.load(sums.at[piece], PER_ROW, plain=True)
-
     pieces, rows = sums.shape
-    nothing = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW)
-    total = jax.lax.fori_loop(0, pieces, add, nothing)
+    total = jax.lax.fori_loop(
+        0,
+        pieces,
+        lambda piece, total: total + mosaic.load(sums.at[piece], PER_ROW, plain=True),
+        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW),
+    )
     return jax.lax.rsqrt(total / (pieces * PIECE) + eps)
 
 

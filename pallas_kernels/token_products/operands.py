@@ -22,10 +22,6 @@ class Norm(NamedTuple):
     weights: Float[Array, "norms D"]
     number: Int[Array, ""]
 
-    @property
-    def row(self) -> Float[Array, " D"]:
-        return self.weights[self.number]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

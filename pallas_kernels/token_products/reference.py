@@ -38,7 +38,8 @@ def add(stream: Stream, branch, weights, norm) -> Stream:
 
 def _normal(stream: Stream, dtype):
     inverse = jax.lax.rsqrt(jnp.square(stream.x).mean(-1, keepdims=True) + stream.eps)
-    return (stream.x * inverse * stream.norm.row.astype(jnp.float32)).astype(dtype)
+    normal, (weights, number) = stream.x * inverse, stream.norm
+    return (normal * weights[number].astype(jnp.float32)).astype(dtype)
 
 
 def _turned(x, angles: Angles):

@@ -34,9 +34,9 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
 from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, store_and_attend
 from pallas_kernels.token_attention import attend as attend_one
-from pallas_kernels.token_specs import abstract_token_arguments, only
 from tests.pallas_kernels import test_token_products
 from tests.pallas_kernels.test_sample import abstract
+from tests.pallas_kernels.token_shapes import abstract_token_arguments, only
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
 SHAPES = {

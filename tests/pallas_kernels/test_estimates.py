@@ -14,7 +14,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
-from pallas_kernels.token_specs import abstract_token_arguments
+from tests.pallas_kernels.token_shapes import abstract_token_arguments
 from varjax.engine.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys

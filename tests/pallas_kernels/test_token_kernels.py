@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import implementations, token_attention
-from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.arg_specs import SPECS, in_float32
 from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
-from pallas_kernels.token_specs import abstract_token_arguments, in_float32, token_arguments
+from pallas_kernels.token_specs import token_arguments
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.gpu_simulation import UNWAITED, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
+from tests.pallas_kernels.token_shapes import abstract_token_arguments
 from tests.pallas_kernels.tpu_simulation import CORES, has_races
 from tests.pallas_kernels.tpu_simulation import simulated as tpu_simulated
 
@@ -35,7 +36,7 @@ MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 def exactly(query, slots):
     """What the reference finds in float32."""
-    return reference.attend(*in_float32(query, slots))
+    return reference.attend(*in_float32((query, slots)))
 
 
 def check(spec, options, attend) -> None:

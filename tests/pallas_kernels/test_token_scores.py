@@ -12,9 +12,10 @@ import pytest
 from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import HeadSlots, reference, tpu_scores
-from pallas_kernels.token_specs import abstract_token_arguments, token_arguments
+from pallas_kernels.token_specs import token_arguments
 from tests.pallas_kernels.test_kernels import error
 from tests.pallas_kernels.test_token_attention import HEADS, ROWS, SLOTS, problem
+from tests.pallas_kernels.token_shapes import abstract_token_arguments
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)

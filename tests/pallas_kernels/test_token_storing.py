@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.arg_specs import SPECS, in_float32
 from pallas_kernels.token_attention import (
     NewToken,
     mosaic_gpu,
@@ -19,11 +19,7 @@ from pallas_kernels.token_attention import (
     tpu,
     tpu_call,
 )
-from pallas_kernels.token_specs import (
-    awaiting_token,
-    in_float32,
-    token_arguments,
-)
+from pallas_kernels.token_specs import awaiting_token, token_arguments
 from tests.often import often
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -66,7 +62,7 @@ def check(spec, options, slots, store_and_attend) -> None:
     query, before = token_arguments(spec, **options)
     # a function of its own, so that every check traces anew, with what is patched
     run = jax.jit(lambda *given: store_and_attend(*given))
-    exact = jax.jit(lambda query, held: reference.attend(*in_float32(query, held)))
+    exact = jax.jit(lambda query, held: reference.attend(*in_float32((query, held))))
     for slot in slots:
         (_, held), token = awaiting_token(query, before, slot), token_of(query, slot)
         out, found = jax.block_until_ready(run(query, held, token))

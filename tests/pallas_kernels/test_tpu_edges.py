@@ -15,6 +15,7 @@ from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import tpu
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS
+from tests.pallas_kernels.test_kernels import padded_with
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=16, tokens=21, length=13, entries=3, dtype="float32"
@@ -63,7 +64,7 @@ def test_several_tiles_of_every_kind():
     spec = replace(SMALL, tokens=301, length=300, entries=entries, kv_dtype="int8")
     args = spec.arguments()
     for bad in (jnp.nan, jnp.inf):
-        check_attend(args, small_tiles(*args.padded_with(bad).attend, args.kv_scale))
+        check_attend(args, small_tiles(*padded_with(args, bad).attend, args.kv_scale))
 
 
 def test_a_pool_without_blocks():
@@ -82,7 +83,7 @@ def test_moments_of_some_queries():
     lse = jnp.asarray(rng.uniform(3, 5, (2, 2, 150)), jnp.float32)
     weights = jnp.asarray(rng.random(150), jnp.float32).at[131:].set(0)
     expected = moments(*args.moments(weights, lse, squares=True), implementation="reference")
-    dirty = args.padded_with(jnp.nan).moments(weights, lse, squares=True)
+    dirty = padded_with(args, jnp.nan).moments(weights, lse, squares=True)
     for a, b in zip(moments(*dirty, implementation="tpu-interpret"), expected, strict=True):
         close(a, b)
 

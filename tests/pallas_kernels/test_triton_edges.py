@@ -13,6 +13,7 @@ from pallas_kernels import ragged_attention
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import BlockTable, triton
 from pallas_kernels.ragged_attention.config import TritonConfig
+from tests.pallas_kernels.test_kernels import padded_with
 
 SPEC = ArgSpec(
     name="edge",
@@ -84,7 +85,7 @@ def test_padding_may_hold_anything():
     padded = jnp.arange(SPEC.tokens) >= SPEC.length
     clean = attend(*args.attend, implementation="triton-interpret")
     for anything in (jnp.nan, jnp.inf):
-        dirty = args.padded_with(anything)
+        dirty = padded_with(args, anything)
         found = attend(*dirty.attend, implementation="triton-interpret")
         chex.assert_tree_all_finite(found)
         for a, b in zip(map(real, found), map(real, clean), strict=True):

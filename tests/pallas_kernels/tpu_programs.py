@@ -45,9 +45,9 @@ from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
 from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, reference  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
-from pallas_kernels.token_specs import abstract_token_arguments, only  # noqa: E402
 from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
+from tests.pallas_kernels.token_shapes import abstract_token_arguments, only  # noqa: E402
 
 SCALES, LAYERS = 2, 3
 CHANGED = ("pool", "scale", "mass", "scores")  # arrays of slots that a token changes
