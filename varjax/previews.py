@@ -66,11 +66,11 @@ Show = Callable[[int, np.ndarray], Preview | None]
 _decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
 
 
+@dataclass(frozen=True, eq=False)
 class Previews:
     """Pictures of what a model has drawn so far."""
 
-    def __init__(self, model: Model):
-        self.model = model
+    model: Model
 
     def warm(self) -> None:
         """Compiles what decodes, so that the first preview does not wait for it."""

@@ -44,10 +44,6 @@ class Timing:
     runs: list[float] = field(default_factory=list)
 
     @property
-    def first_run_s(self) -> float | None:
-        return self.runs[0] if self.runs else None
-
-    @property
     def steady_s(self) -> float | None:
         """Median of the runs after the first one; the first one if it is alone; None if there are
         none."""

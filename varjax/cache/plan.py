@@ -9,6 +9,7 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,13 +68,8 @@ class CachePlan:
         """The policy's rule for this kind of model."""
         return self.policy.rule(self.geometry.kind)
 
-    @property
-    def budget(self) -> float:
-        return self.policy.budget
-
-    @property
-    def accounting(self) -> str:
-        return self.policy.accounting
+    budget = property(attrgetter("policy.budget"))
+    accounting = property(attrgetter("policy.accounting"))
 
     # --- sizes ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ nothing has to leave, so nothing here grows with the number of tokens.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import jax
 import numpy as np
@@ -23,7 +24,6 @@ from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
-from varjax.sequence import TokenSequence
 
 BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
 LOST_AT_MOST = 0.01
@@ -125,17 +125,9 @@ class TokenPlan(CachePlan):
 
     allocation: StageAllocation
 
-    @property
-    def sequence(self) -> TokenSequence:
-        return self.geometry.schedule
-
-    @property
-    def static_content(self) -> bool:
-        return not self.allocation.decides
-
-    @property
-    def chooses(self) -> bool:
-        return self.allocation.decides
+    sequence = property(attrgetter("geometry.schedule"))
+    chooses = property(attrgetter("allocation.decides"))
+    static_content = property(lambda self: not self.allocation.decides)
 
     @property
     def layer_slots(self) -> tuple[int, ...]:

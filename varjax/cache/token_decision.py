@@ -8,6 +8,7 @@ is many small operations, and a GPU starts each of them as a kernel. Pools stay 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import slot_moves, target, token_attention
 from pallas_kernels.token_attention import Query
-from varjax.cache.observation import Needs, Observation, Rule
+from varjax.cache.observation import Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
@@ -51,10 +52,7 @@ class StageDecision:
     group_stage: int | None
     attention: str | None
     queries_per_head: int = 1
-
-    @property
-    def needs(self) -> Needs:
-        return self.rule.needs
+    needs = property(attrgetter("rule.needs"))
 
     @property
     def buffer(self) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.residual import Vectors
+from varjax import sampling as sampling_lib
 from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, observed_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
@@ -251,7 +252,8 @@ def _sample(
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             # what later scales see is a mixture of codes; the tokens stay those that were drawn
-            mixed = codec.smooth_codes(filtered, keys[index], step.ratio)
+            book = codec.quantizer.codebook()
+            mixed = sampling_lib.smooth_codes(filtered, keys[index], step.ratio, book)
             # a given token stands for its own code
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.options.keep_logits else {}

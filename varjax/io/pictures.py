@@ -151,11 +151,6 @@ def fit_picture(
     return np.asarray(middle.resize((w, h), _pillow().Resampling[how]))
 
 
-def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-    """`fit_picture` of a mask, without levels between."""
-    return fit_picture(drawn.astype(np.uint8) * np.uint8(WHITE), size, "NEAREST") == WHITE
-
-
 def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:
     """A picture, or a mask of bytes, as a PNG file. level: of its compression, 0 to 9."""
     file = io.BytesIO()

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
-from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_specs
+from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_spec
 from varjax.nn.stacked import Leaf
 from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
@@ -56,7 +56,7 @@ class ShardedProgram:
         state = _state_names(spec.plan, spec.mesh, kv_dtype)
         given = jax.tree.map(lambda _: images, given)
         names = weights.names(networks), state, images, images, spec.input_names(inputs), given
-        return cls(mesh, spec, mesh_specs(names, mesh.axis_names))
+        return cls(mesh, spec, jax.tree.map(lambda a: mesh_spec(a, mesh.axis_names), names))
 
     def __call__(self, *arguments):
         state = self.specs[1]
