@@ -7,10 +7,10 @@ to check every argument and to compile for chips that are not here.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import jax
-import numpy as np
 from flax import nnx
 
 from varjax import arguments, jax_settings
@@ -39,12 +39,20 @@ class Model:
     parts: modules by name. Their leaves are arrays, or where `is_abstract` only shapes and types.
     metadata: content of `model.json`, or what a published size says.
     directory: folder of the checkpoint; None for a published name, which has no weights here.
+    config: of the transformer. condition: of images, "labels", "text" or "prompt_ids".
+    num_classes: of a class-conditional model; 0 for others.
+    dtype: what the transformer computes in, and of all its weights but 8-bit matrices.
     """
 
     name: str
     parts: Mapping[str, nnx.Module]
     metadata: Mapping
     directory: Path | None = None
+
+    config = property(attrgetter("transformer.config"))
+    condition = property(attrgetter("config.condition"))
+    num_classes = property(attrgetter("config.num_classes"))
+    dtype = property(attrgetter("transformer.dtype"))
 
     def __repr__(self) -> str:
         count = sum(map(parameters.count, self.parts.values()))
@@ -77,16 +85,6 @@ class Model:
         return {"transformer": self.transformer, "codec": self.codec}
 
     @property
-    def config(self) -> TransformerConfig:
-        """Configuration of the transformer."""
-        return self.transformer.config
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type that the transformer computes in, and of all its weights but 8-bit matrices."""
-        return self.transformer.dtype
-
-    @property
     def weights_dtype(self) -> str:
         """The storage of the matrices of the transformer's layers: one of `SCHEMES`, or in the type
         of products."""
@@ -108,16 +106,6 @@ class Model:
         """Height and width of the pictures."""
         height, width, _ = self.code_map
         return height * self.codec.config.downsample, width * self.codec.config.downsample
-
-    @property
-    def condition(self) -> str:
-        """The condition of images, "labels", "text" or "prompt_ids"."""
-        return self.config.condition
-
-    @property
-    def num_classes(self) -> int:
-        """Classes of a class-conditional model; 0 for others."""
-        return self.config.num_classes
 
     @property
     def class_names(self) -> list[str] | None:
@@ -166,7 +154,7 @@ class Model:
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
         """Refuses the geometry of a plan for another model. For another number of rows,
-        `CachePlan.check_rows` says what to do.
+        `engine.drawing.drawing` says what to do.
 
         Raises:
           UserError: what differs.

@@ -21,7 +21,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.nn import parameters
-from varjax.nn.compiled import peak_bytes
+from varjax.nn.parameters import peak_bytes
 
 Arrays = dict[str, np.ndarray]
 FIDELITY = "fidelity/"  # names of per-image numbers in a part begin so

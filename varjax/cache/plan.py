@@ -97,20 +97,6 @@ class CachePlan:
         """Bytes of the full cache (last scale excluded) for a batch of images."""
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
-    def check_rows(self, config, sampling) -> int:
-        """The cache rows of an image under this sampling: two with guidance, else one. `UserError`
-        if the model cannot draw that way, or the plan is for another number of rows. config: of the
-        transformer."""
-        # guidance runs an unconditional row beside the conditional one, with a cache of its own
-        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
-        if self.geometry.rows_per_image != rows:
-            raise UserError(
-                f"the cache plan is for {self.geometry.rows_per_image} rows per image, guidance "
-                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-                f"(`Model.geometry_for`)"
-            )
-        return rows
-
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
         g, dtype = self.geometry, arguments.dtype("dtype", dtype, KV_DTYPES)
         batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)

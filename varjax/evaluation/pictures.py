@@ -152,25 +152,18 @@ class PictureFolder(_Encoded):
             )
         self._map = ThreadPoolExecutor(os.cpu_count()).map
         super().__init__(self.files, fit)
-        self.keys = _keys(self.files)
+        # the names as numbers, if all of them are numbers that differ; else without their endings
+        stems = [re.sub(r"\.[^./]+$", "", name) for name in self.files]
+        last = [stem.rpartition("/")[2] for stem in stems]
+        digits = all(text.isascii() and text.isdigit() and len(text) < 19 for text in last)
+        numbers = list(map(int, last)) if digits else []
+        self.keys = numbers if len(set(numbers)) == len(stems) else stems
 
     def _name(self, number: int) -> str:
         return str(self._folder / self.files[number])
 
     def _bytes(self, number: int) -> bytes:
         return pictures.content(self._folder / self.files[number], self._name(number))
-
-
-def _keys(files: Sequence[str]) -> Sequence[int] | Sequence[str]:
-    """The names as numbers, if all of them are numbers that differ; else the paths without their
-    endings."""
-    stems = [re.sub(r"\.[^./]+$", "", name) for name in files]
-    last = [stem.rpartition("/")[2] for stem in stems]
-    if all(text.isascii() and text.isdigit() and len(text) < 19 for text in last):
-        numbers = list(map(int, last))
-        if len(set(numbers)) == len(numbers):
-            return numbers
-    return stems
 
 
 class PackedPictures(_Encoded):

@@ -57,12 +57,8 @@ def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> 
 
 def _below(folder: Path) -> Iterator[Path]:
     """Gives all files, of linked folders too, each folder once. `OSError`: one cannot be listed."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
     known = {os.path.realpath(folder)}
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=ordinary.refuse, followlinks=True):
         seen = {name: os.path.realpath(Path(place, name)) for name in folders}
         folders[:] = [n for n in folders if not ordinary.is_hidden(n) and seen[n] not in known]
         known.update(seen[name] for name in folders)

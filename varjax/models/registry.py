@@ -10,7 +10,7 @@ from flax import nnx
 
 from varjax import own_modules
 from varjax.codecs import bsq as bsq
-from varjax.codecs.vq import VQ, ChameleonVQ, ChameleonVQConfig, VQConfig
+from varjax.codecs.vq import VQ, ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.errors import UserError, choose, show
 from varjax.models import janus, llamagen, lumina, var
@@ -82,7 +82,7 @@ FAMILIES = {
     "lumina": _family(
         "lumina",
         Part("Lumina", lumina.LuminaConfig, lumina.Lumina),
-        Part("ChameleonVQ", ChameleonVQConfig, ChameleonVQ),
+        Part("ChameleonVQ", ChameleonVQConfig, VQ),
         ("vocab_size",),
         prompt_ids=PROMPT_IDS,
     ),
