@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
@@ -87,10 +88,7 @@ class Schedule:
         """Position of the first token of each scale."""
         return (0, *self.ends[:-1])
 
-    @property
-    def num_drawn(self) -> int:
-        """The number of steps that draw an image; a step draws one scale."""
-        return self.num_scales
+    num_drawn = property(attrgetter("num_scales"))  # steps that draw an image, a scale each
 
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""

@@ -1,6 +1,5 @@
 """The known models: families and published sizes."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -229,19 +228,13 @@ def own_parts(
     return found
 
 
-def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module that registers models of your own, once, and returns their names, which
-    `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
-    imported, or registers nothing or a taken name."""
-    return own_modules.load([OWN], path_or_name)
-
-
 OWN = own_modules.Kind(
     "model",
     (PRESETS, FAMILIES),
     lambda preset: type(preset.configs["transformer"]).__module__,
     "call varjax.models.registry.register('its_name', ...)",
 )
+load_module = OWN.load
 
 
 def preset(name: str) -> Preset:
