@@ -246,7 +246,7 @@ def dry_run_text(run: Run) -> str:
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
     ]
-    if reads := plan.reads():
+    if reads := plan.reads:
         rows.append(("reads", reads))
     if (length := text_tokens(run.condition)) is not None:
         taken = memory.show_bytes(need.condition)

@@ -166,7 +166,7 @@ def light(monkeypatch):
     monkeypatch.setattr(worker, "apart", lambda *_: dict(refused))
     monkeypatch.setattr(aot.listing, "text", lambda results: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
-    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
+    monkeypatch.setattr("varjax.engine.compilation_cache.use", lambda: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     # what is light but takes most of the time: shapes of the same few models
     monkeypatch.setattr("varjax.nn.parameters.count", lambda module: 10**6)

@@ -106,14 +106,8 @@ class CachePlan:
         per_row = 2 * g.head_dim * jnp.dtype(dtype).itemsize + scales
         return batch_size * g.rows_per_image * per_row
 
-    @property
-    def read_tokens(self) -> int | None:
-        """Tokens of a head that a query reads at most, where that is less than what is stored."""
-        return None
-
-    def reads(self) -> str | None:
-        """`read_tokens` in words."""
-        return None
+    # Tokens of a head that a query reads at most, where that is less than what is stored; in words.
+    read_tokens = reads = None
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
         """Returns what the policy knows beforehand about a batch of images, or None."""

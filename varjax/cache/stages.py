@@ -206,8 +206,7 @@ class TokenPlan(CachePlan):
         return found if self.allocation.reads is None else found | {"reads": self.allocation.reads}
 
     def facts(self) -> dict[str, str]:
-        reads = self.reads()
-        return super().facts() | ({} if reads is None else {"reads": reads})
+        return super().facts() | ({} if self.reads is None else {"reads": self.reads})
 
     @property
     def read_tokens(self) -> int | None:
@@ -216,6 +215,7 @@ class TokenPlan(CachePlan):
             return None
         return self.sequence.condition + a.protected + int(a.reads[0])
 
+    @property
     def reads(self) -> str | None:
         a, condition = self.allocation, self.sequence.condition
         if a.reads is None:
@@ -236,8 +236,7 @@ class TokenPlan(CachePlan):
         live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
         # second differences: growth begins, ends or turns into a drop there
         turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
-        reads = self.reads()
-        lines = [] if reads is None else [f"reads     {reads}", ""]
+        lines = [] if self.reads is None else [f"reads     {self.reads}", ""]
         lines += ["stage  drawn before  held per head  live at its end"]
         for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
             drawn = max(0, s - 1) * period

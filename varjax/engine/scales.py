@@ -80,14 +80,13 @@ class ScaleSpec:
         # static contents do not depend on images: nothing has to be copied
         if self.plan.static_content:
             return shared
-        inputs = self.plan.policy_inputs(image_index)
-
-        # `replace` keeps the shared arrays, which may be on the device already
-        def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
-            mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
-            return replace(given, layers=replace(given.layers, policy=mine))
-
-        return tuple(map(filled, shared, self.segments))
+        inputs, found = self.plan.policy_inputs(image_index), []
+        for given, segment in zip(shared, self.segments, strict=True):
+            scales = np.asarray(segment.scales)
+            mine = jax.tree.map(lambda a, scales=scales: np.asarray(a)[scales], inputs)
+            # `replace` keeps the shared arrays, which may be on the device already
+            found.append(replace(given, layers=replace(given.layers, policy=mine)))
+        return tuple(found)
 
     def input_names(self, inputs: tuple[SegmentInputs, ...]) -> tuple[SegmentInputs, ...]:
         """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""

@@ -25,6 +25,8 @@ from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
 
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
+# results along `model` are equal on all devices because of the sums per layer
+_unchecked = partial(jax.shard_map, check_vma=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +71,8 @@ class ShardedProgram:
 
         names = ["tokens", "code_map"] + ["logits"] * self.spec.options.keep_logits
         results = {name: P(DATA) for name in names}
-        return self._on_mesh(run, self.specs, (results, state))(*arguments)
-
-    def _on_mesh(self, function, in_specs, out_specs):
-        # Unchecked: results along `model` are equal on all devices because of the sums per layer.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        where = {"mesh": self.mesh, "in_specs": self.specs, "out_specs": (results, state)}
+        return _unchecked(run, **where)(*arguments)
 
     def place_shapes(self, which: int | slice, arguments: Tree) -> Tree:
         """Return shapes of some arguments, placed on the mesh. which: their place in `specs`."""
@@ -89,7 +86,8 @@ class ShardedProgram:
     def over_images(self, function: Callable[..., Array]) -> Callable[..., Array]:
         """Make every device along `data` run `function(networks, array [B, ...]) -> array [B, ...]`
         for its own images."""
-        return self._on_mesh(function, (self.specs[0], P(DATA)), P(DATA))
+        given = (self.specs[0], P(DATA))
+        return _unchecked(function, mesh=self.mesh, in_specs=given, out_specs=P(DATA))
 
     @cached_property
     def shardings(self) -> tuple:
