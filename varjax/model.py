@@ -300,7 +300,7 @@ def describe(
         # a folder of that name comes before an embedded checkpoint
         name = os.path.expanduser(name_or_directory or "demo")
         if name in checkpoint.DEMOS and not (name_or_directory and Path(name).exists()):
-            directory = checkpoint.demo_directory(name)
+            directory = checkpoint.embedded(checkpoint.DEMOS[name], "model.json")
         else:
             name, directory = Path(name).resolve().name, Path(name)
         parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)

@@ -109,7 +109,7 @@ def places(tmp_path_factory):
     folder = root / "template"
     (folder / "folder").mkdir(parents=True)
     made_up_sweep.write(folder / "sweep")
-    demo = checkpoint.demo_directory()
+    demo = checkpoint.embedded("demo", "model.json")
     shutil.copy(demo / "calibration.json", folder)
     for name in ("junk.json", "junk.npz", "junk.pth"):
         (folder / name).write_bytes(b"{\xff junk")
