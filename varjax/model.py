@@ -5,6 +5,7 @@ to check every argument and to compile for chips that are not here.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -189,7 +190,14 @@ class Model:
         counts in, as "3x2" or (3, 2). `UserError` if it has no such grids."""
         if grid is None:
             return self
-        return self.with_config(self.config.with_grid(arguments.height_width("grid", grid)))
+        sides, words = grid, "write height x width, for example 3x2"
+        if isinstance(grid, str):
+            found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", grid)
+            sides = [int(side) for side in found.groups()] if found else ()
+        sides = arguments.integers("grid", sides, words, 2)
+        if len(sides) != 2 or min(sides) < 1:
+            raise arguments.wrong("grid", grid, words)
+        return self.with_config(self.config.with_grid(tuple(map(int, sides))))
 
     def with_prompt_tokens(self, count: int | None) -> "Model":
         """This model with so many places for the token ids of a prompt; None keeps them.
@@ -249,8 +257,8 @@ class Model:
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
-                f"`{registry.convert_command(self.name)}` converts them; then give the name, or"
-                " the folder"
+                f"`python -m ported_weights --model={self.name} --source=hub` converts them; then "
+                "give the name, or the folder"
             )
         arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}

@@ -84,9 +84,8 @@ class Previews:
         last = stages - 1  # after it comes the picture itself
         count = last if most is None else min(most, last)
         chosen = {int(n) for n in np.linspace(0, last, count + 1)[1:] - 1} if count else set()
-        return self._of_tokens(chosen) if self.model.draws_tokens else self._of_scales(chosen)
-
-    def _of_scales(self, chosen: set[int]) -> Show:
+        if self.model.draws_tokens:
+            return self._of_tokens(chosen)
         maps = self.model.config.schedule.maps
 
         def show(number: int, code_map: np.ndarray) -> Preview | None:

@@ -163,10 +163,6 @@ class CommandFlags(Settings):
         """All that may be given by itself: flags, and the settings that are also flags."""
         return [*self.values, *itertools.chain(*(group.alone for group in self.groups.values()))]
 
-    def set_default(self, name: str, value: object) -> None:
-        """Change the default of a flag or setting; one that was given keeps its value."""
-        next(values for values in self.all_values() if name in values).set_default(name, value)
-
     def parse(self, argv: Sequence[str]) -> None:
         """Set everything from the arguments (program name first).
 

@@ -242,11 +242,6 @@ def preset(name: str) -> Preset:
     return PRESETS[choose("model", name, PRESETS)]
 
 
-def convert_command(name: str) -> str:
-    """The command that gets and converts the weights of a published model."""
-    return f"python -m ported_weights --model={name} --source=hub"
-
-
 def found(name_or_directory: str | Path | None) -> str | Path | None:
     """The path to read for a checkpoint's name: a published name stands for what
     `python -m ported_weights --source=hub` has converted (`varjax.storage.names`), if it has and

@@ -232,13 +232,9 @@ class Policy(Rule):
     policy = property(lambda self: self)  # the policy is a rule itself, of its own arguments
 
     @classmethod
-    def _rules(cls) -> dict[str, type[Rule]]:
-        return {rule.kind: rule for rule in (cls, cls.token_rule) if rule is not None}
-
-    @classmethod
     def serves(cls, kind: str) -> bool:
         """Whether it has a rule for models that draw this at a time: "scales" or "tokens"."""
-        return kind in cls._rules()
+        return kind in (cls.kind, getattr(cls.token_rule, "kind", None))
 
     def rule(self, kind: str) -> Rule:
         """The policy's rule for models that draw `kind` (`Geometry.kind`) at a time.
@@ -247,7 +243,8 @@ class Policy(Rule):
           UserError: it does not serve such models, or was given an argument that only others have
             a use for.
         """
-        draws, rules = {SCALES: "scale by scale", TOKENS: "token by token"}, self._rules()
+        draws = {SCALES: "scale by scale", TOKENS: "token by token"}
+        rules = {rule.kind: rule for rule in (type(self), self.token_rule) if rule is not None}
         if kind not in rules:
             self.refuse(f"it does not serve models that draw {draws[kind]}: {self.unsuited}")
         for f in fields(self):
