@@ -252,7 +252,9 @@ def read_picture(model: Model) -> tuple[np.ndarray, np.ndarray | None, list[str]
     if picture.shape[:2] != size:
         remarks.append(f"image     {_size(picture.shape)} cut and resized to {_size(size)}")
         picture = pictures.fit_picture(picture, size)
-        drawn = None if drawn is None else pictures.fit_mask(drawn, size)
+        if drawn is not None:  # without levels between
+            whole = drawn.astype(np.uint8) * np.uint8(pictures.WHITE)
+            drawn = pictures.fit_picture(whole, size, "NEAREST") == pictures.WHITE
     return picture, drawn, remarks
 
 

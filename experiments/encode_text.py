@@ -65,7 +65,8 @@ def summary(features: TextFeatures) -> str:
     empty = int(features.unconditional.sum())
     lens, negative = features.lens, features.negative_lens
     lines = [
-        f"{len(lens)} prompts, {lens.sum()} tokens, longest {lens.max()}, width {features.width}"
+        f"{len(lens)} prompts, {lens.sum()} tokens, longest {lens.max()}, width "
+        f"{features.kv.shape[1]}"
     ]
     if empty:
         lines.append(f"{empty} empty prompts: the model's own unconditional text")

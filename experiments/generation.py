@@ -250,11 +250,12 @@ def cache_report(generator: Generator) -> dict:
 def time_report(generator: Generator) -> dict:
     """Return times in seconds. `steady_s_per_image` is the median of all runs after the first one,
     the time of the first if it is the only one, and None if nothing was run."""
-    timing = generator.timing
-    steady = None if timing.steady_s is None else timing.steady_s / generator.batch_size
+    timing, runs = generator.timing, generator.timing.runs
+    # the first run also loads kernels and fills caches; the median leaves out what others disturb
+    steady = float(np.median(runs[1:] or runs)) / generator.batch_size if runs else None
     return {
         "compile_s": timing.compile_s,
-        "first_run_s": timing.first_run_s,
+        "first_run_s": runs[0] if runs else None,
         "steady_s_per_image": steady,
     }
 

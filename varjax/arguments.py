@@ -70,18 +70,6 @@ def number(
     raise UserError(f"{name}={found:g} is outside {'(' if above else '['}{low:g}, {high:g}]{note}")
 
 
-def height_width(name: str, value: object) -> tuple[int, int]:
-    """Checks a height and a width: two whole numbers from 1 on, or a text such as "3x2"."""
-    given, words = value, "write height x width, for example 3x2"
-    if isinstance(value, str):
-        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", value)
-        value = [int(side) for side in found.groups()] if found else ()
-    sides = integers(name, value, words, 2)
-    if len(sides) != 2 or min(sides) < 1:
-        raise wrong(name, given, words)
-    return int(sides[0]), int(sides[1])
-
-
 def flag(name: str, value: object) -> bool:
     """Checks a truth value."""
     if not isinstance(value, (bool, np.bool_)):

@@ -25,11 +25,8 @@ class Condition(Protocol):
     captions: texts for people, one per image; None: there are none.
     """
 
-    @property
-    def numbers(self) -> np.ndarray: ...
-
-    @property
-    def captions(self) -> Sequence[str] | None: ...
+    numbers: np.ndarray
+    captions: Sequence[str] | None
 
     def __len__(self) -> int: ...
 
@@ -46,18 +43,12 @@ class ConditionKind:
 
     name: as configurations have it (`config.condition`).
     arguments: names of the Python API's arguments that give such a condition; one of them is given.
+    count(model, **given), resolve(model, **given): the number of images that an argument asks for,
+      and the `Condition` that it gives. `UserError` if it is not usable.
     """
 
     name: str
     arguments: tuple[str, ...]
-
-    def count(self, model: Model, **given) -> int:
-        """The number of images that an argument asks for. `UserError` if it is not usable."""
-        raise NotImplementedError
-
-    def resolve(self, model: Model, **given) -> Condition:
-        """The condition that an argument gives. `UserError` if it is not usable."""
-        raise NotImplementedError
 
     def fitted(self, model: Model, **given) -> Model:
         """The model as it has to be for an argument. `UserError` if there is no such model."""

@@ -49,11 +49,6 @@ def mesh_spec(names: P, axes: Collection[str]) -> P:
     return P(*(a if a is None or len(a) > 1 else next(iter(a), None) for a in found))
 
 
-def mesh_specs(names: PyTree[P], axes: Collection[str]) -> PyTree[P]:
-    """`mesh_spec` of every array of a tree."""
-    return jax.tree.map(lambda spec: mesh_spec(spec, axes), names)
-
-
 def shardings(names: PyTree[P], mesh: Mesh) -> PyTree[NamedSharding]:
     """The place of every array of a tree on a mesh, by its names."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, mesh_spec(spec, mesh.axis_names)), names)

@@ -8,7 +8,6 @@ Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Imag
 [0, 1].
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -150,11 +149,6 @@ class Metric:
         """Formats a value for a table. Infinite values may be texts, as JSON holds them."""
         return self.shown.format(float(value))
 
-    def show_interval(self, low: float | str, high: float | str) -> str:
-        """Formats `[low, high]` for a table, without the unit."""
-        number = self.shown.split()[0]
-        return f"[{number.format(float(low))}, {number.format(float(high))}]"
-
 
 _DRAWN = (
     "against the full cache on the same seeds, both drawn freely; mean over images (PSNR of "
@@ -265,19 +259,13 @@ def register(metric: Metric) -> None:
     METRICS[metric.key] = metric
 
 
-def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module that registers metrics of your own, once, and returns their keys.
-    `UserError`: it is not there, fails while it is imported, or registers nothing or a taken
-    key."""
-    return own_modules.load([OWN], path_or_name)
-
-
 OWN = own_modules.Kind(
     "metric",
     (METRICS,),
     lambda metric: getattr(metric.compare, "__module__", ""),
     "call varjax.metrics.register(Metric(...))",
 )
+load_module = OWN.load
 
 
 def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:

@@ -5,12 +5,13 @@ to check every argument and to compile for chips that are not here.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import jax
-import numpy as np
 from flax import nnx
 
 from varjax import arguments, jax_settings
@@ -39,12 +40,20 @@ class Model:
     parts: modules by name. Their leaves are arrays, or where `is_abstract` only shapes and types.
     metadata: content of `model.json`, or what a published size says.
     directory: folder of the checkpoint; None for a published name, which has no weights here.
+    config: of the transformer. condition: of images, "labels", "text" or "prompt_ids".
+    num_classes: of a class-conditional model; 0 for others.
+    dtype: what the transformer computes in, and of all its weights but 8-bit matrices.
     """
 
     name: str
     parts: Mapping[str, nnx.Module]
     metadata: Mapping
     directory: Path | None = None
+
+    config = property(attrgetter("transformer.config"))
+    condition = property(attrgetter("config.condition"))
+    num_classes = property(attrgetter("config.num_classes"))
+    dtype = property(attrgetter("transformer.dtype"))
 
     def __repr__(self) -> str:
         count = sum(map(parameters.count, self.parts.values()))
@@ -77,16 +86,6 @@ class Model:
         return {"transformer": self.transformer, "codec": self.codec}
 
     @property
-    def config(self) -> TransformerConfig:
-        """Configuration of the transformer."""
-        return self.transformer.config
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type that the transformer computes in, and of all its weights but 8-bit matrices."""
-        return self.transformer.dtype
-
-    @property
     def weights_dtype(self) -> str:
         """The storage of the matrices of the transformer's layers: one of `SCHEMES`, or in the type
         of products."""
@@ -108,16 +107,6 @@ class Model:
         """Height and width of the pictures."""
         height, width, _ = self.code_map
         return height * self.codec.config.downsample, width * self.codec.config.downsample
-
-    @property
-    def condition(self) -> str:
-        """The condition of images, "labels", "text" or "prompt_ids"."""
-        return self.config.condition
-
-    @property
-    def num_classes(self) -> int:
-        """Classes of a class-conditional model; 0 for others."""
-        return self.config.num_classes
 
     @property
     def class_names(self) -> list[str] | None:
@@ -166,7 +155,7 @@ class Model:
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
         """Refuses the geometry of a plan for another model. For another number of rows,
-        `CachePlan.check_rows` says what to do.
+        `engine.drawing.drawing` says what to do.
 
         Raises:
           UserError: what differs.
@@ -201,7 +190,14 @@ class Model:
         counts in, as "3x2" or (3, 2). `UserError` if it has no such grids."""
         if grid is None:
             return self
-        return self.with_config(self.config.with_grid(arguments.height_width("grid", grid)))
+        sides, words = grid, "write height x width, for example 3x2"
+        if isinstance(grid, str):
+            found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", grid)
+            sides = [int(side) for side in found.groups()] if found else ()
+        sides = arguments.integers("grid", sides, words, 2)
+        if len(sides) != 2 or min(sides) < 1:
+            raise arguments.wrong("grid", grid, words)
+        return self.with_config(self.config.with_grid(tuple(map(int, sides))))
 
     def with_prompt_tokens(self, count: int | None) -> "Model":
         """This model with so many places for the token ids of a prompt; None keeps them.
@@ -261,8 +257,8 @@ class Model:
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not here: "
-                f"`{registry.convert_command(self.name)}` converts them; then give the name, or"
-                " the folder"
+                f"`python -m ported_weights --model={self.name} --source=hub` converts them; then "
+                "give the name, or the folder"
             )
         arguments.flag("on_disk", on_disk)
         dtypes = {"transformer": dtype, "codec": "float32"}
@@ -312,7 +308,7 @@ def describe(
         # a folder of that name comes before an embedded checkpoint
         name = os.path.expanduser(name_or_directory or "demo")
         if name in checkpoint.DEMOS and not (name_or_directory and Path(name).exists()):
-            directory = checkpoint.demo_directory(name)
+            directory = checkpoint.embedded(checkpoint.DEMOS[name], "model.json")
         else:
             name, directory = Path(name).resolve().name, Path(name)
         parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)

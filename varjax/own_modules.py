@@ -31,6 +31,13 @@ class Kind:
     module_of: Callable[[Any], str]
     how: str
 
+    def load(self, path_or_name: str | os.PathLike) -> tuple[str, ...]:
+        """Imports a module that registers such things of your own, once, and returns their names,
+        which are known from now on. path_or_name: a .py file anywhere, or the import name of a
+        module. `UserError`: it is not there, fails while it is imported, or registers nothing or a
+        taken name; what is known is then as it was."""
+        return load([self], path_or_name)
+
 
 def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, ...]:
     """Imports a module once, and returns the names of what it registers. `UserError` if it is not

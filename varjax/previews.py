@@ -66,11 +66,11 @@ Show = Callable[[int, np.ndarray], Preview | None]
 _decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
 
 
+@dataclass(frozen=True, eq=False)
 class Previews:
     """Pictures of what a model has drawn so far."""
 
-    def __init__(self, model: Model):
-        self.model = model
+    model: Model
 
     def warm(self) -> None:
         """Compiles what decodes, so that the first preview does not wait for it."""
@@ -84,9 +84,8 @@ class Previews:
         last = stages - 1  # after it comes the picture itself
         count = last if most is None else min(most, last)
         chosen = {int(n) for n in np.linspace(0, last, count + 1)[1:] - 1} if count else set()
-        return self._of_tokens(chosen) if self.model.draws_tokens else self._of_scales(chosen)
-
-    def _of_scales(self, chosen: set[int]) -> Show:
+        if self.model.draws_tokens:
+            return self._of_tokens(chosen)
         maps = self.model.config.schedule.maps
 
         def show(number: int, code_map: np.ndarray) -> Preview | None:

@@ -43,18 +43,6 @@ class Timing:
     cache: str = "off"
     runs: list[float] = field(default_factory=list)
 
-    @property
-    def first_run_s(self) -> float | None:
-        return self.runs[0] if self.runs else None
-
-    @property
-    def steady_s(self) -> float | None:
-        """Median of the runs after the first one; the first one if it is alone; None if there are
-        none."""
-        # the first run also loads kernels and fills caches; the median leaves out what others
-        # disturb
-        return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
-
 
 class Runner:
     """Two programs: one draws the codes of a batch, one decodes their pixels. Arguments are those
@@ -135,7 +123,8 @@ class Runner:
         self, condition: PyTree | None, given: np.ndarray | Given | None
     ) -> tuple[PyTree, tuple]:
         """Returns what the program of codes is traced with: shapes of the cache, and the arguments
-        after it. Several devices are given their weights on the way."""
+        after it. Several devices are given their weights on the way. Then only shapes are kept of
+        the model, so that its arrays go once nobody else holds them."""
         images, transformer = self.batch_size, self.networks["transformer"]
         if condition is None:
             shapes = transformer.condition_shapes(images)
@@ -143,27 +132,16 @@ class Runner:
         arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
         state = jax.eval_shape(self.empty_state)
         if self.mesh.num_devices > 1:
-            self._split(arguments)
+            every = jax.devices()  # a smaller mesh takes those of this process
+            devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
+            mesh, kind = make_mesh(vars(self.mesh), devices), self.kv_dtype
+            own = self.spec, self.networks, *arguments[2:]
+            self._sharded = ShardedProgram.of(mesh, *own, kind)
+            placed = weights.place(self.networks, self._sharded.shardings[0])
+            self.model, self.networks = self.model.abstract(), placed
             place = self._sharded.place_shapes
             state, arguments = place(1, state), place(slice(2, None), arguments)
         return state, arguments
-
-    def _split(self, arguments: tuple) -> None:
-        """Divides the program and the weights over the mesh. Only shapes are kept of the model, so
-        that its arrays go once nobody else holds them."""
-        _, _, inputs, given = arguments
-        every = jax.devices()  # a smaller mesh takes those of this process
-        devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
-        self._sharded = ShardedProgram.of(
-            make_mesh(vars(self.mesh), devices),
-            self.spec,
-            self.networks,
-            inputs,
-            given,
-            self.kv_dtype,
-        )
-        placed = weights.place(self.networks, self._sharded.shardings[0])
-        self.model, self.networks = self.model.abstract(), placed
 
     # --- running ----------------------------------------------------------------------------------
 

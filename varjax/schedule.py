@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +36,13 @@ class Schedule:
             raise UserError(f"schedule maps are {show(self.maps)}: give (height, width) pairs")
         if not self.maps:
             raise UserError("a schedule needs at least one scale, for example 1x1;2x2;4x4")
-        object.__setattr__(self, "maps", tuple(map(_pair, self.maps)))
+        names, maps = ("height of a token map", "width of a token map"), []
+        for sides in self.maps:
+            if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+                raise UserError(f"token map {show(sides)}: give a pair (height, width)")
+            pair = zip(names, sides, strict=True)
+            maps.append(tuple(integer(name, side, 1, LARGEST_SIDE) for name, side in pair))
+        object.__setattr__(self, "maps", tuple(maps))
         if len(self.maps) > LARGEST_COUNT:
             raise UserError(f"{len(self.maps)} scales given: at most {LARGEST_COUNT} work")
 
@@ -81,10 +88,7 @@ class Schedule:
         """Position of the first token of each scale."""
         return (0, *self.ends[:-1])
 
-    @property
-    def num_drawn(self) -> int:
-        """The number of steps that draw an image; a step draws one scale."""
-        return self.num_scales
+    num_drawn = property(attrgetter("num_scales"))  # steps that draw an image, a scale each
 
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""
@@ -111,10 +115,3 @@ class Schedule:
     def scale_of_token(self) -> np.ndarray:
         """int32 [L]: the scale of each token."""
         return np.repeat(np.arange(self.num_scales, dtype=np.int32), self.tokens)
-
-
-def _pair(sides: object) -> tuple[int, int]:
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        raise UserError(f"token map {show(sides)}: give a pair (height, width)")
-    names = "height of a token map", "width of a token map"
-    return tuple(integer(n, side, 1, LARGEST_SIDE) for n, side in zip(names, sides, strict=True))

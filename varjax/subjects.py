@@ -6,6 +6,7 @@ images of any requests share a program.
 """
 
 import threading
+from difflib import get_close_matches
 
 import numpy as np
 from jaxtyping import PyTree
@@ -13,18 +14,19 @@ from jaxtyping import PyTree
 from varjax import arguments
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.models.labels import Labels, number_of
+from varjax.models.labels import Labels
 from varjax.text import prompt_ids
 from varjax.text.encoder import TextEncoder
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 MOST_CHARACTERS = 4000  # of a prompt
+MOST_SHOWN = 200  # of a wrong name, in a message
 EXAMPLES = ["a red apple on a white table", "a lighthouse at night", "a fox in the snow"]
 
 
 class Subjects:
     """The way from words to a model's conditions. names: of all classes; None: prompts are free.
-    examples: prompts to begin with."""
+    examples: prompts to begin with. Subclasses have `of`, or `_read(prompt)`, its arrays."""
 
     names: list[str] | None = None
     examples: list[str] = EXAMPLES
@@ -34,9 +36,6 @@ class Subjects:
         if label is not None or prompt is None:
             raise UserError("this model draws from text: give prompt")
         return self._read(arguments.text("prompt", prompt))
-
-    def _read(self, prompt: str) -> PyTree:
-        raise NotImplementedError
 
 
 def subjects(model: Model) -> Subjects:
@@ -56,7 +55,18 @@ class Classes(Subjects):
     def of(self, prompt: str | None, label: int | None) -> np.ndarray:
         if (prompt is None) == (label is None):
             raise UserError("give either prompt (the name of a class) or class (its number)")
-        label = number_of(arguments.text("prompt", prompt), self.names) if label is None else label
+        if label is None:  # a name, whatever its case and spaces, or a number
+            numbers = {name.casefold(): number for number, name in enumerate(self.names)}
+            plain = " ".join(arguments.text("prompt", prompt).casefold().split())
+            label = int(plain) if plain.isdecimal() and len(plain) < 10 else None
+            label = numbers.get(plain, label)
+        if label is None:
+            close = get_close_matches(plain[:MOST_SHOWN], numbers, 3, 0.5)
+            hint = f"; near it are {', '.join(map(repr, close))}" if close else ""
+            raise UserError(
+                f"there is no class {prompt[:MOST_SHOWN]!r}: give the name of one of "
+                f"{len(self.names)} classes, or its number{hint}"
+            )
         return Labels.of([label], len(self.names)).numbers
 
 

@@ -38,7 +38,7 @@ from varjax.engine.program import BuildOptions
 from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import parameters, stacked
-from varjax.nn.compiled import peak_bytes
+from varjax.nn.parameters import peak_bytes
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 

@@ -30,7 +30,7 @@ from varjax.engine.memory import show_bytes
 from varjax.engine.program import OutOfMemory
 from varjax.errors import choose
 from varjax.generator import Generator
-from varjax.nn.compiled import peak_bytes
+from varjax.nn.parameters import peak_bytes
 
 ALL = "all"
 DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes and lines

@@ -23,7 +23,7 @@ from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 from varjax.text import prompt_ids
-from varjax.text.prompt_tokenizer import PromptTokenizer, has_tokenizer
+from varjax.text.prompt_tokenizer import FILE, FOLDER, PromptTokenizer
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
@@ -154,7 +154,8 @@ class ConditionFlags:
             prompts = self._prompts.read_beside(self._ids, ids.prompts, len(ids.lens))
         else:
             prompts = self._given(model, weights)
-            if self._prompts.positive[0].value and (weights or has_tokenizer(model.directory)):
+            there = model.directory and (model.directory / FOLDER / FILE).is_file()
+            if self._prompts.positive[0].value and (weights or there):
                 tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
                 texts, config = prompts.texts, model.config
                 ids = prompt_ids.encode(texts, config, tokenizer, prompts.names, warn=warn)

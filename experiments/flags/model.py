@@ -12,7 +12,7 @@ from varjax.errors import UserError, choose
 from varjax.model import Model, describe
 from varjax.models import registry
 from varjax.models.infinity.config import SIZES, TEMPLATES
-from varjax.models.registry import convert_command, found
+from varjax.models.registry import found
 
 
 class ModelFlags:
@@ -100,7 +100,8 @@ class ModelFlags:
         if weights and not model.has_weights:
             raise UserError(
                 f"{model.name} is a published model without weights here: {otherwise}get them "
-                f"with `{convert_command(model.name)}`; --checkpoint={model.name} finds them then"
+                f"with `python -m ported_weights --model={model.name} --source=hub`; "
+                f"--checkpoint={model.name} finds them then"
             )
         return model
 

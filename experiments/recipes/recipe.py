@@ -146,7 +146,7 @@ class RecipeFlag:
 
     def _use(self, name: str) -> None:
         for flag, value in load(name).flags(self._command).items():
-            self._flags.set_default(flag, value)
+            next(v for v in self._flags.all_values() if flag in v).set_default(flag, value)
 
     @property
     def recipe(self) -> Recipe | None:

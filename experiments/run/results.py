@@ -21,7 +21,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.nn import parameters
-from varjax.nn.compiled import peak_bytes
+from varjax.nn.parameters import peak_bytes
 
 Arrays = dict[str, np.ndarray]
 FIDELITY = "fidelity/"  # names of per-image numbers in a part begin so
@@ -225,7 +225,7 @@ def dry_run_text(run: Run) -> str:
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
     ]
-    if reads := plan.reads():
+    if reads := plan.reads:
         rows.append(("reads", reads))
     if (length := getattr(run.condition, "padded_length", None)) is not None:
         taken = memory.show_bytes(need.condition)

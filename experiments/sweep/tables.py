@@ -181,7 +181,9 @@ def _with_interval(metric: Metric, row: dict, name: str) -> str:
     if name not in row:
         return ""
     ends = [row[f"{name}_{end}"] for end in ("low", "high") if f"{name}_{end}" in row]
-    return metric.show(row[name]) + (f" {metric.show_interval(*ends)}" if len(ends) == 2 else "")
+    number = metric.shown.split()[0]  # without the unit
+    between = ", ".join(number.format(float(end)) for end in ends)
+    return metric.show(row[name]) + (f" [{between}]" if len(ends) == 2 else "")
 
 
 def differences_as_text(report: dict) -> list[list[str]]:

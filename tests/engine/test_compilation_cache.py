@@ -1,14 +1,11 @@
 """Compiled programs kept on disk: where, and what is said about a start."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from varjax.engine import compilation_cache
-from varjax.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +33,14 @@ def start(size: int) -> str:
 
 def test_cold_warm_and_off(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache, "SHORTEST_S", 0.0)
-    compilation_cache.use(str(tmp_path / "programs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.use()
     assert start(100) == "cold"
     assert start(100) == "warm"
-    assert any((tmp_path / "programs").iterdir())
-    compilation_cache.use(compilation_cache.OFF)
+    assert any((tmp_path / "varjax" / "programs").iterdir())
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax_cache.reset_cache()
     assert start(100) == "off"
 
 
@@ -55,7 +55,7 @@ def test_generators_keep_their_programs(tmp_path, monkeypatch):
             assert start(102) == expected
         assert start(103) == "off"
     kept = list((tmp_path / "varjax" / "programs").iterdir())
-    compilation_cache.use(compilation_cache.OFF)
+    jax.config.update("jax_enable_compilation_cache", False)
     with compilation_cache.kept():
         assert start(104) == "off"
     assert kept and kept == list((tmp_path / "varjax" / "programs").iterdir())
@@ -64,12 +64,14 @@ def test_generators_keep_their_programs(tmp_path, monkeypatch):
 def test_places(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.use(None)
+    compilation_cache.use()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "varjax" / "programs")
-    compilation_cache.use(None)  # set already: it stays
-    monkeypatch.setenv("HOME", str(tmp_path))
-    compilation_cache.use("~/mine")
-    assert jax.config.jax_compilation_cache_dir == os.path.join(tmp_path, "mine")
+    mine = str(tmp_path / "mine")
+    jax.config.update("jax_compilation_cache_dir", mine)
+    compilation_cache.use()  # set already: it stays
+    assert jax.config.jax_compilation_cache_dir == mine
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write there"):
-        compilation_cache.use(str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.use()  # cannot write there: no cache
+    assert jax.config.jax_compilation_cache_dir is None

@@ -16,7 +16,7 @@ from varjax.generator import Generator
 def call(capsys, monkeypatch):
     """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
     experiments.run --flag=...`. The cache of compiled programs stays the tests' own."""
-    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
+    monkeypatch.setattr("varjax.engine.compilation_cache.use", lambda: None)
 
     def invoke(verb, *flags):
         package = importlib.import_module(f"experiments.{verb}")

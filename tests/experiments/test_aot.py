@@ -238,7 +238,7 @@ def test_compiles(call, target, attention, tmp_path):
     """
     if why := chips.why_unavailable(target):
         pytest.skip(why)
-    folder, written = checkpoint.demo_directory(), tmp_path / "found.json"
+    folder, written = checkpoint.embedded("demo", "model.json"), tmp_path / "found.json"
     if attention == "reference":
         folder = models.checkpoint_folder("b_k6_sharedaln")
     flags = (f"--checkpoint={folder}", "--segments=1", "--greedy", f"--attention={attention}")

@@ -31,7 +31,7 @@ from varjax.storage import checkpoint, manifest
 )
 def test_embedded_checkpoints(name, family, count):
     """Small, in bfloat16, of the same classes; those of VAR have the same sampling."""
-    folder = checkpoint.demo_directory(name)
+    folder = checkpoint.embedded(checkpoint.DEMOS[name], "model.json")
     content = manifest.read(folder, registry.FAMILIES)
     assert (content["family"], content["dtype"]) == (family, "bfloat16")
     assert content["num_classes"] == len(content["class_names"]) == 44
@@ -88,7 +88,7 @@ def test_the_demo_is_its_original_in_bfloat16(shared_dir, tmp_path):
     )
     convert.convert(published, str(tmp_path / "out"), say=lambda _: None)
     parts, again = checkpoint.load(tmp_path / "out", registry.CATALOGUE)
-    demo, described = checkpoint.load(checkpoint.demo_directory(), registry.CATALOGUE)
+    demo, described = checkpoint.load(checkpoint.embedded("demo", "model.json"), registry.CATALOGUE)
     for part in ("transformer", "codec"):
         ours, theirs = (parameters.named(p[part]) for p in (demo, parts))
         for name in theirs:

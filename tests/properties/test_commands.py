@@ -109,7 +109,7 @@ def places(tmp_path_factory):
     folder = root / "template"
     (folder / "folder").mkdir(parents=True)
     made_up_sweep.write(folder / "sweep")
-    demo = checkpoint.demo_directory()
+    demo = checkpoint.embedded("demo", "model.json")
     shutil.copy(demo / "calibration.json", folder)
     for name in ("junk.json", "junk.npz", "junk.pth"):
         (folder / name).write_bytes(b"{\xff junk")
@@ -166,7 +166,7 @@ def light(monkeypatch):
     monkeypatch.setattr(worker, "apart", lambda *_: dict(refused))
     monkeypatch.setattr(aot.listing, "text", lambda results: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
-    monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
+    monkeypatch.setattr("varjax.engine.compilation_cache.use", lambda: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     # what is light but takes most of the time: shapes of the same few models
     monkeypatch.setattr("varjax.nn.parameters.count", lambda module: 10**6)

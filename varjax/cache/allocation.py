@@ -8,6 +8,7 @@ returns, so one number per token, its last use, says everything.
 
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -91,10 +92,7 @@ class Geometry:
             return cls(schedule=TokenSequence(given.pop("tokens"), **given), **sizes)
         return cls(**given, **sizes)
 
-    @property
-    def kind(self) -> str:
-        """The unit that the model draws at a time: "scales" or "tokens"."""
-        return self.schedule.kind
+    kind = property(attrgetter("schedule.kind"))  # what is drawn at a time: "scales" or "tokens"
 
     @property
     def query_heads(self) -> int:

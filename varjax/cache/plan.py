@@ -9,6 +9,7 @@ pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,13 +68,8 @@ class CachePlan:
         """The policy's rule for this kind of model."""
         return self.policy.rule(self.geometry.kind)
 
-    @property
-    def budget(self) -> float:
-        return self.policy.budget
-
-    @property
-    def accounting(self) -> str:
-        return self.policy.accounting
+    budget = property(attrgetter("policy.budget"))
+    accounting = property(attrgetter("policy.accounting"))
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -101,20 +97,6 @@ class CachePlan:
         """Bytes of the full cache (last scale excluded) for a batch of images."""
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
-    def check_rows(self, config, sampling) -> int:
-        """The cache rows of an image under this sampling: two with guidance, else one. `UserError`
-        if the model cannot draw that way, or the plan is for another number of rows. config: of the
-        transformer."""
-        # guidance runs an unconditional row beside the conditional one, with a cache of its own
-        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
-        if self.geometry.rows_per_image != rows:
-            raise UserError(
-                f"the cache plan is for {self.geometry.rows_per_image} rows per image, guidance "
-                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-                f"(`Model.geometry_for`)"
-            )
-        return rows
-
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
         g, dtype = self.geometry, arguments.dtype("dtype", dtype, KV_DTYPES)
         batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
@@ -124,14 +106,8 @@ class CachePlan:
         per_row = 2 * g.head_dim * jnp.dtype(dtype).itemsize + scales
         return batch_size * g.rows_per_image * per_row
 
-    @property
-    def read_tokens(self) -> int | None:
-        """Tokens of a head that a query reads at most, where that is less than what is stored."""
-        return None
-
-    def reads(self) -> str | None:
-        """`read_tokens` in words."""
-        return None
+    # Tokens of a head that a query reads at most, where that is less than what is stored; in words.
+    read_tokens = reads = None
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
         """Returns what the policy knows beforehand about a batch of images, or None."""

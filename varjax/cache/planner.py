@@ -239,11 +239,8 @@ class _Search:
         # The searches of all devices begin with the same budgets: the policy is asked once for
         # each.
         known, found, limit = {}, [], self._limit(own)
-
-        def full(part: StaticAllocation) -> bool:
-            # what a further halving can find is less than rounding may cost
-            return peak_tokens(own, part) >= (1 - LOST_AT_MOST / 4) * limit
-
+        # what a further halving can find is less than rounding may cost
+        enough = (1 - LOST_AT_MOST / 4) * limit
         for number in range(groups):
 
             def attempt(budget: float, number=number) -> StaticAllocation | None:
@@ -252,7 +249,8 @@ class _Search:
                 part = known[budget][number]
                 return part if pool_slots(own, part, block_size) <= limit else None
 
-            found += filter(None, [self._bisected(attempt, full)])
+            best = self._bisected(attempt, lambda part: peak_tokens(own, part) >= enough)
+            found += [] if best is None else [best]
         return found
 
 

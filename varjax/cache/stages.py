@@ -12,6 +12,7 @@ nothing has to leave, so nothing here grows with the number of tokens.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import jax
 import numpy as np
@@ -23,7 +24,6 @@ from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
-from varjax.sequence import TokenSequence
 
 BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
 LOST_AT_MOST = 0.01
@@ -125,17 +125,9 @@ class TokenPlan(CachePlan):
 
     allocation: StageAllocation
 
-    @property
-    def sequence(self) -> TokenSequence:
-        return self.geometry.schedule
-
-    @property
-    def static_content(self) -> bool:
-        return not self.allocation.decides
-
-    @property
-    def chooses(self) -> bool:
-        return self.allocation.decides
+    sequence = property(attrgetter("geometry.schedule"))
+    chooses = property(attrgetter("allocation.decides"))
+    static_content = property(lambda self: not self.allocation.decides)
 
     @property
     def layer_slots(self) -> tuple[int, ...]:
@@ -214,8 +206,7 @@ class TokenPlan(CachePlan):
         return found if self.allocation.reads is None else found | {"reads": self.allocation.reads}
 
     def facts(self) -> dict[str, str]:
-        reads = self.reads()
-        return super().facts() | ({} if reads is None else {"reads": reads})
+        return super().facts() | ({} if self.reads is None else {"reads": self.reads})
 
     @property
     def read_tokens(self) -> int | None:
@@ -224,6 +215,7 @@ class TokenPlan(CachePlan):
             return None
         return self.sequence.condition + a.protected + int(a.reads[0])
 
+    @property
     def reads(self) -> str | None:
         a, condition = self.allocation, self.sequence.condition
         if a.reads is None:
@@ -244,8 +236,7 @@ class TokenPlan(CachePlan):
         live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
         # second differences: growth begins, ends or turns into a drop there
         turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
-        reads = self.reads()
-        lines = [] if reads is None else [f"reads     {reads}", ""]
+        lines = [] if self.reads is None else [f"reads     {self.reads}", ""]
         lines += ["stage  drawn before  held per head  live at its end"]
         for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
             drawn = max(0, s - 1) * period

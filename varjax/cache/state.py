@@ -85,10 +85,6 @@ class KVState:
     def block_size(self) -> int:
         return self.kv_pool.shape[2]
 
-    @property
-    def num_slots(self) -> int:
-        return self.kv_pool.shape[1] * self.kv_pool.shape[2]
-
 
 # --- storing ---
 

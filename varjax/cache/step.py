@@ -219,7 +219,7 @@ class DecidingStep:
             index = jnp.maximum(contents, 0)[..., None]  # of none an arbitrary one, never stored
             tokens = jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), tokens)
             tokens = jax.lax.optimization_barrier(tokens)
-            state = store_encoded(state, jnp.where(fresh, slots, state.num_slots), tokens)
+            state = store_encoded(state, jnp.where(fresh, slots, state.position.shape[1]), tokens)
         else:
             # Stored tokens keep their slots, so only the scale's own ones are written. Candidates
             # count stored tokens first, the kernel counts the scale's own from 0.
@@ -263,7 +263,7 @@ def _update_positions(
 ) -> KVState:
     """Records positions and accumulated attention of what the slots hold from now on: `slots` are
     the places of the (new) regions, `contents` the candidate in each, -1 for none."""
-    rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots  # "drop" skips slot `none`
+    rows, none = jnp.arange(len(slots))[:, None, None], state.position.shape[1]  # "drop" skips it
     here = jnp.where(contents >= 0, slots, none)
     chosen = jnp.maximum(contents, 0)
     # Slots become empty before others are filled: a head may take over, in this very step, a slot

@@ -8,6 +8,7 @@ is many small operations, and a GPU starts each of them as a kernel. Pools stay 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import slot_moves, target, token_attention
 from pallas_kernels.token_attention import Query
-from varjax.cache.observation import Needs, Observation, Rule
+from varjax.cache.observation import Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
@@ -51,10 +52,7 @@ class StageDecision:
     group_stage: int | None
     attention: str | None
     queries_per_head: int = 1
-
-    @property
-    def needs(self) -> Needs:
-        return self.rule.needs
+    needs = property(attrgetter("rule.needs"))
 
     @property
     def buffer(self) -> int:
@@ -101,7 +99,7 @@ class StageDecision:
             # XLA for GPUs cuts what it has just computed into layers by one kernel, but what a
             # branch returned by a kernel for each of them.
             reach = jnp.minimum(reach, EVERYTHING)
-            parts = zip(caches, _apart(reach, len(caches)), strict=True)
+            parts = zip(caches, jnp.split(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
         looks = tuple(map(_together, zip(*looks, strict=True)))
@@ -270,7 +268,8 @@ class StageDecision:
         elif mass is not None:
             mass = jnp.zeros_like(mass)  # the next stage has sums of its own
         caches = slot_moves.move_all(caches, slot, below=self.buffer, implementation=self.attention)
-        layers = (_apart(array, len(caches)) for array in (position, mass))
+        masses = [None] * len(caches) if mass is None else jnp.split(mass, len(caches))
+        layers = jnp.split(position, len(caches)), masses
         return tuple(
             replace(cache, position=position, mass=mass)
             for cache, position, mass in zip(caches, *layers, strict=True)
@@ -295,8 +294,3 @@ def _together(arrays: Sequence[Array | None]) -> Array | None:
     if len(arrays) == 1 or arrays[0] is None:
         return arrays[0]
     return jnp.concatenate(arrays)
-
-
-def _apart(array: Array | None, layers: int) -> Sequence[Array | None]:
-    """The inverse of `_together`: what each layer has."""
-    return [None] * layers if array is None else jnp.split(array, layers)

@@ -62,21 +62,14 @@ class CurrentToken:
 
 
 class TokenStep:
-    """A strategy, as the engine calls it. Those that decide have `at_once` and `decide`, too
-    (`StageDecision`)."""
+    """A strategy, as the engine calls it. All have
 
-    def current(
-        self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None
-    ) -> CurrentToken:
-        """Image token number `token`, once for all layers of this strategy. cache: of any of
-        them."""
-        raise NotImplementedError
+        current(cache, token, place) -> CurrentToken    image token number `token`, once for all
+            layers of this strategy; cache: of any of them
+        attend(cache, heads, current) -> (out [R, GN, H], cache)    stores a token and attends for
+            it
 
-    def attend(
-        self, cache: LayerCache, heads: Heads, current: CurrentToken
-    ) -> tuple[Float[Array, "R GN H"], LayerCache]:
-        """Stores a token and attends for it."""
-        raise NotImplementedError
+    and those that decide `at_once` and `decide`, too (`StageDecision`)."""
 
     def summed(self, cache: LayerCache, current: CurrentToken) -> QuerySum | None:
         """The running sum that this token's queries are added to, if there is one and every head

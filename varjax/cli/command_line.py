@@ -75,7 +75,7 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
             return 0
         own.parse(argv)
         if own.compiles:
-            compilation_cache.use(None)
+            compilation_cache.use()
         with jax_settings.pinned():
             status = main(argv[:1])
         sys.stdout.flush()

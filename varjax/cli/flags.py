@@ -112,7 +112,8 @@ class CommandFlags(Settings):
         self.example, self.essential, self.compiles = example, essential.split(), compiles
         self.groups: dict[str, Group] = {}
         self.argument_name: str | None = None
-        self._headings: list[tuple[str, set[str]]] = []
+        # each with the flags before it
+        self.headings: list[tuple[str, set[str]]] = []
         self._uses: dict[str, Callable[[str], object]] = {}
         self._choices: dict[str, Collection[str]] = {}
 
@@ -146,12 +147,7 @@ class CommandFlags(Settings):
 
     def heading(self, title: str) -> None:
         """Put the flags that follow below a heading of the help."""
-        self._headings.append((title, set(self.values)))
-
-    def heading_of(self, name: str) -> str:
-        """The heading that a flag was defined below; empty without one."""
-        before = [title for title, known in self._headings if name not in known]
-        return before[-1] if before else ""
+        self.headings.append((title, set(self.values)))
 
     def all_values(self) -> list[flags.FlagValues]:
         """The flags, and the settings of every group."""
@@ -166,10 +162,6 @@ class CommandFlags(Settings):
     def names(self) -> list[str]:
         """All that may be given by itself: flags, and the settings that are also flags."""
         return [*self.values, *itertools.chain(*(group.alone for group in self.groups.values()))]
-
-    def set_default(self, name: str, value: object) -> None:
-        """Change the default of a flag or setting; one that was given keeps its value."""
-        next(values for values in self.all_values() if name in values).set_default(name, value)
 
     def parse(self, argv: Sequence[str]) -> None:
         """Set everything from the arguments (program name first).

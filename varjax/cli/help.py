@@ -29,7 +29,8 @@ def help_text(main: Callable, own: CommandFlags) -> str:
     rank = {name: i for i, name in enumerate(own.essential)}
     found: dict[str, list[str]] = {"": []}
     for name in sorted(own.values, key=lambda name: rank.get(name, len(rank))):
-        title = own.heading_of(name) if name not in rank else ""
+        before = [title for title, known in own.headings if name not in {*known, *rank}]
+        title = before[-1] if before else ""
         group = own.groups.get(name)
         entry = _entry(own.values[name]) if group is None else _group(own.values[name], group)
         found.setdefault(title, []).append(entry)

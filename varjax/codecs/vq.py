@@ -207,7 +207,3 @@ class ChameleonVQConfig(CodebookConfig):
     @property
     def attended_levels(self) -> tuple[int, ...]:
         return tuple(i for i, side in enumerate(self._sides) if side in self.attn_resolutions)
-
-
-class ChameleonVQ(VQ):
-    """Codes `embedding` [V, C], decoder and, with `config.has_encoder`, encoder."""

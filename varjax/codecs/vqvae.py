@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, Int
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
 from varjax.codecs.levels import Levels
 from varjax.codecs.maps import HIGHEST, flatten_maps, nearest, resize_area, resize_bicubic
-from varjax.sampling import smooth_codes
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -229,12 +228,6 @@ class VQVAE(ImageCodec):
     def codes(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
         """Code vectors of drawn tokens, float32."""
         return self.quantizer.codebook()[tokens]
-
-    def smooth_codes(
-        self, filtered: Float[Array, "B T V"], keys: Array, ratio: Float[Array, ""]
-    ) -> Float[Array, "B T C"]:
-        """Mixtures of codes instead of drawn ones (`Sampling.more_smooth`)."""
-        return smooth_codes(filtered, keys, ratio, self.quantizer.codebook())
 
     def accumulate(
         self,

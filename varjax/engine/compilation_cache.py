@@ -6,17 +6,14 @@ commands and, where nobody has chosen one, for a `Generator`; and counts what ca
 
 import collections
 import contextlib
-import pathlib
 import tempfile
 from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from varjax.errors import UserError
 from varjax.storage.names import cache_folder
 
-OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
 SHORTEST_S = 0.5
 # events of JAX: a program was looked for in the cache; it was there
@@ -24,33 +21,20 @@ _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
-def use(place: str | None) -> None:
-    """Keeps compiled programs in a folder. `UserError` if the folder named cannot be written.
-
-    place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
-      (JAX_COMPILATION_CACHE_DIR), else `varjax/programs` in the user's cache folder. Where that
-      cannot be written there is no cache.
-    """
-    if place == OFF:
-        jax.config.update("jax_enable_compilation_cache", False)
-        _set(None)
-        return
-    # who names a folder wants a cache, even where the environment switched it off
-    if place:
-        jax.config.update("jax_enable_compilation_cache", True)
+def use() -> None:
+    """Keeps compiled programs in the folder that JAX was told (JAX_COMPILATION_CACHE_DIR), else in
+    `varjax/programs` of the user's cache folder. Where that cannot be written there is no cache."""
     # who set JAX's own variable has chosen, and may share the folder with other programs
-    if place is None and jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir:
         return
-    folder = pathlib.Path(place).expanduser() if place else cache_folder("programs")
-    try:  # asking for permissions is not enough: for root they always look right
+    folder = cache_folder("programs")
+    # asking for permissions is not enough: for root they always look right
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        if place is None:
-            return
-        message = f"{folder}: cannot write there; name another folder or {OFF!r}"
-        raise UserError(message) from None
-    _set(str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_S)
+        compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
 @contextlib.contextmanager
@@ -63,19 +47,13 @@ def kept() -> Iterator[None]:
         yield
         return
     shortest = config.jax_persistent_cache_min_compile_time_secs
-    use(None)
+    use()
     try:
         yield
     finally:
         config.update("jax_compilation_cache_dir", None)
         config.update("jax_persistent_cache_min_compile_time_secs", shortest)
         compilation_cache.reset_cache()
-
-
-def _set(folder: str | None) -> None:
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_S)
-    compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
 events = collections.Counter()  # of this process; there is no public way to stop listening

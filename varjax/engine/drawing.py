@@ -38,7 +38,14 @@ def drawing(
     that do not fit, or a plan for another number of rows. batch_size: images on the whole mesh."""
     config, schedule = networks["transformer"].config, plan.geometry.schedule
     check_cut(schedule, options.segments, options.layers)
-    plan.check_rows(config, sampling)
+    # guidance runs an unconditional row beside the conditional one, with a cache of its own
+    rows, planned = 1 + config.is_guided(config.check_sampling(sampling)), plan.geometry
+    if planned.rows_per_image != rows:
+        raise UserError(
+            f"the cache plan is for {planned.rows_per_image} rows per image, guidance "
+            f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
+            f"(`Model.geometry_for`)"
+        )
     if isinstance(plan, TokenPlan):
         numbers = range(plan.geometry.num_layers)
         layers = tuple(token_step(plan, i, options.attention) for i in numbers)

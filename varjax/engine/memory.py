@@ -151,8 +151,15 @@ class _WidestStep:
         all slots of a layer."""
         plan, config = self.plan, self.config
         if isinstance(plan, TokenPlan):
-            tokens, attention = config.condition_tokens, self._token_attention(plan)
-            return max(self.layer(tokens) + attention, self.logits(self.batch_size, 1))
+            condition, g = config.condition_tokens, plan.geometry
+            queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+            # the reference converts keys and values to float32
+            whole = 4 * 2 * g.head_dim if self.kv_dtype.itemsize < 4 else 0
+            scores = SCORE_ARRAYS * g.queries_per_head * 4  # of a query of every head with one slot
+            # one query of the token and the window's queries score all slots of a layer
+            token = max(plan.layer_slots) * (scores * queries + whole)
+            attention = self.rows * g.num_heads * max(scores * condition**2, token)
+            return max(self.layer(condition) + attention, self.logits(self.batch_size, 1))
         tokens = max(plan.geometry.schedule.tokens)
         attention = self._scale_attention(plan, tokens)
         # images whose logits exist at one time: sampling takes a batch in chunks
@@ -160,17 +167,6 @@ class _WidestStep:
         # All rows of the head's input stay alive while logits are made for a few images at a time.
         last = self.rows * tokens * config.embed_dim * self.dtype.itemsize
         return max(self.layer(tokens) + attention, self.logits(chosen, tokens) + last)
-
-    def _token_attention(self, plan: TokenPlan) -> int:
-        condition, geometry = self.config.condition_tokens, plan.geometry
-        group, slots = geometry.queries_per_head, max(plan.layer_slots)
-        queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
-        # the reference converts keys and values to float32
-        whole = 4 * 2 * geometry.head_dim if self.kv_dtype.itemsize < 4 else 0
-        # one query of the token and the window's queries score all slots of a layer
-        token = slots * (SCORE_ARRAYS * queries * group * 4 + whole)
-        most = max(SCORE_ARRAYS * condition * condition * group * 4, token)
-        return self.rows * geometry.num_heads * most
 
     def _scale_attention(self, plan: ScalePlan, tokens: int) -> int:
         keys = tokens + int(plan.capacity.max(initial=0))

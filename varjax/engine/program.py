@@ -141,7 +141,8 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
     platform: "cpu", "gpu" or "tpu".
     """
     transformer = networks["transformer"]
-    if how == UNROLL or how == AUTO and platform != "tpu" and _is_large(transformer):
+    large = stacked.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
+    if how == UNROLL or (how == AUTO and platform != "tpu" and large):
         stacked.separate(transformer.blocks, transformer.once)
     else:
         stacked.restack(transformer.blocks)
@@ -161,15 +162,10 @@ def plan_segments(
     """
     # In a small program the bodies' compile time counts, in a large one what padding costs.
     transformer = networks["transformer"]
-    if not _is_large(transformer):
+    if stacked.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
         return segments.plan_segments(schedule, wanted)
     tile = segments.TILE if transformer.bits is None else segments.TILE_8_BITS
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
-
-
-def _is_large(transformer: nnx.Module) -> bool:
-    """Whether products with its weights take most of the time."""
-    return stacked.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
 
 
 def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:

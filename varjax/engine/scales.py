@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.residual import Vectors
+from varjax import sampling as sampling_lib
 from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, observed_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
@@ -79,14 +80,13 @@ class ScaleSpec:
         # static contents do not depend on images: nothing has to be copied
         if self.plan.static_content:
             return shared
-        inputs = self.plan.policy_inputs(image_index)
-
-        # `replace` keeps the shared arrays, which may be on the device already
-        def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
-            mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
-            return replace(given, layers=replace(given.layers, policy=mine))
-
-        return tuple(map(filled, shared, self.segments))
+        inputs, found = self.plan.policy_inputs(image_index), []
+        for given, segment in zip(shared, self.segments, strict=True):
+            scales = np.asarray(segment.scales)
+            mine = jax.tree.map(lambda a, scales=scales: np.asarray(a)[scales], inputs)
+            # `replace` keeps the shared arrays, which may be on the device already
+            found.append(replace(given, layers=replace(given.layers, policy=mine)))
+        return tuple(found)
 
     def input_names(self, inputs: tuple[SegmentInputs, ...]) -> tuple[SegmentInputs, ...]:
         """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
@@ -251,7 +251,8 @@ def _sample(
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             # what later scales see is a mixture of codes; the tokens stay those that were drawn
-            mixed = codec.smooth_codes(filtered, keys[index], step.ratio)
+            book = codec.quantizer.codebook()
+            mixed = sampling_lib.smooth_codes(filtered, keys[index], step.ratio, book)
             # a given token stands for its own code
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.options.keep_logits else {}

@@ -108,14 +108,13 @@ class LPIPS(nnx.Module):
         self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
     ) -> Float[Array, "B taps"]:
         """The distance of every pair at every tap; LPIPS is their sum."""
-
-        def unit(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:  # zeros stay zeros
-            return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + UNIT_EPSILON)
-
         found = []
         taps = zip(self.activations(a), self.activations(b), strict=True)
-        for number, (x, y) in enumerate(taps):
-            squares = jnp.square(unit(x) - unit(y))
+        for number, pair in enumerate(taps):
+            lengths = (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) for x in pair)
+            # of unit length; zeros stay zeros
+            x, y = (x / (length + UNIT_EPSILON) for x, length in zip(pair, lengths, strict=True))
+            squares = jnp.square(x - y)
             head = getattr(self, f"head_{number}")[...]
             found.append((squares * head).sum(-1).mean((1, 2)))
         return jnp.stack(found, axis=1)

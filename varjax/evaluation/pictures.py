@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import UInt8
 
 from varjax.errors import UserError, require, some
 from varjax.io import pictures
@@ -51,8 +50,8 @@ class PictureArray:
 
     def __init__(self, path: Path):
         self.where = str(path)
-        self._rows = npz.Rows(path, ARRAY)
-        shape, dtype = self._rows.shape, self._rows.dtype
+        rows = npz.Rows(path, ARRAY)
+        self.read, shape, dtype = rows.read, rows.shape, rows.dtype
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or 0 in shape:
             raise UserError(
                 f"{path}: array `{ARRAY}` is {dtype} {list(shape)}: pictures are uint8"
@@ -77,9 +76,6 @@ class PictureArray:
         numbers = lists[NUMBERS].tolist() if NUMBERS in lists else []
         distinct = len(set(numbers)) == self.count
         self.keys: Sequence[int] = numbers if distinct else range(self.count)
-
-    def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]:
-        return self._rows.read(first, end)
 
 
 class _Encoded:
@@ -156,25 +152,18 @@ class PictureFolder(_Encoded):
             )
         self._map = ThreadPoolExecutor(os.cpu_count()).map
         super().__init__(self.files, fit)
-        self.keys = _keys(self.files)
+        # the names as numbers, if all of them are numbers that differ; else without their endings
+        stems = [re.sub(r"\.[^./]+$", "", name) for name in self.files]
+        last = [stem.rpartition("/")[2] for stem in stems]
+        digits = all(text.isascii() and text.isdigit() and len(text) < 19 for text in last)
+        numbers = list(map(int, last)) if digits else []
+        self.keys = numbers if len(set(numbers)) == len(stems) else stems
 
     def _name(self, number: int) -> str:
         return str(self._folder / self.files[number])
 
     def _bytes(self, number: int) -> bytes:
         return pictures.content(self._folder / self.files[number], self._name(number))
-
-
-def _keys(files: Sequence[str]) -> Sequence[int] | Sequence[str]:
-    """The names as numbers, if all of them are numbers that differ; else the paths without their
-    endings."""
-    stems = [re.sub(r"\.[^./]+$", "", name) for name in files]
-    last = [stem.rpartition("/")[2] for stem in stems]
-    if all(text.isascii() and text.isdigit() and len(text) < 19 for text in last):
-        numbers = list(map(int, last))
-        if len(set(numbers)) == len(numbers):
-            return numbers
-    return stems
 
 
 class PackedPictures(_Encoded):

@@ -57,12 +57,8 @@ def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> 
 
 def _below(folder: Path) -> Iterator[Path]:
     """Gives all files, of linked folders too, each folder once. `OSError`: one cannot be listed."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
     known = {os.path.realpath(folder)}
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=ordinary.refuse, followlinks=True):
         seen = {name: os.path.realpath(Path(place, name)) for name in folders}
         folders[:] = [n for n in folders if not ordinary.is_hidden(n) and seen[n] not in known]
         known.update(seen[name] for name in folders)
@@ -149,11 +145,6 @@ def fit_picture(
     # resize(box=...) would look at pixels outside the part
     middle = _pillow().fromarray(picture[top : top + cut[0], left : left + cut[1]])
     return np.asarray(middle.resize((w, h), _pillow().Resampling[how]))
-
-
-def fit_mask(drawn: Bool[np.ndarray, "H W"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
-    """`fit_picture` of a mask, without levels between."""
-    return fit_picture(drawn.astype(np.uint8) * np.uint8(WHITE), size, "NEAREST") == WHITE
 
 
 def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import numpy as np
 
@@ -11,7 +10,6 @@ from varjax.conditions import MOST_IMAGES, ConditionKind, Model
 from varjax.errors import UserError, show, some
 
 MOST_NAMED = 10  # wrong labels that a message names
-MOST_SHOWN = 200  # characters of a wrong name, in a message
 LABELS_WANTED = "give a list of class numbers, one for each image"
 
 
@@ -50,23 +48,6 @@ class Labels:
     @property
     def captions(self) -> list[str] | None:
         return None if self.names is None else [self.names[i] for i in self.numbers]
-
-
-def number_of(words: str, names: Sequence[str]) -> int:
-    """The class of a text: its name, whatever its case and spaces, or its number. `UserError` with
-    the nearest names if there is none."""
-    numbers = {name.casefold(): number for number, name in enumerate(names)}
-    plain = " ".join(words.casefold().split())
-    if plain in numbers:
-        return numbers[plain]
-    if plain.isdecimal() and len(plain) < 10:
-        return int(plain)
-    close = get_close_matches(plain[:MOST_SHOWN], numbers, 3, 0.5)
-    hint = f"; near it are {', '.join(map(repr, close))}" if close else ""
-    raise UserError(
-        f"there is no class {words[:MOST_SHOWN]!r}: give the name of one of {len(names)} classes, "
-        f"or its number{hint}"
-    )
 
 
 class LabelKind(ConditionKind):

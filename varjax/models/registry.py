@@ -1,6 +1,5 @@
 """The known models: families and published sizes."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from flax import nnx
 
 from varjax import own_modules
 from varjax.codecs import bsq as bsq
-from varjax.codecs.vq import VQ, ChameleonVQ, ChameleonVQConfig, VQConfig
+from varjax.codecs.vq import VQ, ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.errors import UserError, choose, show
 from varjax.models import janus, llamagen, lumina, var
@@ -82,7 +81,7 @@ FAMILIES = {
     "lumina": _family(
         "lumina",
         Part("Lumina", lumina.LuminaConfig, lumina.Lumina),
-        Part("ChameleonVQ", ChameleonVQConfig, ChameleonVQ),
+        Part("ChameleonVQ", ChameleonVQConfig, VQ),
         ("vocab_size",),
         prompt_ids=PROMPT_IDS,
     ),
@@ -229,29 +228,18 @@ def own_parts(
     return found
 
 
-def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module that registers models of your own, once, and returns their names, which
-    `varjax.load` and --model take from now on. `UserError`: it is not there, fails while it is
-    imported, or registers nothing or a taken name."""
-    return own_modules.load([OWN], path_or_name)
-
-
 OWN = own_modules.Kind(
     "model",
     (PRESETS, FAMILIES),
     lambda preset: type(preset.configs["transformer"]).__module__,
     "call varjax.models.registry.register('its_name', ...)",
 )
+load_module = OWN.load
 
 
 def preset(name: str) -> Preset:
     """The published size called `name`; `UserError` with the list of sizes otherwise."""
     return PRESETS[choose("model", name, PRESETS)]
-
-
-def convert_command(name: str) -> str:
-    """The command that gets and converts the weights of a published model."""
-    return f"python -m ported_weights --model={name} --source=hub"
 
 
 def found(name_or_directory: str | Path | None) -> str | Path | None:

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from varjax import sampling as sampling_lib
 from varjax.errors import UserError
@@ -32,6 +32,8 @@ class Transformer(nnx.Module):
     `sequence(one_slot)` is the order of an image, as the cache sees it: scales or tokens. one_slot:
     whether one slot stands for the whole condition where the model allows it. `code_map(codec)` is
     height, width and channels of the latent map that a codec of this configuration decodes.
+    `condition_shapes(images, text_tokens)` are shapes and types of what `encode_condition` takes
+    for so many images. text_tokens: padded length of texts; None: the most that the model takes.
     """
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
@@ -51,11 +53,6 @@ class Transformer(nnx.Module):
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""
         return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
-
-    def condition_shapes(self, images: int, text_tokens: int | None = None) -> PyTree:
-        """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
-        length of texts; None: the most that the model takes."""
-        raise NotImplementedError
 
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None

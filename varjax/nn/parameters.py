@@ -67,6 +67,14 @@ def shapes(module: nnx.Module, dtype) -> nnx.Module:
     return jax.tree.map(shape, module, is_leaf=quantized.is_one)
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes on one device while a program runs: its arguments (the weights that it reads among
+    them), its results and its temporaries."""
+    stats = compiled.memory_analysis()
+    own = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
 def default_dtype() -> str:
     """The usual type of weights: bfloat16 on accelerators, float32 on a CPU, where bfloat16 is not
     faster."""

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import ClassVar, Self
 
 from varjax.errors import UserError, nearest, show
@@ -160,10 +161,8 @@ class TransformerConfig(Configuration):
     num_classes = 0
     queries_per_head = 1
 
-    @property
-    def token_maps(self) -> tuple[tuple[int, int], ...]:
-        """Heights and widths of the maps of tokens that are drawn, one after the other."""
-        return self.schedule.maps
+    # heights and widths of the maps of tokens that are drawn, one after the other
+    token_maps = property(attrgetter("schedule.maps"))
 
     @property
     def total_tokens(self) -> int:

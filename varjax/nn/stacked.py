@@ -9,6 +9,7 @@ arrays where they lie; every layer is then a body of its own, which takes longer
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
 import jax
@@ -35,9 +36,7 @@ class Turned:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape[::-1]
 
-    @property
-    def dtype(self):
-        return self.array.dtype
+    dtype = property(attrgetter("array.dtype"))
 
     def product(self, x: Float[Array, "... D_in"], dtype=None) -> Float[Array, "... D_out"]:
         """`x @ matrix`, with the matrix as the left operand. dtype: of the result; None: its

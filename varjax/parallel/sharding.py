@@ -19,12 +19,14 @@ from jaxtyping import Array, PyTree
 
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
-from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_specs
+from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_spec
 from varjax.nn.stacked import Leaf
 from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
 
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
+# results along `model` are equal on all devices because of the sums per layer
+_unchecked = partial(jax.shard_map, check_vma=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ class ShardedProgram:
         state = _state_names(spec.plan, spec.mesh, kv_dtype)
         given = jax.tree.map(lambda _: images, given)
         names = weights.names(networks), state, images, images, spec.input_names(inputs), given
-        return cls(mesh, spec, mesh_specs(names, mesh.axis_names))
+        return cls(mesh, spec, jax.tree.map(lambda a: mesh_spec(a, mesh.axis_names), names))
 
     def __call__(self, *arguments):
         state = self.specs[1]
@@ -69,13 +71,8 @@ class ShardedProgram:
 
         names = ["tokens", "code_map"] + ["logits"] * self.spec.options.keep_logits
         results = {name: P(DATA) for name in names}
-        return self._on_mesh(run, self.specs, (results, state))(*arguments)
-
-    def _on_mesh(self, function, in_specs, out_specs):
-        # Unchecked: results along `model` are equal on all devices because of the sums per layer.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        where = {"mesh": self.mesh, "in_specs": self.specs, "out_specs": (results, state)}
+        return _unchecked(run, **where)(*arguments)
 
     def place_shapes(self, which: int | slice, arguments: Tree) -> Tree:
         """Return shapes of some arguments, placed on the mesh. which: their place in `specs`."""
@@ -89,7 +86,8 @@ class ShardedProgram:
     def over_images(self, function: Callable[..., Array]) -> Callable[..., Array]:
         """Make every device along `data` run `function(networks, array [B, ...]) -> array [B, ...]`
         for its own images."""
-        return self._on_mesh(function, (self.specs[0], P(DATA)), P(DATA))
+        given = (self.specs[0], P(DATA))
+        return _unchecked(function, mesh=self.mesh, in_specs=given, out_specs=P(DATA))
 
     @cached_property
     def shardings(self) -> tuple:

@@ -114,13 +114,10 @@ class TrainingMesh:
     def _in_use(self, array: jax.Array) -> jax.Array:
         divided = self.state(array)
         whole = partial(jax.lax.with_sharding_constraint, shardings=self.whole())
-
-        def summed(_, gradient):
-            return (jax.lax.with_sharding_constraint(gradient, divided),)
-
+        summed = partial(jax.lax.with_sharding_constraint, shardings=divided)
         gather = jax.custom_vjp(whole)
         # not `gather` again: `but_gathered` has to see the operation
-        gather.defvjp(lambda a: (whole(a), None), summed)
+        gather.defvjp(lambda a: (whole(a), None), lambda _, gradient: (summed(gradient),))
         return gather(array)
 
     def differentiated(self, layer: Callable, once: Collection[str], again: bool) -> Callable:

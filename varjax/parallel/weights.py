@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from flax import nnx
@@ -47,11 +48,8 @@ def map_weights(
             return function(leaf, split)
         if split is None:
             return jax.tree.map(lambda array: function(array, None), leaf)
-
-        def along(array: Leaf, axis: int | None) -> object:
-            return function(array, None if axis is None else dataclasses.replace(split, axis=axis))
-
-        return leaf.by_axis(along, split.axis)
+        at = partial(dataclasses.replace, split)
+        return leaf.by_axis(lambda a, n: function(a, None if n is None else at(axis=n)), split.axis)
 
     return jax.tree_util.tree_map_with_path(
         with_split, networks, is_leaf=lambda a: quantized.is_one(a) or isinstance(a, Turned)
@@ -60,11 +58,10 @@ def map_weights(
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
     """Bytes of the weights on one device, if `parts` devices share the divided ones."""
-
-    def size(leaf: Leaf, split: Split | None) -> int:
-        return math.prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
-
-    return sum(jax.tree.leaves(map_weights(size, networks)))
+    sizes = map_weights(
+        lambda a, split: math.prod(a.shape) * a.dtype.itemsize // (parts if split else 1), networks
+    )
+    return sum(jax.tree.leaves(sizes))
 
 
 def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:

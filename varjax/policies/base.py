@@ -6,7 +6,6 @@ manual. It never moves bytes.
 """
 
 import dataclasses
-import types
 from dataclasses import dataclass, fields
 from typing import ClassVar, NoReturn, TypeVar
 
@@ -139,7 +138,9 @@ class Policy(Rule):
     def argument_types(cls) -> dict[str, str]:
         """The `--policy_args` and their types: all fields of types that a text can give, but the
         budget and those with a leading underscore."""
-        kinds = {f.name: _name_of(f.type) for f in fields(cls)}
+        # an annotation is a type, several of them, or their text
+        types = {f.name: f.type for f in fields(cls)}
+        kinds = {n: t.__name__ if isinstance(t, type) else str(t) for n, t in types.items()}
         return {n: k for n, k in kinds.items() if n != "budget" and n[0] != "_" and k in _KINDS}
 
     @classmethod
@@ -231,13 +232,9 @@ class Policy(Rule):
     policy = property(lambda self: self)  # the policy is a rule itself, of its own arguments
 
     @classmethod
-    def _rules(cls) -> dict[str, type[Rule]]:
-        return {rule.kind: rule for rule in (cls, cls.token_rule) if rule is not None}
-
-    @classmethod
     def serves(cls, kind: str) -> bool:
         """Whether it has a rule for models that draw this at a time: "scales" or "tokens"."""
-        return kind in cls._rules()
+        return kind in (cls.kind, getattr(cls.token_rule, "kind", None))
 
     def rule(self, kind: str) -> Rule:
         """The policy's rule for models that draw `kind` (`Geometry.kind`) at a time.
@@ -246,7 +243,8 @@ class Policy(Rule):
           UserError: it does not serve such models, or was given an argument that only others have
             a use for.
         """
-        draws, rules = {SCALES: "scale by scale", TOKENS: "token by token"}, self._rules()
+        draws = {SCALES: "scale by scale", TOKENS: "token by token"}
+        rules = {rule.kind: rule for rule in (type(self), self.token_rule) if rule is not None}
         if kind not in rules:
             self.refuse(f"it does not serve models that draw {draws[kind]}: {self.unsuited}")
         for f in fields(self):
@@ -313,11 +311,6 @@ def per_layer(geometry: Geometry, values: ArrayLike) -> np.ndarray:
     """[K, L, ...]: the same values for every scale and layer, as `Rule.inputs` wants them."""
     shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
     return np.broadcast_to(values, shape)
-
-
-def _name_of(kind: type | types.UnionType | str) -> str:
-    """Returns "int" for the type and for its name, which an annotation may be; "int | None" too."""
-    return str(kind) if isinstance(kind, types.UnionType) else getattr(kind, "__name__", kind)
 
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

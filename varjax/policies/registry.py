@@ -1,7 +1,6 @@
 """The one list of policies: it drives the command-line values, the README table and the generic
 tests; `load_module` adds policies of your own to it."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -63,25 +62,10 @@ def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
     return policy
 
 
-def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module that registers policies of your own, once.
-
-    Args:
-      path_or_name: a .py file anywhere, or the import name of a module.
-
-    Returns:
-      The names of its policies, which are in `POLICIES` from now on.
-
-    Raises:
-      UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
-        `POLICIES` is then as it was.
-    """
-    return own_modules.load([OWN], path_or_name)
-
-
 OWN = own_modules.Kind(
     "policy",
     (POLICIES,),
     attrgetter("__module__"),
     "decorate a class with @register('its_name')",
 )
+load_module = OWN.load

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import jax
 
 from varjax.errors import UserError
+from varjax.storage import ordinary
 
 LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add
 LONGEST_PATH = 4096 - 1024  # bytes that a file system allows, less what is written inside
@@ -77,12 +78,8 @@ def check_new_folder(
 def _foreign(folder: Path, written: set[str]) -> Iterator[str]:
     """Files and folders below a folder that were not written there. Links are not followed.
     `OSError` if a folder in it cannot be read."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
     leading = {str(above) for name in written for above in PurePosixPath(name).parents}
-    for place, folders, files in os.walk(folder, onerror=refuse):
+    for place, folders, files in os.walk(folder, onerror=ordinary.refuse):
         for name in sorted(folders + files):
             path = Path(place, name)
             below, mode = path.relative_to(folder).as_posix(), path.lstat().st_mode

@@ -39,11 +39,6 @@ COMPUTED = {"files", "own_folders", "beside"}  # entries of `model.json` about w
 OWN_FOLDERS = ("text_encoder", "inception", "lpips", "classifier")
 
 
-def demo_directory(name: str = "demo") -> Path:
-    """The folder of an embedded demo checkpoint. name: a key of `DEMOS`."""
-    return embedded(DEMOS[name], manifest.NAME)
-
-
 def embedded(folder: str, file: str) -> Path:
     """A folder of weights that come with varjax, found by a file in it. `UserError` if it is not
     installed."""

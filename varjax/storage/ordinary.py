@@ -52,6 +52,11 @@ def check_folder(folder: str | os.PathLike) -> None:
             raise _other(path)
 
 
+def refuse(error: OSError) -> None:
+    """Raises an error over a folder that cannot be listed, which `os.walk` would leave out."""
+    raise error
+
+
 def is_hidden(name: str) -> bool:
     """Whether a file or folder belongs to a system, not to a user's data: `.DS_Store`, `._0.png`,
     `.ipynb_checkpoints`, ..."""

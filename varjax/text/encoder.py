@@ -16,9 +16,8 @@ from jaxtyping import Array, Float, Int
 from varjax.arguments import instance, integer, path, texts
 from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError
-from varjax.nn.compiled import peak_bytes
 from varjax.nn.families import Catalogue, Part
-from varjax.nn.parameters import default_dtype
+from varjax.nn.parameters import default_dtype, peak_bytes
 from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.prompt_set import Tell, no_known_word, warn

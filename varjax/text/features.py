@@ -57,8 +57,10 @@ class TextFeatures(PromptSet):
             raise UserError("negative_kv and negative_lens belong together: give both or none")
         if self.negative_kv is not None:  # a single text serves all prompts
             self._check_rows("negative_kv", "negative_lens")
-            if self.negative_kv.shape[1] != self.width:
-                raise UserError(f"negative_kv is not {self.width} wide as kv: encode both alike")
+            if self.negative_kv.shape[1] != self.kv.shape[1]:
+                raise UserError(
+                    f"negative_kv is not {self.kv.shape[1]} wide as kv: encode both alike"
+                )
             if len(self.negative_lens) not in (1, len(self.lens)):
                 raise UserError(
                     f"negative_lens has {len(self.negative_lens)} entries: give one for each of "
@@ -110,14 +112,10 @@ class TextFeatures(PromptSet):
 
     def _padded(self, kv: np.ndarray, lens: np.ndarray, which: np.ndarray) -> np.ndarray:
         starts = np.cumsum(lens) - lens
-        result = np.zeros((len(which), self.padded_length, self.width), np.float32)
+        result = np.zeros((len(which), self.padded_length, self.kv.shape[1]), np.float32)
         for row, i in zip(result, which, strict=True):
             row[: lens[i]] = kv[starts[i] : starts[i] + lens[i]]
         return result
-
-    @property
-    def width(self) -> int:
-        return self.kv.shape[1]
 
     @property
     def longest(self) -> int:
@@ -139,9 +137,9 @@ class TextFeatures(PromptSet):
     def fitted(self, text_channels: int, text_maxlen: int) -> "TextFeatures":
         """These features for a model that takes this width and at most so many tokens; `UserError`
         if they have another width or a text is too long."""
-        if self.width != text_channels:
+        if self.kv.shape[1] != text_channels:
             raise UserError(
-                f"features are {self.width} wide, the model takes {text_channels}: encode the"
+                f"features are {self.kv.shape[1]} wide, the model takes {text_channels}: encode the"
                 " prompts with the encoder that the model was trained with"
             )
         return replace(self, text_maxlen=text_maxlen)
@@ -169,5 +167,5 @@ def load(
     arrays = read_arrays("text features", path, ("kv", "lens"), _OPTIONAL)
     with about(f"text features {path}"):
         found = TextFeatures(**arrays, text_maxlen=2**31 - 1)
-        channels = found.width if text_channels is None else text_channels
+        channels = found.kv.shape[1] if text_channels is None else text_channels
         return found.fitted(channels, text_maxlen or max(MAX_LENGTH, found.longest))

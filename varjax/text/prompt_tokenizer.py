@@ -91,8 +91,3 @@ class PromptTokenizer:
             f"{self.path} {what}, which prompts of the model need: give the {FILE} that was"
             f" published with it, {INSTEAD}"
         )
-
-
-def has_tokenizer(directory: str | os.PathLike | None) -> bool:
-    """Whether there is a tokenizer in the folder of a checkpoint; None: there is no folder."""
-    return directory is not None and (Path(directory) / FOLDER / FILE).is_file()

@@ -91,22 +91,6 @@ class T5Config(published.Configuration):
         return {**super().to_published(), "feed_forward_proj": FEED_FORWARD}
 
 
-def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
-    """The entry of the position bias for each (query, key). Half of the buckets are for keys
-    before the query or at it, half for keys after it. In each half the first buckets stand for
-    single distances, the others for ranges of distances that grow by a constant factor."""
-    half = config.relative_attention_num_buckets // 2
-    exact = half // 2
-    offset = np.arange(length)[None, :] - np.arange(length)[:, None]
-    distance = np.abs(offset)
-    # float32 in the published order of operations: where the quotient is whole, it decides
-    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-    span = np.float32(math.log(config.relative_attention_max_distance / exact))
-    far = exact + (ratio / span * np.float32(half - exact)).astype(np.int32)
-    near = np.where(distance < exact, distance, np.minimum(far, half - 1))
-    return (near + half * (offset > 0)).astype(np.int32)
-
-
 def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
     init = jax.nn.initializers.normal(std)
     return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
@@ -156,8 +140,21 @@ class T5Encoder(nnx.Module):
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
         """The addition to the scores of every layer: the bias of relative positions, and the mask
-        that hides all but the first `lengths` of `size` tokens."""
-        buckets = jnp.asarray(relative_buckets(self.config, size))
+        that hides all but the first `lengths` of `size` tokens.
+
+        Half of the buckets are for keys before the query or at it, half for keys after it. In each
+        half the first buckets stand for single distances, the others for ranges of distances that
+        grow by a constant factor."""
+        half = self.config.relative_attention_num_buckets // 2
+        exact = half // 2
+        offset = np.arange(size)[None, :] - np.arange(size)[:, None]
+        distance = np.abs(offset)
+        # float32 in the published order of operations: where the quotient is whole, it decides
+        ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+        span = np.float32(math.log(self.config.relative_attention_max_distance / exact))
+        far = exact + (ratio / span * np.float32(half - exact)).astype(np.int32)
+        near = np.where(distance < exact, distance, np.minimum(far, half - 1))
+        buckets = jnp.asarray((near + half * (offset > 0)).astype(np.int32))
         relative = self.position_bias[...].astype(jnp.float32)[buckets].transpose(2, 0, 1)
         is_text = jnp.arange(size) < lengths[:, None]
         return jnp.where(is_text[:, None, None], relative, MASKED)

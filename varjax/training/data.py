@@ -145,7 +145,13 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     if not count:
         return pictures
     labels = np.tile(pictures.train_labels, 1 + count)
-    moves = decoding.draw_moves(len(pictures.train), count, seed)
+    # for each copy of each picture an index into `MOVES`
+    rng, moves = (
+        np.random.default_rng((seed, count)),
+        np.empty((len(pictures.train), count), np.int8),
+    )
+    for i in range(len(moves)):
+        moves[i] = rng.choice(len(decoding.MOVES), count, replace=False)
     if isinstance(pictures.train, decoding.InFiles):
         return replace(pictures, train=replace(pictures.train, moves=moves), train_labels=labels)
     train = np.empty((1 + count, *pictures.train.shape), np.uint8)

@@ -62,14 +62,6 @@ def list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[
     return chosen, labels, tuple(numbers)
 
 
-def draw_moves(pictures: int, copies: int, seed: int) -> Int[np.ndarray, "N copies"]:
-    """For each copy of each picture an index into `MOVES`; those of a picture are all different."""
-    rng, found = np.random.default_rng((seed, copies)), np.empty((pictures, copies), np.int8)
-    for i in range(pictures):
-        found[i] = rng.choice(len(MOVES), copies, replace=False)
-    return found
-
-
 def moved(
     picture: UInt8[np.ndarray, "S S 3"], y: int, x: int, reach: int = REACH
 ) -> UInt8[np.ndarray, "S S 3"]:
@@ -89,7 +81,7 @@ class InFiles:
 
     names: of the files below `root`.
     moves: int [pictures, copies], none without copies. After the pictures come their copies, each
-      moved (`draw_moves`): first a copy of each, then another of each.
+      moved (`data.with_shifts`): first a copy of each, then another of each.
     """
 
     root: Path

@@ -6,6 +6,7 @@ Sizes are the checkpoint's.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from flax import nnx
@@ -164,9 +165,7 @@ class FineTuning(TrainingSettings):
 
     start: Start = field(metadata={"stages": (), "family": None, "valid": None})
 
-    @property
-    def codec(self) -> VQVAEConfig | VQConfig:
-        return self.start.codec
+    codec = property(attrgetter("start.codec"))
 
     def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
         return replace(self.start.transformer, num_classes=num_classes)

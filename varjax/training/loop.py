@@ -27,7 +27,7 @@ from varjax.parallel import processes
 from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
-from varjax.storage.atomic import new_file
+from varjax.storage.atomic import write_text
 from varjax.training.stage import TrainingStage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
@@ -93,7 +93,7 @@ class StageFolder(contextlib.AbstractContextManager):
         with processes.together():
             if processes.is_first():
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                self._write(SETTINGS, json.dumps(settings, indent=1))
+                write_text(self.path / SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -161,7 +161,7 @@ class StageFolder(contextlib.AbstractContextManager):
             own = {"files": checksums.file_records(folder), "window": values}
             known = self._records() | {str(step): own}
             steps = map(str, self._manager.all_steps())
-            self._write(RECORDS, json.dumps({n: known[n] for n in steps if n in known}))
+            write_text(self.path / RECORDS, json.dumps({n: known[n] for n in steps if n in known}))
 
     def window(self, step: int) -> list[dict]:
         """Return the metrics that were saved with the checkpoint after a step."""
@@ -176,17 +176,13 @@ class StageFolder(contextlib.AbstractContextManager):
         for line in data.decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
-        self._write(HISTORY, "".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append_history(self, entry: Mapping) -> None:
         """Add one line to the history."""
         if processes.is_first():
             with ordinary.opened(self.path / HISTORY, "ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
-
-    def _write(self, name: str, text: str) -> None:
-        with new_file(self.path / name) as file:
-            file.write(text.encode())
 
 
 def run(

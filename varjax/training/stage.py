@@ -244,16 +244,14 @@ def descend(
     """
     function = jax.value_and_grad(loss_of, has_aux=True)
 
-    def cut(a):  # part i takes pictures i, i + parts, ..., which lie on all devices
-        return a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1)
-
     def add(total, part):
         return jax.tree.map(jnp.add, total, function(state["params"], *part)), None
 
     if parts == 1:
         found, gradients = function(state["params"], *batch)
     else:
-        batch = jax.tree.map(cut, batch)
+        # part i takes pictures i, i + parts, ..., which lie on all devices
+        batch = jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1), batch)
         first = jax.tree.map(lambda a: a[0], batch)
         shapes = jax.eval_shape(function, state["params"], *first)
         zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)

@@ -88,17 +88,14 @@ def rope_positions(schedule: Schedule, rope_map: tuple[int, int]) -> np.ndarray:
     gets two published entries wrong.
     """
     grids = []
-    for height, width in schedule.maps:
-        rows, columns = _stretched(height, rope_map[0]), _stretched(width, rope_map[1])
-        grids.append(np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1).reshape(-1, 2))
+    for sides in schedule.maps:
+        places = []
+        for cells, full in zip(sides, rope_map, strict=True):
+            doubled = 2 * np.arange(cells) * full + cells  # floor(doubled / (2 * cells)) rounds up
+            rounded, rest = np.divmod(doubled, 2 * cells)
+            places.append(rounded - ((rest == 0) & (rounded % 2 == 1)))
+        grids.append(np.stack(np.meshgrid(*places, indexing="ij"), axis=-1).reshape(-1, 2))
     return np.concatenate(grids).astype(np.int32)
-
-
-def _stretched(cells: int, full: int) -> np.ndarray:
-    """round(i * full / cells) for i in 0..cells-1, ties to even."""
-    doubled = 2 * np.arange(cells) * full + cells  # floor(doubled / (2 * cells)) rounds half up
-    rounded, rest = np.divmod(doubled, 2 * cells)
-    return rounded - ((rest == 0) & (rounded % 2 == 1))
 
 
 LEVELS = 15  # rows of the published level embedding

@@ -204,12 +204,10 @@ class Infinity(NextScaleTransformer):
         inside = [config.depth + place for place in sampling.cfg_insertion_layer if place < 0]
         if inside and config.is_guided(sampling):
             mixed = jnp.zeros(config.depth, bool).at[jnp.asarray(inside)].set(True)
-            shared["mix"] = jnp.where(mixed, self._strength(step, sampling), 0)
+            # t in (1 + t) * cond - t * uncond
+            strength = sampling.at("cfg", step.scale, config.schedule.num_scales) - 1
+            shared["mix"] = jnp.where(mixed, strength, 0)
         return shared
-
-    def _strength(self, step: StepInputs, sampling: Sampling) -> Float[Array, ""]:
-        """t in (1 + t) * cond - t * uncond."""
-        return sampling.at("cfg", step.scale, self.config.schedule.num_scales) - 1
 
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
@@ -301,9 +299,11 @@ class Infinity(NextScaleTransformer):
             head, x = (a[: len(a) // 2] for a in (head, x))
         with jax.named_scope("head"):
             logits = self.plain_logits(head, x)
-        logits = logits / sampling.at("tau", step.scale, self.config.schedule.num_scales)
+        scales = self.config.schedule.num_scales
+        logits = logits / sampling.at("tau", step.scale, scales)
         if guided and on_logits:
-            logits = sampling_lib.guided(logits, strength=self._strength(step, sampling))
+            strength = sampling.at("cfg", step.scale, scales) - 1
+            logits = sampling_lib.guided(logits, strength=strength)
         return Scores(logits.reshape(*logits.shape[:2], -1, 2))
 
     def sample(
