@@ -165,6 +165,7 @@ def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
     assert "refused" in found[2][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", often(("attend",), tune.OPERATIONS))
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
 def test_tuning_refuses_wrong_tiles(monkeypatch, operation, wrong):

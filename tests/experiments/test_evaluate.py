@@ -92,10 +92,8 @@ def test_adms_figures(call, flags, pictures, tmp_path):
     assert re.search(r"^fid +5\.57", text, re.M) and not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize(
-    "protocol, key",
-    [("clean-fid", "clean"), pytest.param("pytorch-fid", "pytorch_fid", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol, key", [("clean-fid", "clean"), ("pytorch-fid", "pytorch_fid")])
 def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
     """Their own resizing; statistics that they leave serve as a reference for them alone."""
     samples, saved = f"--samples={pictures / 'samples.npz'}", tmp_path / "saved.npz"

@@ -71,7 +71,7 @@ def marked(names, often: int):
     ]
 
 
-@pytest.mark.parametrize("name", marked(OTHERS, 2))
+@pytest.mark.parametrize("name", marked(OTHERS, 1))
 def test_pictures_do_not_depend_on_it(name, drawn):
     usual = USUAL or [drawn("usual")[0]]
     USUAL[:] = usual
@@ -92,6 +92,7 @@ def token_images(policy: str) -> tuple:
     return np.asarray(results["tokens"]), [np.asarray(c.position) for c in caches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", marked(TOKEN_POLICIES, 1))
 def test_token_by_token_in_64_bits(policy):
     expected = token_images(policy)

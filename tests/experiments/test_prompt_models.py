@@ -144,6 +144,7 @@ def test_bad_input(refused, checkpoint, files, flags, message):
     refused("run", message, checkpoint, *(f.replace("IN", str(files)) for f in flags))
 
 
+@pytest.mark.slow
 def test_another_size_of_lumina(call, tmp_path):
     """The size decides the prompt's last ids; prompts of another size are refused."""
     folder = f"--checkpoint={small.checkpoint_folder('lumina')}"
@@ -159,6 +160,7 @@ def test_another_size_of_lumina(call, tmp_path):
     assert status == 2 and "HEIGHTxWIDTH in pixels is one of 4x4, 4x8, 8x4" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "shown"),
     [

@@ -150,6 +150,7 @@ def test_bad_input(refused, checkpoint, files, flags, message):
     refused("run", message, checkpoint, *(f.replace("IN", str(files)) for f in flags))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters", "tokens"),
     [("infinity-2b", "2204.6", 64), ("infinity-8b", "8375.8", 512)],

@@ -58,6 +58,7 @@ def test_any_place_of_any_image(name, policy):
             generator.run_batch(condition, INDEX, seed=5, given=other, given_scales=steps)
 
 
+@pytest.mark.slow
 def test_series_take_the_rows_of_their_images():
     model = models.fixture_model("b_k6_sharedaln")
     generator = Generator(model, "full", batch_size=2)

@@ -109,6 +109,7 @@ def test_generation_is_identical(case):
     assert np.abs(bgr - arrays["image_u8_out_sub4"]).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(("B",), ("A", "B")))
 def test_teacher_forcing(name):
     transformer = models.fixture_model(f"infinity_{name.lower()}").transformer

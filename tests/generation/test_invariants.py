@@ -52,6 +52,7 @@ def test_segments_and_batches_do_not_change_images(name, policy):
     chex.assert_trees_all_close(other, images, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_smooth_mixes_codes():
     tokens, images = sampled(POLICIES["full"], batch_size=3)
     _, smooth = sampled(POLICIES["full"], batch_size=3, more_smooth=True)

@@ -52,6 +52,7 @@ DRAWING = (FAMILIES["var"], "llamagen_c2i", FAMILIES["infinity"], "janus_small",
 OFTEN = [(FAMILIES["var"], "fp8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), often(OFTEN, itertools.product(DRAWING, BOTH)))
 def test_every_family_draws(name, scheme, monkeypatch):
     """The product of chips and its emulation draw the same tokens, whose logits are near those of

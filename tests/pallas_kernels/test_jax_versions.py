@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from pallas_kernels import jax_versions
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,7 @@ def test_nothing_deprecated_is_used():
     assert not deprecated(names)
 
 
+@pytest.mark.slow
 def test_without_pallas_triton():
     """A JAX that has none of it: everything else imports, and old GPUs run the reference."""
     program = f"""

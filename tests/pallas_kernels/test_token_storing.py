@@ -137,6 +137,7 @@ def test_tpu_simulated(case, cores):
     assert not has_races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "slots"),
     [

@@ -52,11 +52,13 @@ def kernel_attend(args):
     return attend(*args.attend, kv_scale=args.kv_scale, implementation="tpu-interpret")
 
 
+@pytest.mark.slow
 def test_small_heads_and_blocks():
     args = replace(SMALL, block_size=5, per_row=True).arguments()
     check_attend(args, kernel_attend(args))
 
 
+@pytest.mark.slow
 def test_several_tiles_of_every_kind():
     """Tiles of queries and groups of keys that the sizes are no multiples of, more groups than
     buffers; padded tokens hold anything."""

@@ -114,6 +114,7 @@ def test_two_cores():
 SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", often([1], [1, 1024]))
 def test_heads_share_blocks(monkeypatch, at_once):
     """A block is read again when what another head stored in it has arrived; in one grid step and
@@ -135,6 +136,7 @@ def test_sample():
 # --- mistakes that the simulator has to see -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
     """Without it a group is read before it has arrived."""
     every = tpu_blocks.Blocks._for_copies
@@ -161,6 +163,7 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     assert has_races() or not np.array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_reading_a_shared_block_too_early_is_seen(monkeypatch):
     """The next head's block, while this one's tokens are on their way into it."""
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)

@@ -58,11 +58,14 @@ def compare(args, length: int):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_size": 3, "head_dim": 24},  # no powers of two
+        pytest.param({"block_size": 3, "head_dim": 24}, marks=pytest.mark.slow),  # no powers of two
         {"normalised": True, "rotated": True, "kv_dtype": "int8"},
         # more own keys than one step holds: they are finished before the kernel
         {"normalised": True, "rotated": True, "tokens": 257, "length": 200},
-        {"rotated": True, "tokens": 1, "length": 1, "rows": 5},  # decoding
+        # decoding
+        pytest.param(
+            {"rotated": True, "tokens": 1, "length": 1, "rows": 5}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()),
 )

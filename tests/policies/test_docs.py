@@ -64,6 +64,7 @@ def test_the_example_for_tokens(example):
         plan_cache(D30, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "seen"),
     [

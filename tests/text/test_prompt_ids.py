@@ -108,6 +108,7 @@ def test_prompts_of_unknown_words_are_named(family, tmp_path):
     assert said == ["prompt 0 ('一只猫')", "prompt 3 ('一只 猫')"]
 
 
+@pytest.mark.slow
 def test_places_for_the_longest_prompt(family, model):
     """`generate` makes them, a `Generator` has the model's; the images are the same."""
     ids, longer = small.IDS[family], len(small.IDS[family]) + 1

@@ -15,6 +15,7 @@ from varjax.cache.observation import Observation
 from varjax.policies import get_policy, stage_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(("headkv", "diagonal"), EVERY))
 def test_copies_of_a_query_head_change_nothing(name):
     """A group whose query heads are alike attends and decides as one of them alone, whatever the

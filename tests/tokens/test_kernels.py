@@ -11,7 +11,7 @@ from tests.tokens import stand_in
 from tests.tokens.test_policies import EVERY, held
 from varjax.policies import get_policy
 
-OFTEN = ("streaming", "headkv", "h2o")
+OFTEN = ("headkv",)
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 MARKED = [n if n in OFTEN else SLOW(n) for n in EVERY]
 GPU = pytest.param("mosaic-interpret", marks=gpu_simulation.needed)

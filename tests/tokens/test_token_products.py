@@ -38,6 +38,7 @@ def products(request, monkeypatch):
     jax.clear_caches()  # programs of other tests are not those of these products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", often(("gpt_t2i_gen",), parity.CASES))
 def test_as_the_original(file, products):
     """Greedy tokens, and guided logits."""

@@ -85,6 +85,7 @@ def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     assert history(again, "var") == history(out, "var")
 
 
+@pytest.mark.slow
 def test_dropout(whole):
     """Its share of the numbers is 0, the mean stays, and validation has none."""
     x = layers.dropout(jnp.ones((100, 100)), 0, rate=0.25, key=jax.random.key(0))

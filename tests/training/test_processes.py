@@ -126,15 +126,12 @@ def test_one_of_two_is_asked_to_end(folder, tokens):
     check_losses(folder / tokens, folder / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "message"),
     [
         ({"flags": ["--seed=1"]}, "process 1 was started with another seed than process 0"),
-        pytest.param(
-            {"out": "elsewhere/out"},
-            "not the same folder as that of process 0",
-            marks=pytest.mark.slow,
-        ),
+        ({"out": "elsewhere/out"}, "not the same folder as that of process 0"),
     ],
 )
 def test_what_one_process_is_asked_for_all_must_be(pictures, tmp_path, own, message):

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from varjax.training import vqvae_trainer as codebook
 
@@ -28,6 +29,7 @@ def test_k_means_with_fewer_vectors_than_codes():
     assert len(np.unique(codes, axis=0)) == 16
 
 
+@pytest.mark.slow
 def test_reseed_moves_only_rare_codes():
     _, vectors = _clusters()
     codes = 100 + jnp.zeros((8, 3))
