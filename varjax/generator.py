@@ -167,6 +167,13 @@ class Generator(Runner):
             decoding=decoding,
         )
 
+    def __repr__(self) -> str:
+        state = "not compiled yet" if self.compiled is None else "compiled"
+        return (
+            f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
+            f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
+        )
+
     # --- what is known ----------------------------------------------------------------------------
 
     @property

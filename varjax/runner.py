@@ -91,6 +91,8 @@ class Runner:
           texts as long as the model takes.
         given: tokens of a batch if some will be given.
         """
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(self.networks)):
+            raise UserError(f"{self.model.name} was only described: load it with varjax.load")
         start = time.perf_counter()
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         try:

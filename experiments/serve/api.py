@@ -65,6 +65,7 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = requests.StrictRoute
     for kind in (HTTPException, RequestValidationError, UserError, Exception):
         app.add_exception_handler(kind, _answer_error)
     if origins := service.rules.origins:

@@ -6,10 +6,12 @@ an effect that does not come.
 """
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -17,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from experiments.serve.guard import MOST_FORM, MOST_JSON, Refused
 from varjax.errors import nearest, show
+from varjax.storage.manifest import parse_json
 from varjax.subjects import MOST_CHARACTERS
 
 FILES = ("image", "mask")
@@ -105,6 +108,29 @@ class Errors(BaseModel):
     """The form of every answer that is no picture: message, type, and the field it is about."""
 
     error: dict[str, str | None]
+
+
+class _StrictRequest(Request):
+    """A request whose JSON has every field once."""
+
+    async def json(self) -> object:
+        try:
+            return parse_json((await self.body()).decode())
+        except ValueError as error:  # also of bytes that are no text
+            words = f"the body cannot be read ({error!s:.80}): send an object of fields as JSON"
+            raise Refused(400, words) from None
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON is read strictly."""
+
+    def get_route_handler(self) -> Callable:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
 
 
 class _InMemory(MultiPartParser):

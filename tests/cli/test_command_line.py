@@ -173,7 +173,7 @@ def test_a_flag_is_no_value_of_the_flag_before(tiny_here):
     [
         (["--more=tau=2,size=1,2"], "2.0 False ['1', '2']"),
         (["--more=size=1", "--tau", "2", "--more_fast"], "2.0 True ['1']"),
-        (["--tau=3", "--nomore_fast", "--more=fast=true"], "3.0 True None"),
+        (["--tau=3", "--nomore_fast", "--more=size=2"], "3.0 False ['2']"),
     ],
 )
 def test_settings_of_a_group(tiny_here, given, said):
@@ -197,6 +197,11 @@ def test_settings_of_a_group(tiny_here, given, said):
 )
 def test_wrong_settings_and_flags_that_are_gone(tiny_here, given, said):
     assert_one_message(tiny_here(given), 2, said)
+
+
+@pytest.mark.parametrize("also", ["--tau=3", "--more=tau=3"])
+def test_a_setting_given_twice(tiny_here, also):
+    assert_one_message(tiny_here("--more=tau=2", also), 2, "tau is given twice: keep one of them")
 
 
 def test_help_shows_manual_and_own_flags_only(tiny, tiny_here):

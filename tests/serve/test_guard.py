@@ -204,6 +204,22 @@ def test_kinds_of_bodies(address, path, kind):
     assert_form(raw(address, post(path, b'{"class": 1}', kind)), 415)
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' is there twice"),
+        (b"[" * 60_000, "nested more than"),
+        (b'{"prompt":', "Expecting value"),
+        (b"\xff", "can't decode"),
+        (b"[1]", "send an object of fields as JSON"),
+    ],
+)
+def test_json_that_is_none(address, body, reason):
+    error = assert_form(raw(address, post(GENERATIONS, body, JSON)), 400)
+    assert reason in error["message"]
+    assert error["message"].endswith("send an object of fields as JSON")
+
+
 # --- the key --------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,10 @@ class StaticAllocation:
 
     last_use: np.ndarray
 
+    def __repr__(self) -> str:
+        layers, heads, tokens = self.last_use.shape
+        return f"StaticAllocation of {tokens} tokens in {layers} layers of {heads} heads"
+
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
         """Makes an allocation from bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p]
@@ -196,6 +200,14 @@ class RegionAllocation:
     ragged: bool = False
     protected: int = 0
     recent: int = 0
+
+    def __repr__(self) -> str:
+        scales, layers, heads = self.region_capacity.shape
+        held = int(self.region_capacity[-1].sum())
+        return (
+            f"RegionAllocation of {layers} layers of {heads} regions, which hold {held} tokens "
+            f"when the last of {scales} scales starts"
+        )
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         return self.region_capacity.astype(np.int32)

@@ -43,6 +43,7 @@ GONE = {
     "step": "name the tasks that are to run, as bench --draw=TASK,TASK",
     "temporaries": "aot lists the eight largest of each program",
     "text_tokens": "use --prompt_tokens=N",
+    "worker": "bench is one process; make chip ends it after MINUTES",
 }
 
 
@@ -80,12 +81,16 @@ class Group(Settings):
 
     def parse(self, texts: Sequence[str], alone: Sequence[str]) -> None:
         """Set what the texts of the flag say, and what was given by flags of its own, `alone`."""
-        given = list(alone)
+        given, keys = list(alone), {text.removeprefix("--").partition("=")[0] for text in alone}
         for text in texts:
             if not text:
                 raise UserError(f"--{self.name}= is empty: give key=value, or leave the flag out")
             with errors.about(f"--{self.name}={text}"):
-                given += [f"--{key}={value}" for key, value in parse_pairs(text).items()]
+                pairs = parse_pairs(text)
+                for key in filter(keys.__contains__, pairs):
+                    raise UserError(f"{key} is given twice: keep one of them")
+            given += [f"--{key}={value}" for key, value in pairs.items()]
+            keys |= pairs.keys()
         parse_flags(["", *given], self.values, self.written, self._unknown)
 
     def written(self, key: str) -> str:
