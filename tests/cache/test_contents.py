@@ -59,6 +59,7 @@ def test_contents_known_beforehand_need_no_program():
     assert Generator(model, "full", batch_size=1).plan.at_the_end(None).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", often(("h2o",), ("streaming", "h2o")))
 def test_token_by_token(policy):
     """The final cache says it: as many tokens as heads have slots for, the newest among them."""

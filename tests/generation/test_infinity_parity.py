@@ -135,6 +135,7 @@ def test_teacher_forcing(name):
     np.testing.assert_allclose(logits[:, ::4], arrays["logits_sub4"], rtol=0, atol=HEAD)
 
 
+@pytest.mark.slow
 def test_cache_content():
     """Keys (normalised and rotated) and values of layer 1 in the pool, read back through the plan,
     are those of the original's cache."""

@@ -103,6 +103,7 @@ def test_bfloat16_runs_and_stays_close():
     assert error < 0.05
 
 
+@pytest.mark.slow
 def test_int8_storage_is_close_and_small():
     """A quarter of float32's bytes plus two scales per token; logits move, but little."""
     model, policy = models.fixture_model(SMALL), POLICIES["headkv"]

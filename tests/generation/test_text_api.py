@@ -25,6 +25,7 @@ def features(count: int = 2):
     return models.condition(models.fixture_model(NAME), np.arange(count))
 
 
+@pytest.mark.slow
 def test_features_to_images():
     model = models.fixture_model(NAME)
     sampling = model.sampling(cfg=[3.0] * 6)

@@ -28,7 +28,7 @@ def test_parameter_counts(name):
     assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
 
 
-@pytest.mark.parametrize("name", often(PLANNED[:3], PLANNED))  # the last takes 1.1 GiB
+@pytest.mark.parametrize("name", often(PLANNED[:1], PLANNED))  # the last takes 1.1 GiB
 def test_plans(name):
     geometry = varjax.describe(name).geometry
     for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):

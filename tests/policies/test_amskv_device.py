@@ -141,6 +141,7 @@ def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
     return np.sort(position[position >= 0])
 
 
+@pytest.mark.slow
 def test_online_follows_each_row():
     """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
     geometry = models.fixture_model(MODEL).geometry

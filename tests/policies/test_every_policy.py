@@ -34,7 +34,7 @@ EVERY = {
 }
 CASES = [case for case in EVERY if case != "full"]
 # One policy of each kind of selection; every one takes minutes.
-RUNS = often(("heatkv", "headkv", "amskv,mode=online"), CASES)
+RUNS = often(("headkv", "amskv,mode=online"), CASES)
 SMALL = models.FAMILIES["var"]
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
 # Freed slots are poisoned in a program of its own: by default for each kind of cache update.

@@ -127,6 +127,7 @@ def test_length_of_the_unconditional_text():
 # --- conversion -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_containers_give_the_same_parameters(tmp_path, torch_zip):
     """Safetensors in bfloat16; a torch file in float32, nested as trainers save it."""
     found, described, said = converted(a_request(tmp_path))

@@ -15,6 +15,8 @@ from varjax.models import registry
 from varjax.nn import parameters
 
 # (name among the shapes, preset, part, options of its configuration, parameters)
+NAMES = ("var-d16", "vqvae", "infinity_2b", "bsqvae_d14_f8_patchify", "GPT-B_c2i", "VQ-16")
+NAMES += ("janus_pro_1b_generation_part", "lumina_mgpt_7b", "chameleon_vqgan")
 RELEASED = [
     ("var-d16", "var-d16", "transformer", {}, 310_283_520),
     ("var-d36", "var-d36", "transformer", {}, 2_353_893_904),
@@ -60,7 +62,14 @@ def _published(family: str, name: str) -> dict:
     return released_shapes.read(models.FIXTURES.parent / family / "released_shapes.json.gz", name)
 
 
-@pytest.mark.parametrize(("name", "preset", "part", "options", "count"), RELEASED)
+# one transformer and one tokenizer of each family
+OFTEN = [case for case in RELEASED if case[0] in NAMES and not case[3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "part", "options", "count"),
+    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in RELEASED],
+)
 def test_released_names_and_shapes(name, preset, part, options, count):
     assert _check(name, preset, part, options) == count
 

@@ -89,6 +89,7 @@ def model(family):
     return varjax.load(small.checkpoint_folder(family), "float32")
 
 
+@pytest.mark.slow
 def test_texts_and_their_ids_give_the_same_images(family, tmp_path):
     folder = small.with_tokenizer(family, tmp_path / "checkpoint")
     model, texts = varjax.load(folder, "float32"), ["a red apple", "two green pears. a"]
