@@ -37,6 +37,7 @@ def _pictures(name: str) -> tuple[np.ndarray, np.ndarray]:
     return arrays["vq_indices"][None], arrays["decoded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.PROMPT_MODELS)
 def test_tokens_to_images(name):
     """Of the ported checkpoints, at a height and width that differ in Lumina's case."""

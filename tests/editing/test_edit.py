@@ -67,6 +67,7 @@ def reconstructed(model, picture):
     return (np.asarray(found[0]) + 1) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(NAMES[:1], NAMES))
 def test_all_part_and_nothing_of_the_picture(name):
     """All-kept: the codec's reconstruction. All-free: what `generate` draws. Between: kept places

@@ -182,6 +182,7 @@ def test_dry_run_of_published_sizes(call, flags, shown):
 # --- against the originals ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(list(models.PROMPT_MODELS)[-1:], models.PROMPT_MODELS))
 def test_the_original_through_the_command(call, name, tmp_path):
     """Greedy tokens are identical, guided logits agree to 3e-4 per stream, and so do images."""

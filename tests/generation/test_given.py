@@ -18,6 +18,7 @@ NAMES = ("b_k6_sharedaln", "infinity_a_small", "llamagen_c2i")
 OFTEN = [("b_k6_sharedaln", "full")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"), often(OFTEN, itertools.product(NAMES, ("full", "streaming")))
 )

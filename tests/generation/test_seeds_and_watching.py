@@ -28,6 +28,7 @@ def test_a_seed_for_each_image():
             generator.run_batch(labels, index, seed=wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(["llamagen_c2i"], ["c_k5_nol2norm", "llamagen_c2i"]))
 def test_watching(name):
     """Every step is told once, in the end the results; and they do not change."""

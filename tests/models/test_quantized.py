@@ -103,6 +103,7 @@ DRAWING = [
 DRAWING += [(name, "auto") for name in ("llamagen_t2i", "janus_small", "lumina_groups")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), often(OFTEN, DRAWING))
 def test_every_family_draws_with_them(name, layers):
     """The same as with the float32 matrices that they stand for."""

@@ -65,6 +65,7 @@ def check(spec, options, store_and_attend, scores) -> None:
     assert found.scores.dtype == jnp.float32 and stored.scores is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", often(("int8", "groups"), CASES))
 def test_scores_are_those_of_their_own_kernel(case):
     spec, options, more = CASES[case]

@@ -78,6 +78,7 @@ def test_a_pool_without_blocks():
     both_writes(args)
 
 
+@pytest.mark.slow
 def test_moments_of_some_queries():
     """Queries without weight may hold anything."""
     args = replace(SMALL, tokens=150, length=131, entries=20).arguments()
@@ -126,6 +127,7 @@ def sharing(spec: ArgSpec):
     return replace(args, writes=writes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "at_once"), [("bfloat16", 1), ("int8", 1024)])
 def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
     """Heads share one grid step or take several."""

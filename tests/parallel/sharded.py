@@ -22,10 +22,10 @@ INT8, FP8, W8A8 = (f" in {scheme}" for scheme in ("int8", "fp8", "w8a8"))  # aft
 BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
-    # contents decided by every head for itself: positions, sums and reaches divided
-    (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
+    # contents decided by every head for itself: positions, sums and reaches divided
+    (BY_TOKEN, "headkv", {"budget": 0.5}, "int8", ("model=2",)),
     # norms of heads whole: two sets of weights for the heads of four devices
     (models.FEW_NORMS, "full", {}, None, ("model=4",)),
     # matrices and their scales divided, layers apart and stacked

@@ -38,6 +38,7 @@ def file_policy(model: str, **arguments) -> policies.ScaleKV:
 # --- selection ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(("demand_2b",), ("demand_2b", "efficient_2b")))
 def test_the_authors_code_keeps_the_same_tokens(name):
     """Scale by scale, with the capacities of the published file; indices must be equal."""

@@ -48,6 +48,7 @@ def one_config(tmp_path, name: str, **changes) -> str:
 # --- containers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_checkpoint(tmp_path, torch_zip):
     """Weights and their average beside each other: the user says which; the script's arguments, an
     object of a class, are no obstacle."""

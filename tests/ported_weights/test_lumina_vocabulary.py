@@ -16,6 +16,7 @@ from tests.ported_weights.test_prompt_model_rules import (
 )
 
 
+@pytest.mark.slow
 def test_vocabularies(tmp_path):
     """In a config.json beside the weights, in Chameleon's file beside the tokenizer, or given."""
     names = {**LUMINA_CONFIG["image_vocab"], "<pad>": 1}

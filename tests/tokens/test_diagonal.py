@@ -138,6 +138,7 @@ def test_skipped_keys_are_not_read():
     np.testing.assert_array_equal(found.ravel(), expected.ravel())
 
 
+@pytest.mark.slow
 def test_layers_that_choose_together_choose_as_alone(monkeypatch):
     plan = stand_in.plan_for(policies.Diagonal(budget=0.5), layers=3)
     model = stand_in.StandIn.random(plan.geometry, ROWS)

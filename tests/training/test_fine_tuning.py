@@ -82,7 +82,7 @@ def _own_loss(init: str, pictures: data.Dataset) -> float:
     return float((np.log(np.exp(logits - top).sum(-1)) - chosen).mean())
 
 
-@pytest.fixture(scope="module", params=often(("llamagen",), STAGES))
+@pytest.fixture(scope="module", params=often((), STAGES))
 def run(request, made, tmp_path_factory):
     """(family, settings, folder, loss before step 0) of a run with a frozen codec."""
     family = request.param

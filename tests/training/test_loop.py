@@ -149,6 +149,7 @@ with loop.StageFolder(sys.argv[1], "var", {}) as folder:
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_device(tmp_path):
     """Here: begun on the second of two devices, where there is now one."""
     flags = "--xla_force_host_platform_device_count=2"
