@@ -98,6 +98,7 @@ def test_codes(case):
     chex.assert_trees_all_close(flat, arrays["next_in_area"], rtol=0, atol=LATENT)
 
 
+@pytest.mark.slow
 def test_bits_to_images(case):
     codec, arrays, schedule, _ = case
     decode = jax.jit(lambda codec, bits: codec.decode(sums_of_bits(bits, schedule)[-1]))

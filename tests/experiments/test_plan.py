@@ -145,6 +145,7 @@ def test_published_models_need_no_calibration(call, policy):
     assert call("plan", GEOMETRY, *flags)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "line"), [("2b", "3900 MB of 38550 MB"), ("8b", "8531 MB of 84328 MB")]
 )

@@ -19,6 +19,7 @@ PUBLISHED = {
 PLANNED = ("var-d16", "var-d30", "infinity-layer12", "var-d36", "infinity-8b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts(name):
     preset = registry.preset(name)

@@ -67,6 +67,7 @@ USED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "slots", "used", "most"), USED.values(), ids=USED)
 def test_tpu_slots_in_use(spec, slots, used, most):
     """Pieces of 128 slots; those that are not used hold NaN."""

@@ -85,6 +85,7 @@ def test_tpu_interpreted(spec, options, slots):
     check(spec, options, slots, partial(tpu.store_and_attend, interpret=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "slots", "used", "those", "most"), USED.values(), ids=USED)
 def test_tpu_slots_in_use(spec, slots, used, those, most):
     options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}

@@ -143,6 +143,7 @@ def held(problem: Problem) -> np.ndarray:
     return np.einsum("kjln,j->kln", seen, schedule.tokens)
 
 
+@pytest.mark.slow
 def test_plan_holds_what_attention_may_see(problem):
     policy = policies.HeatKV(budget=problem.budget, accounting="tokens")
     plan = plan_cache(problem.geometry, policy, problem.calibration)

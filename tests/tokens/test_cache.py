@@ -111,6 +111,7 @@ def test_dropped_tokens_are_never_read(name):
     np.testing.assert_array_equal(found["logits"].ravel(), expected.ravel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(("headkv", "h2o"), DECIDING))
 def test_a_batch_is_its_rows_alone(name):
     plan, model, together, state = run_of(name)

@@ -32,6 +32,7 @@ def test_copies_of_a_query_head_change_nothing(name):
     assert four.num_bytes(1, "float32") == one.num_bytes(1, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1024, 2])
 @pytest.mark.parametrize("shared", [2, 4])
 def test_the_neediest_query_head_counts(shared, most, monkeypatch):
