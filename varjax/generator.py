@@ -138,14 +138,7 @@ class Generator(Runner):
             mesh=mesh,
             platform=jax.default_backend(),
         )
-        if mesh.num_devices > 1:
-            sharding.check_plan(plan, mesh)
-        mesh = mesh.check(
-            batch_size=batch_size,
-            num_heads=plan.geometry.num_heads,
-            available=len(jax.devices()),
-            where=processes.where(),
-        )
+        _check_mesh(mesh, plan, batch_size)
         kv_type = pool_dtype(kv_dtype, model.dtype)
         predict_for = partial(
             memory.predict,
@@ -256,3 +249,15 @@ class Generator(Runner):
         contents = results.pop("contents", None)  # has rows, not images
         results = {name: a[: len(index)] for name, a in results.items()}
         return results | ({"contents": contents} if self.keep_contents else {}), state
+
+
+def _check_mesh(mesh: MeshSpec, plan: CachePlan, batch_size: int) -> None:
+    """Raises `UserError` unless the plan and batches of this size can be divided over the mesh."""
+    if mesh.num_devices > 1:
+        sharding.check_plan(plan, mesh)
+    mesh.check(
+        batch_size=batch_size,
+        num_heads=plan.geometry.num_heads,
+        available=len(jax.devices()),
+        where=processes.where(),
+    )

@@ -133,19 +133,7 @@ def edit(
     given["prompt_ids"] = prompt_ids
     count = conditions.check(model, **given)
     pictures = masks.check_pictures(model, images, count)
-    if (mask is None) == (source is None) or (source is None) != (by_text is None):
-        raise UserError(
-            "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
-            "probability=...)"
-        )
-    if by_text is None:
-        drawn = masks.check_masks(model, mask, count)
-        masks.kept_tokens(model, drawn)
-    else:
-        words = "varjax.editing.edit.ByText(probability=0.9)"
-        arguments.instance("by_text", by_text, ByText, words).check(model)
-        if len(source) != count:
-            raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
+    drawn = _check_way(model, mask, source, by_text, count)
     model = conditions.fitted(model, **given)
     condition = conditions.resolve(model, **given)
     doubled = 1 if by_text is None else 2
@@ -166,6 +154,24 @@ def edit(
     if by_text is not None:
         return editor.by_text(condition, pictures, by_text, seed=seed)
     return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste, feather=feather)
+
+
+def _check_way(model, mask, source, by_text, count: int) -> Bool[np.ndarray, "N H W"] | None:
+    """The masks; None for an edit by text."""
+    if (mask is None) == (source is None) or (source is None) != (by_text is None):
+        raise UserError(
+            "give either a mask, or source (texts of the pictures as they are) with by_text=ByText("
+            "probability=...)"
+        )
+    if by_text is None:
+        drawn = masks.check_masks(model, mask, count)
+        masks.kept_tokens(model, drawn)
+        return drawn
+    arguments.instance("by_text", by_text, ByText, "varjax.editing.edit.ByText(probability=0.9)")
+    by_text.check(model)
+    if len(source) != count:
+        raise UserError(f"{len(source)} source texts for {count} edits: give one for each")
+    return None
 
 
 def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:

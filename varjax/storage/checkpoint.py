@@ -240,7 +240,7 @@ def load(
     tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
     loaded = {}
     if tree:  # names and shapes are checked for all its parts
-        checksums.check_files(path / PARAMS, metadata["files"])
+        checksums.check_files(path / PARAMS, metadata["files"], within=".")
         modules = _abstract_tree(path, metadata, known)
         named = {name: parameters.named(module) for name, module in modules.items()}
         wanted = _prefixed({part: dict.fromkeys(named[part], tree[part]) for part in tree})
@@ -252,7 +252,7 @@ def load(
     for name in described.keys() - tree.keys():
         folder, module = part_folder(path, name), described[name]
         content = manifest.read_part(folder, name, known.parts[name])
-        checksums.check_files(folder, content["files"])
+        checksums.check_files(folder, content["files"], within=PARAMS)
         expected = parameters.named(module)
         wanted, file = dict.fromkeys(expected, dtypes[name]), f"{name}.json"
         found = arrays.read(folder / PARAMS, expected, wanted, file, on_host, said=content)

@@ -22,11 +22,14 @@ def check_records(where, records, entry: str = "files") -> None:
 
 
 def file_records(folder: Path) -> dict[str, dict]:
-    """{relative path: size and CRC-32} of all files below `folder`, without what systems have put
-    there."""
+    """{relative path: size and CRC-32} of all `own_files` below `folder`."""
+    return {name: record(folder / name) for name in own_files(folder)}
+
+
+def own_files(folder: Path) -> list[str]:
+    """Relative paths of the files below a folder, without what systems have put there."""
     paths = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
-    own = [path for path in paths if not any(map(ordinary.is_hidden, path.parts))]
-    return {path.as_posix(): record(folder / path) for path in own}
+    return [path.as_posix() for path in paths if not any(map(ordinary.is_hidden, path.parts))]
 
 
 def record(file: Path) -> dict:
@@ -40,10 +43,19 @@ def record(file: Path) -> dict:
 
 
 def check_files(
-    folder: Path, records: Mapping[str, Mapping], advice: str = "copy them again"
+    folder: Path,
+    records: Mapping[str, Mapping],
+    advice: str = "copy them again",
+    within: str | None = None,
 ) -> None:
-    """Raises `UserError`, which names every file that is missing or was altered."""
+    """Raises `UserError`, which names every file that is missing or was altered. within: the folder
+    in `folder` in which every file but hidden ones needs a record."""
     problems = [_problem(folder / name, name, record) for name, record in records.items()]
+    if not any(problems) and within is not None:
+        names = [
+            n for n in own_files(folder / within) if (Path(within) / n).as_posix() not in records
+        ]
+        problems = [f"there is no checksum of {some(names, 3)}"] if names else []
     if any(problems) or not folder.is_dir():
         listed = some(filter(None, problems), between="; ") or "the folder is missing"
         raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")
