@@ -20,6 +20,7 @@ from varjax.subjects import subjects
 
 MODEL, POLICY, BUDGET = "c_k5_nol2norm", "streaming", 0.6
 KEY = "of-the-tests"
+JSON = "application/json"
 
 
 def plan_of(model, choice):
@@ -110,3 +111,33 @@ def raw(address, data, timeout=20):
     with contextlib.suppress(ValueError):
         body = json.loads(body)
     return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+
+
+def head(method, path, *lines, host="127.0.0.1", body=b""):
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *lines]
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def post(path, body, kind=JSON, *lines, **more):
+    return head("POST", path, f"Content-Type: {kind}", *lines, body=body, **more)
+
+
+def assert_form(found, status, param=None):
+    assert found[0] == status, found
+    error = found[2]["error"]
+    assert set(error) == {"message", "type", "param"} and error["message"] and error["type"]
+    assert error["param"] == param, error
+    assert found[1]["content-type"] == JSON
+    assert "Traceback" not in error["message"] and len(error["message"]) <= 2000
+    return error
+
+
+def guarded(drawn, **rules):
+    """The address of a server whose programs draw nothing in these tests, with rules."""
+    from experiments.serve.api import make_app
+    from experiments.serve.guard import Rules
+
+    rules = Rules(**{"body_seconds": 1.0} | rules)
+    return running(make_app(service_of(drawn, rules=rules)))

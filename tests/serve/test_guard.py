@@ -1,4 +1,4 @@
-"""What a hostile client sends, byte by byte: every answer has the documented form, nothing names a
+"""Requests of a hostile client, byte by byte: every answer has the documented form, nothing names a
 file, nobody waits for others."""
 
 import base64
@@ -14,58 +14,27 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 pytest.importorskip("python_multipart", reason="needs the extra serve")
 
-from experiments.serve import guard, server  # noqa: E402
+from experiments.serve import guard  # noqa: E402
 from experiments.serve.api import make_app  # noqa: E402
-from experiments.serve.guard import EDITS, GENERATIONS, Rules  # noqa: E402
+from experiments.serve.guard import EDITS, GENERATIONS  # noqa: E402
 from tests import models_under_test as models  # noqa: E402
-from tests.serve.server import KEY, MODEL, programs_of, raw, running, service_of  # noqa: E402
+from tests.serve.server import (  # noqa: E402
+    JSON,
+    KEY,
+    MODEL,
+    assert_form,
+    guarded,
+    head,
+    post,
+    raw,
+    service_of,
+)
 from varjax.io import pictures  # noqa: E402
 
-JSON = "application/json"
 FORM = "multipart/form-data; boundary=b"
 
 
-def of(drawn, **rules):
-    """The address of a server whose programs draw nothing in these tests, with rules."""
-    rules = Rules(**{"body_seconds": 1.0} | rules)
-    return running(make_app(service_of(drawn, rules=rules)))
-
-
-@pytest.fixture(scope="module")
-def programs():
-    found = programs_of(models.fixture_model(MODEL), most=1)
-    found.compile()
-    return found
-
-
-@pytest.fixture(scope="module")
-def address(programs):
-    with of(programs) as address:
-        yield address
-
-
-def head(method, path, *lines, host="127.0.0.1", body=b""):
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *lines]
-    if body:
-        lines.append(f"Content-Length: {len(body)}")
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-
-
-def post(path, body, kind=JSON, *lines, **more):
-    return head("POST", path, f"Content-Type: {kind}", *lines, body=body, **more)
-
-
-def assert_form(found, status, param=None):
-    assert found[0] == status, found
-    error = found[2]["error"]
-    assert set(error) == {"message", "type", "param"} and error["message"] and error["type"]
-    assert error["param"] == param, error
-    assert found[1]["content-type"] == JSON
-    assert "Traceback" not in error["message"] and len(error["message"]) <= 2000
-    return error
-
-
-# --- S1, S6: nothing names a file -----------------------------------------------------------------
+# --- nothing names a file ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,7 +98,7 @@ def test_uploads_are_never_on_a_disk(address, monkeypatch, tmp_path):
     assert not made and not list(tmp_path.iterdir())
 
 
-# --- S3: hosts, origins, kinds --------------------------------------------------------------------
+# --- hosts, origins, kinds ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +197,7 @@ def basic(password, name="me"):
 
 
 def test_the_key(programs):
-    with of(programs, key=KEY) as address:
+    with guarded(programs, key=KEY) as address:
         paths = (
             "/",
             "/v1/models",
@@ -252,7 +221,7 @@ def test_the_key(programs):
             assert raw(address, head("GET", path))[0] == 200
 
 
-# --- M1, M4, S8, and bodies -----------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 
 def form(files, fields=(), whole=True):
@@ -333,7 +302,7 @@ def test_bodies_are_counted_as_they_come(address):
     assert raw(address, head("GET", "/healthz"))[0] == 200
 
 
-# --- S4, S8: pictures -----------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def test_the_size_is_looked_at_before_pixels(address, monkeypatch):
@@ -348,59 +317,3 @@ def test_the_size_is_looked_at_before_pixels(address, monkeypatch):
     start = time.monotonic()
     assert_form(raw(address, post(EDITS, form(files, [("class", "1")]), FORM)), 422, "image")
     assert time.monotonic() - start < 5
-
-
-# --- S5: connections ------------------------------------------------------------------------------
-
-
-def connect(address):
-    host, port = address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
-
-
-def closed(connection, seconds):
-    connection.settimeout(seconds)
-    try:
-        return connection.recv(1000) == b""
-    except TimeoutError:
-        return False
-    except ConnectionResetError:
-        return True
-
-
-def test_half_sent_heads_are_closed(address, monkeypatch):
-    """At the first request of a connection, and at a later one; with a trickle of bytes, too."""
-    monkeypatch.setattr(server, "HEAD_SECONDS", 1)
-    silent, half, later = connect(address), connect(address), connect(address)
-    half.sendall(b"GET / HTTP/1.1\r\nHost: 127.")
-    later.sendall(head("GET", "/healthz"))
-    while b'"ok"}' not in later.recv(1000):
-        pass
-    for _ in range(3):
-        time.sleep(0.25)
-        later.sendall(b"G")
-        half.sendall(b"0")
-    for connection in (silent, half, later):
-        assert closed(connection, 5)
-        connection.close()
-
-
-def test_one_address_holds_a_part_of_all_connections(address, monkeypatch):
-    monkeypatch.setattr(server.Connection, "most", 20)
-    open_ones = [connect(address) for _ in range(10)]
-    time.sleep(0.2)
-    found = raw(address, head("GET", "/healthz"))
-    assert_form(found, 503)
-    for connection in open_ones:
-        connection.close()
-    end = time.monotonic() + 10
-    while raw(address, head("GET", "/healthz"))[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_connections_fit_the_descriptors(monkeypatch):
-    monkeypatch.setattr(server.Connection, "most", server.Connection.most)
-    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (200, 200))
-    server.Connection.fit_descriptors()
-    assert server.Connection.most == 200 - server.SPARE
