@@ -134,6 +134,14 @@ def test_settings_larger_than_any_are_not_read_whole(tmp_path):
         runs.store(tmp_path / "out")
 
 
+def test_a_batch_of_another_run_is_not_taken(tmp_path):
+    mine, other = runs.interrupted(tmp_path / "a", 2), tmp_path / "b.partial"
+    runs.interrupted(tmp_path / "b", 2, {"seed": 1})
+    (mine / "main-00000002.npz").write_bytes((other / "main-00000002.npz").read_bytes())
+    with pytest.raises(UserError, match="a.partial holds an unfinished run with other settings"):
+        runs.store(tmp_path / "a")
+
+
 def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
     """The copy has the same run, images, types and shapes; only its name is wrong."""
     monkeypatch.setitem(runs.ARRAYS, "main", runs.ARRAYS["full"])

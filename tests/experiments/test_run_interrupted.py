@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from experiments.output import BatchStore, written
 from experiments.run import results
+from tests import models_under_test as models
 from varjax import policies
 from varjax.api import Generator
 from varjax.storage.atomic import check_new_folder
@@ -140,3 +142,17 @@ def test_changed_table_does_not_continue_a_run(tmp_path):
         np.savez(tmp_path / "keep.npz", keep_token=keep)
         texts.append(policies.Table(path=str(tmp_path / "keep.npz")).content())
     assert texts[0] != texts[1]
+
+
+def test_damaged_checkpoint_leaves_nothing_behind(call, tmp_path, monkeypatch):
+    """Neither a work folder nor results/, so that a repaired checkpoint runs."""
+    broken = tmp_path / "broken"
+    shutil.copytree(models.checkpoint_folder("b_k6_sharedaln"), broken)
+    files = (path for path in (broken / "params").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    monkeypatch.chdir(tmp_path)
+    for flags in ((f"--out={tmp_path / 'out'}",), ()):
+        status, _, err = call("run", f"--checkpoint={broken}", "--num_images=1", *flags)
+        assert status == 2 and largest.name in err
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
