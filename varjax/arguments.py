@@ -7,7 +7,8 @@ not a whole number.
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from varjax.errors import UserError, choose, show
 
 LARGEST_FLOAT = 1.7976931348623157e308
+LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
 LARGEST_BATCH = 10**6  # images per call of a program
 LONGEST_PATH = 4096  # bytes, as on Linux, with the end of the text
 LONGEST_NAME = 255  # bytes of a file's or folder's own name
@@ -40,7 +42,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 def real(name: str, value: object) -> float:
     """Checks a number, which may be infinite or NaN."""
     if isinstance(value, float) and not isinstance(value, np.generic):
-        return value  # unchanged: a subclass may mean more (`policies.base.NotGiven`)
+        return value  # unchanged: a subclass may mean more (`policies.refusals.NotGiven`)
     if not isinstance(value, (int, np.integer, np.floating)) or isinstance(value, bool):
         raise wrong(name, value, "it must be a number")
     try:
@@ -202,3 +204,36 @@ def parse_pairs(given: str) -> dict[str, str]:
             raise UserError(f"{key} is given twice in {show(given)}: keep one of them")
         pairs[key] = value
     return pairs
+
+
+# --- fields of frozen dataclasses that are filled from outside ---
+
+FIELD_CHECKS = {"int": integer, "int | None": integer, "float": number, "str": text, "bool": flag}
+
+
+def within(default: T, low: float, high: float, **more: bool | str) -> T:
+    """Declares a numeric field with a range from `low` to `high`. more: further arguments of
+    `number`. Type checkers see the default in place of its declaration."""
+    return field(default=default, metadata={"limits": {"low": low, "high": high} | more})
+
+
+def field_types(cls: type) -> dict[str, str]:
+    """{name: type} of the fields of a dataclass that a text can give, but those with a leading
+    underscore."""
+    # an annotation is a type, several of them, or their text
+    types = {f.name: f.type for f in fields(cls) if f.name[0] != "_"}
+    kinds = {n: t.__name__ if isinstance(t, type) else str(t) for n, t in types.items()}
+    return {n: kind for n, kind in kinds.items() if kind in FIELD_CHECKS}
+
+
+def check_fields(given: object, limits: Mapping[str, Mapping[str, float | str]]) -> None:
+    """Checks all such fields of a frozen dataclass, and their ranges: as declared (`within`), or
+    else as `limits` says by name. Numbers become Python's."""
+    whole = {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}
+    for name, kind in field_types(type(given)).items():
+        declared, value = given.__dataclass_fields__[name].metadata, getattr(given, name)
+        if value is None and kind.endswith("None"):
+            continue
+        usual = limits.get(name, whole if kind.startswith("int") else {})
+        value = FIELD_CHECKS[kind](name, value, **declared.get("limits", usual))
+        object.__setattr__(given, name, value)

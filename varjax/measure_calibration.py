@@ -18,8 +18,8 @@ from varjax.conditions import Condition
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, check_model
-from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Policy, per_layer
+from varjax.policies import Policy, masks
+from varjax.policies.scale_rule import ScaleRule, per_layer
 from varjax.sampling import Sampling, check_seed
 
 CONCENTRATED_SHARE = 0.1  # share of the earlier tokens that `concentration` looks at
@@ -106,8 +106,7 @@ def rank_dispersion(betas: list[np.ndarray]) -> np.ndarray:
     return np.std(ranks, axis=0).mean(-1).reshape(num_scales - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe(Policy):
+class ProbeRule(ScaleRule):
     """The full cache; every layer's state holds what was seen, float32, per row R and head N.
 
     beta [R, N, K, K]: attention mass from query scale to source scale, averaged over queries.
@@ -115,14 +114,7 @@ class Probe(Policy):
     concentration [R, N, K]: share of the mass on earlier scales that falls on their best attended
       tenth (of the tokens, by mass averaged over queries); 0 for the first scale.
     key_distance [R, K]: mean distance of keys to those of the scale before; 0 for the first scale.
-
-    Not registered: it is what `experiments.calibrate` runs.
     """
-
-    name = "probe"
-    summary = "everything, and records what it sees"
-    shrinks = False
-    needs = Needs(scale_mass=True, query_variance=True, key_similarity=True)
 
     def inputs(self, geometry: Geometry, allocation, image_index: np.ndarray):
         """int32 [K, L, K]: the first tokens of all scales."""
@@ -143,7 +135,7 @@ class Probe(Policy):
         of_source = jax.nn.one_hot(source, state["beta"].shape[-1])  # 0 for slots without a token
         history = obs.live & ~obs.own
         count = jnp.ceil(CONCENTRATED_SHARE * history.sum(-1)).astype(jnp.int32)
-        best = blocks.top(obs.scale_mass, history, count)
+        best = masks.top(obs, obs.scale_mass, history, count)
         share = jnp.where(best, obs.scale_mass, 0).sum(-1) / jnp.maximum(
             jnp.where(history, obs.scale_mass, 0).sum(-1), 1e-20
         )
@@ -157,3 +149,17 @@ class Probe(Policy):
         distance = jnp.where(scale == 0, 0.0, -obs.key_similarity)
         state["key_distance"] = state["key_distance"].at[:, scale].set(distance)
         return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Policy):
+    """The full cache; every layer's state holds what was seen.
+
+    Not registered: it is what `experiments.calibrate` runs.
+    """
+
+    name = "probe"
+    rules = (ProbeRule,)
+    summary = "everything, and records what it sees"
+    shrinks = False
+    needs = Needs(scale_mass=True, query_variance=True, key_similarity=True)

@@ -14,6 +14,7 @@ from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import BinaryHeatKV, HeatKV
+from varjax.sequence import SCALES
 
 # Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
 CIVIDIS = "cividis"
@@ -95,8 +96,8 @@ def pruning(
     for name, cls in (("binary_heatkv", BinaryHeatKV), ("heatkv", HeatKV)):
         for budget in budgets:
             try:
-                policy = cls(budget=budget).prepare(geometry, calibration)
-                last_use = policy.schedule(geometry, policy.budget).last_use()
+                policy = cls(budget=budget).rule(SCALES).prepare(geometry, calibration)
+                last_use = policy.rule(SCALES).schedule(geometry, budget).last_use()
             except UserError as error:
                 yield name, f"{budget:g}", str(error)
                 continue

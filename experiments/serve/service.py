@@ -22,7 +22,7 @@ from varjax.errors import UserError, choose, show
 from varjax.io import pictures
 from varjax.mixed_batch import Drawn, Item, Patch, read_own_size
 from varjax.model import Model
-from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies import POLICIES, Policy, get_policy, text_arguments
 from varjax.previews import Preview, Previews
 from varjax.subjects import Subjects
 
@@ -102,7 +102,7 @@ class Service:
             n: v if isinstance(v, str) else json.dumps(v) for n, v in asked.policy_args.items()
         }
         with about("policy_args" if given else "policy" if asked.budget is None else "budget"):
-            found = Choice(policy.changed_by(given, asked.budget), sampling)
+            found = Choice(text_arguments.changed_by(policy, given, asked.budget), sampling)
             self.programs.plan_of(found)
         return found
 
@@ -136,7 +136,7 @@ class Service:
         return {
             "policy": choice.policy.name,
             "budget": plan.budget,
-            "policy_args": choice.policy.told(),
+            "policy_args": text_arguments.told(choice.policy),
             "kv_bytes": plan.num_bytes(1, dtype),
             "dense_bytes": plan.dense_bytes(1, dtype),
             "seconds": None if seconds is None else round(seconds, 4),
@@ -167,7 +167,7 @@ class Service:
         policies = []
         for name, policy in self.offered.items():
             own = {f.name: f.default for f in dataclasses.fields(policy)}
-            kinds = policy.open_arguments().items()
+            kinds = text_arguments.open_arguments(type(policy)).items()
             known = {n: {"type": k.split()[0], "default": own[n]} for n, k in kinds}
             shown = {"name": name, "summary": policy.summary, "budget": policy.budget}
             policies.append(shown | {"policy_args": known})

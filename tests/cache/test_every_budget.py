@@ -42,7 +42,7 @@ def test_blocks_that_kernels_take_cost_next_to_nothing(model):
             assert size in BLOCKS, case
             slots = planner.pool_slots(geometry, allocation, size)
             assert slots <= budget * geometry.dense_tokens * (1 + 1e-9), case
-            wanted = policy.allocate(geometry, policy.budget)
+            wanted = policy.rule(geometry.kind).allocate(geometry, policy.budget)
             tokens = planner.peak_tokens(geometry, wanted)
             assert slots >= planner.peak_tokens(geometry, allocation) >= 0.99 * tokens, case
 

@@ -14,7 +14,8 @@ from varjax import measure_calibration
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.observation import Needs
 from varjax.calibration.data import scas
-from varjax.policies.base import Policy
+from varjax.policies import Policy
+from varjax.policies.scale_rule import ScaleRule
 from varjax.sampling import Sampling
 
 MODEL = "b_k6_sharedaln"
@@ -30,29 +31,15 @@ def visible_tokens(schedule) -> np.ndarray:
     return seen
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spy(Policy):
+class SpyRule(ScaleRule):
     """Evicts by `visible_tokens` and keeps every observation of every scale, by token."""
 
-    evict: bool = True
-    budget: float = 1.0
-    shrinks = False
-    needs = Needs(
-        window=5,
-        window_mass=True,
-        window_logits=True,
-        raw_queries=True,
-        scale_mass=True,
-        total_mass=True,
-        query_variance=True,
-        key_similarity=True,
-    )
     recorded = ("window_mass", "window_logits", "scale_mass", "total_mass", "window")
 
     def visible(self, geometry):
         schedule = geometry.schedule
         later = schedule.scale_of_token < np.arange(schedule.num_scales)[:, None]
-        return visible_tokens(schedule) if self.evict else later
+        return visible_tokens(schedule) if self.policy.evict else later
 
     def allocate(self, geometry, budget):
         count = self.visible(geometry).sum(-1)[:, None, None]
@@ -88,6 +75,27 @@ class Spy(Policy):
         return obs.live & obs.inputs[obs.position]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spy(Policy):
+    """Everything that can be observed."""
+
+    evict: bool = True
+    budget: float = 1.0
+
+    rules = (SpyRule,)
+    shrinks = False
+    needs = Needs(
+        window=5,
+        window_mass=True,
+        window_logits=True,
+        raw_queries=True,
+        scale_mass=True,
+        total_mass=True,
+        query_variance=True,
+        key_similarity=True,
+    )
+
+
 @functools.cache
 def spied(evict: bool):
     """(tokens of a greedy run, memory of the spy by name: [L, R, N, K, ...])."""
@@ -101,7 +109,7 @@ def oracle(evict: bool):
     """Per layer (q, k, raw q, attention [R, N, tokens, tokens]) of the same tokens."""
     model = models.fixture_model(MODEL)
     transformer, schedule = model.transformer, model.geometry.schedule
-    seen = Spy(evict=evict).visible(model.geometry)
+    seen = Spy(evict=evict).rule("scales").visible(model.geometry)
     scale = np.array(schedule.scale_of_token)
     mask = seen[scale] | (scale[:, None] == scale)
     tokens, _ = spied(evict)

@@ -204,8 +204,8 @@ def test_charts_hold_the_numbers(sweep, calibration):
     pruning = calibration_charts.pruning([0.5], geometry, found)
     policy, budget, removals = list(pruning)[1]
     assert (policy, budget) == ("heatkv", "0.5")
-    prepared = HeatKV(budget=0.5).prepare(geometry, found)
-    last_use = prepared.schedule(geometry, 0.5).last_use()
+    prepared = HeatKV(budget=0.5).rule("scales").prepare(geometry, found)
+    last_use = prepared.rule("scales").schedule(geometry, 0.5).last_use()
     names = [*charts.scale_names(geometry.schedule), "never"]
     for source, chart in enumerate(removals, start=prepared.sinks):
         words = [row["given up"] for row in data_of(chart)]

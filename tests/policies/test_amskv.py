@@ -41,8 +41,8 @@ def test_literal_algorithm(name):
     ],
 )
 def test_published_memory(preset, geometry, batch_size, gigabytes, saved):
-    policy = AMSKV(preset=preset).prepare(geometry, None)
-    tokens = policy.steady_tokens(geometry)
+    policy = AMSKV(preset=preset).rule("scales").prepare(geometry, None)
+    tokens = policy.rule("scales").steady_tokens(geometry)
     width = geometry.num_heads * geometry.head_dim
     assert tokens * width * 6 * 2 * batch_size / 2**20 / 1000 == pytest.approx(gigabytes, abs=5e-3)
     full = geometry.schedule.total_tokens * geometry.num_layers

@@ -12,6 +12,7 @@ from tests.policies.amskv_cases import DEMO, calibration
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
 from varjax.policies.amskv import AMSKV
+from varjax.policies.amskv_scales import AMSKVScales
 
 # --- device ---
 
@@ -22,10 +23,11 @@ class Device:
 
     def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
         self.schedule, self.rows = geometry.schedule, rows
-        self.policy = policy.prepare(geometry, found)
-        self.allocation = self.policy.allocate(geometry, self.policy.budget)
-        self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
-        self.state = self.policy.init_state(geometry, rows)
+        self.policy = policy.rule("scales").prepare(geometry, found)
+        self.rule = self.policy.rule("scales")
+        self.allocation = self.rule.allocate(geometry, self.policy.budget)
+        self.inputs = self.rule.inputs(geometry, self.allocation, np.arange(rows // 2))
+        self.state = self.rule.init_state(geometry, rows)
         self.held = [np.zeros(0, int)] * rows
 
     def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
@@ -51,8 +53,8 @@ class Device:
             state=self.state,
             key_similarity=jnp.asarray(similarity, jnp.float32),
         )
-        obs = dataclasses.replace(obs, state=self.policy.update_state(obs))
-        self.state, keep = obs.state, np.asarray(self.policy.select(obs))
+        obs = dataclasses.replace(obs, state=self.rule.update_state(obs))
+        self.state, keep = obs.state, np.asarray(self.rule.select(obs))
         assert not (keep & ~live).any() and (keep.sum(-1) <= following).all()
         assert (keep[:, 0] == keep[:, 1]).all()
         self.held = [np.sort(p[k]) for p, k in zip(position[:, 0], keep[:, 0], strict=True)]
@@ -87,8 +89,9 @@ def test_an_assumed_threshold_is_said():
     """The policy cannot know the norm of the model's keys."""
 
     def said(found=None, **arguments):
-        policy = AMSKV(mode="online", **arguments).prepare(DEMO, found).prepare(DEMO, found)
-        return [line for line in policy.plan_lines(DEMO) if "keys of norm 1" in line]
+        policy = AMSKV(mode="online", **arguments).rule("scales").prepare(DEMO, found)
+        policy = policy.rule("scales").prepare(DEMO, found)
+        return [line for line in policy.rule("scales").plan_lines(DEMO) if "keys of norm 1" in line]
 
     (line,) = said()
     assert line.startswith("theta     -1 is assumed") and "calibrate it or give theta=" in line
@@ -97,9 +100,9 @@ def test_an_assumed_threshold_is_said():
 
 def test_threshold_from_a_calibration():
     found = calibration(DEMO)
-    theta = AMSKV(mode="online", demanding=3).prepare(DEMO, found).theta
+    theta = AMSKV(mode="online", demanding=3).rule("scales").prepare(DEMO, found).theta
     assert (-found.key_discrepancy[:, 1:].mean(1) < theta).sum() == 3
-    assert AMSKV(mode="online").prepare(DEMO, None).theta == -1
+    assert AMSKV(mode="online").rule("scales").prepare(DEMO, None).theta == -1
 
 
 # --- in the engine ---
@@ -107,8 +110,7 @@ def test_threshold_from_a_calibration():
 LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recording(AMSKV):
+class Similarities(AMSKVScales):
     """Online AMS-KV that records the similarities it sees."""
 
     def init_state(self, geometry, rows):
@@ -124,6 +126,11 @@ class Recording(AMSKV):
 
     def select(self, obs):
         return super().select(dataclasses.replace(obs, state=obs.state["demanding"]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording(AMSKV):
+    rules = (Similarities,)
 
 
 @functools.cache

@@ -45,10 +45,10 @@ def test_capacities_of_one_and_selection_of_the_other(allocate, select):
     alone = plan_cache(DEMO, get_policy(allocate, 0.3, {"accounting": "tokens"}), measured)
     np.testing.assert_array_equal(plan.capacity, alone.capacity)
     assert not plan.static_content and plan.policy.selector.name == select
-    assert plan.policy.needs == plan.policy.selector.needs
+    assert plan.rule.needs == plan.policy.selector.rule("scales").needs
     in_bytes = plan_cache(DEMO, pair(allocate, select), measured)
     assert in_bytes.pool_tokens <= 0.3 * DEMO.dense_tokens
-    tables = plan.policy.inputs(DEMO, plan.allocation, np.arange(2))
+    tables = plan.rule.inputs(DEMO, plan.allocation, np.arange(2))
     hash(plan.policy), tables
 
 
@@ -56,17 +56,17 @@ def test_capacities_of_one_and_selection_of_the_other(allocate, select):
 @pytest.mark.parametrize("select", ["swa", "streaming", "headkv", "snapkv", "h2o", "scalekv"])
 def test_selections_fill_any_capacity(select, capacity):
     """Also capacities that are smaller than the sinks of the selection."""
-    policy = pair("snapkv", select).prepare(DEMO, None)
+    policy = pair("snapkv", select).rule("scales").prepare(DEMO, None)
     inputs = jnp.array([14, 3]) if select == "headkv" else jnp.int32(14)
     obs = observation(1, capacity, inputs=inputs)
-    check_counts(obs, policy.select(obs))
+    check_counts(obs, policy.rule("scales").select(obs))
 
 
 def test_arguments_reach_their_part():
     policy = pair("hack", "snapkv", allocate_asymmetry="3", select_window="8", block_size="2")
     assert policy.allocator == policies.HACK(budget=0.3, asymmetry=3.0, block_size=2)
     assert policy.selector == policies.SnapKV(budget=0.3, window=8, block_size=2)
-    chex.assert_shape(policy.window_tokens(8, 8), (8,))
+    chex.assert_shape(policy.rule("scales").window_tokens(8, 8), (8,))
     in_python = Compose.of(
         allocate=policies.HACK(budget=0.3, asymmetry=3.0, block_size=2),
         select=policies.SnapKV(window=8),
@@ -140,7 +140,8 @@ def test_arguments_of_the_other_role_are_refused(role, name, argument, text):
 def test_what_is_not_said():
     policy = get_policy("compose")
     assert policy.allocator == policies.HeatKV() and policy.selector == policies.SnapKV(budget=0.1)
-    assert policy.plan_lines(DEMO)[0].split() == ["parts", "allocate=heatkv,", "select=snapkv"]
+    lines = policy.rule("scales").plan_lines(DEMO)
+    assert lines[0].split() == ["parts", "allocate=heatkv,", "select=snapkv"]
     assert Compose().allocator == policy.allocator and Compose().budget == policy.budget
     assert get_policy("compose", None, {"select": "h2o"}).selector.name == "h2o"
 

@@ -4,16 +4,17 @@ import dataclasses
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import models_under_test as models
 from tests.policies.amskv_cases import D30
+from tests.policies.observations import DEMO, kept_columns, observation
 from tests.tokens import stand_in
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
-from varjax.policies import POLICIES, get_policy, registry
-from varjax.policies.base import Policy
+from varjax.policies import POLICIES, Policy, get_policy, registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,8 +26,8 @@ def programs(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
 
 
-EXAMPLE, TOKEN_EXAMPLE = programs("howto/own_policy.md")
-BOTH = f"{EXAMPLE}\n\n{TOKEN_EXAMPLE}"
+EXAMPLE, RULE_EXAMPLE = programs("howto/own_policy.md")
+BOTH = f"{EXAMPLE}\n\n{RULE_EXAMPLE}"
 (ABLATIONS,) = programs("howto/reproduce.md")
 
 
@@ -49,10 +50,9 @@ def test_it_fits_its_budget_and_changes_little(example):
     assert 0.3 < (np.asarray(results["tokens"]) == np.asarray(full["tokens"])).mean() < 1
 
 
-def test_the_example_for_tokens(example):
-    """It keeps to its budget, decides on the device and is refused for models of the other kind."""
-    policy = registry.get_policy("best_attended_tokens", 0.4)
-    plan = stand_in.plan_for(policy)
+def test_the_example_on_tokens(example):
+    """It keeps to its budget and decides on the device: what the newest stage attends to most."""
+    plan = stand_in.plan_for(dataclasses.replace(example, budget=0.4))
     model = stand_in.StandIn.random(plan.geometry, 2)
     out, state = stand_in.run(model, plan)
     assert np.isfinite(out).all()
@@ -60,8 +60,31 @@ def test_the_example_for_tokens(example):
     for cache in state:
         held = (np.asarray(cache.position) >= 0).sum(-1)
         assert (held <= plan.layer_slots[0]).all() and held.max() > 0.6 * plan.layer_slots[0]
-    with pytest.raises(UserError, match="does not serve models that draw scale by scale"):
-        plan_cache(D30, policy)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", ["scales", "tokens"])
+def test_one_selection_for_both_kinds(example, kind, ties):
+    """Of equals the earlier candidate stays scale by scale, the newer token token by token."""
+    obs = observation(1, 7)
+    mass = jnp.where(obs.live, jnp.float32(1), 0) if ties else obs.scale_mass
+    obs = dataclasses.replace(obs, scale_mass=mass, by_position=kind == "tokens")
+    kept = kept_columns(example.rule(kind).select(obs))
+    for head, columns in kept.items():
+        live, position, score = (np.asarray(a)[head] for a in (obs.live, obs.position, mass))
+        newest_first = (-position) if kind == "tokens" else np.arange(live.size)
+        order = sorted(np.flatnonzero(live), key=lambda c: (-score[c], newest_first[c]))  # noqa: B023
+        assert columns == set(order[:7])
+
+
+def test_the_example_of_a_rule(example):
+    """The first layers hold twice as much, and all together at most the budget; no tokens."""
+    policy = registry.get_policy("wide_start", 0.2, {"first": "1", "block_size": "1"})
+    plan = plan_cache(DEMO, policy)
+    held = plan.capacity[-1, :, 0]
+    assert held[0] >= 2 * held[1] - 1 and held.sum() <= 0.2 * 66 * 3
+    with pytest.raises(UserError, match="does not serve models that draw token by token"):
+        stand_in.plan_for(policy)
 
 
 @pytest.mark.slow

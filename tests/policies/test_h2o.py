@@ -26,7 +26,7 @@ def keep_by_hand(live, position, mass, recent, capacity) -> set[int]:
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_select_follows_the_method(seed, share, capacity):
     obs = observation(seed, capacity)
-    keep = policies.H2O(recent_share=float(share)).select(obs)
+    keep = policies.H2O(recent_share=float(share)).rule("scales").select(obs)
     check_counts(obs, keep)
     recent = {"0": 0, "0.5": capacity // 2, "0.7": 7 * capacity // 10, "1": capacity}[share]
     for head, kept in kept_columns(keep).items():

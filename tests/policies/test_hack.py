@@ -36,7 +36,7 @@ def keep_by_hand(live, position, mass, contextual, protected, capacity) -> set[i
 def test_select_follows_the_method(seed, protected, capacity):
     contextual = np.arange(HEADS) % 2 == 0
     obs = observation(seed, capacity, inputs=(jnp.asarray(contextual), jnp.int32(protected)))
-    keep = policies.HACK().select(obs)
+    keep = policies.HACK().rule("scales").select(obs)
     check_counts(obs, keep)
     for (row, head), kept in kept_columns(keep).items():
         arrays = (np.asarray(a)[row, head] for a in (obs.live, obs.position, obs.scale_mass))
@@ -45,12 +45,13 @@ def test_select_follows_the_method(seed, protected, capacity):
 
 def test_heads_whose_queries_agree_are_contextual():
     """The lowest fraction over the whole model; of equals the first."""
-    prepared = policies.HACK(contextual=5 / 12).prepare(DEMO, CALIBRATION)
+    prepared = policies.HACK(contextual=5 / 12).rule("scales").prepare(DEMO, CALIBRATION)
     expected = [[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 1, 1]]
     np.testing.assert_array_equal(prepared._types, np.array(expected, bool))
     hash(prepared)
-    allocation = prepared.allocate(DEMO, 0.5)
-    contextual, protected = prepared.inputs(DEMO, allocation, np.arange(2))
+    rule = prepared.rule("scales")
+    allocation = rule.allocate(DEMO, 0.5)
+    contextual, protected = rule.inputs(DEMO, allocation, np.arange(2))
     np.testing.assert_array_equal(contextual, np.repeat([expected], 6, 0))
     chex.assert_trees_all_equal(protected, np.full((6, 3), 14, np.int32))
 
@@ -61,7 +62,7 @@ def test_capacities(budget, asymmetry):
     policy = policies.HACK(budget=budget, asymmetry=asymmetry, accounting="tokens")
     plan = plan_cache(DEMO, policy, CALIBRATION)
     last = plan.capacity[5]
-    contextual = np.array(policy.prepare(DEMO, CALIBRATION)._types)
+    contextual = np.array(policy.rule("scales").prepare(DEMO, CALIBRATION)._types)
     assert contextual.sum() == 9  # three in four
     assert last.sum() == int(budget * DEMO.dense_tokens + 1e-6)
     assert last.min() >= plan.allocation.protected >= 1

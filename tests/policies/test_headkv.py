@@ -40,7 +40,7 @@ def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> se
 def test_select_follows_the_method(seed, capacity, protected, recent):
     policy = policies.HeadKV(ratio=0.4)
     obs = observation(seed, capacity, inputs=jnp.array([protected, recent]))
-    kept = np.asarray(policy.select(obs))
+    kept = np.asarray(policy.rule("scales").select(obs))
     for r, n in np.ndindex(ROWS, HEADS):
         arrays = (np.asarray(a)[r, n] for a in (obs.live, obs.position, obs.window_mass))
         expected = keep_by_hand(*arrays, capacity, protected, recent, 0.4)
@@ -61,9 +61,9 @@ def test_heads_are_ranked_by_how_far_back_they_look():
         position=jnp.asarray(position),
         live=jnp.ones(mass.shape, bool),
     )
-    policy = policies.HeadKV()
-    np.testing.assert_array_equal(policy.tokens_needed(obs)[0], [2, 14, 5])
-    np.testing.assert_array_equal(policy.regroup(obs)[0], [2, 0, 1])  # numbers of regions
+    rule = policies.HeadKV().rule("scales")
+    np.testing.assert_array_equal(rule.tokens_needed(obs)[0], [2, 14, 5])
+    np.testing.assert_array_equal(rule.regroup(obs)[0], [2, 0, 1])  # numbers of regions
 
 
 def test_capacities():

@@ -122,7 +122,7 @@ def test_naive_counts_of_the_paper():
 
 def test_infeasible_budget():
     problem = Problem("synth_3_infeasible")
-    lowest = policies.HeatKV(sinks=problem.sinks).minimum_budget(problem.geometry)
+    lowest = policies.HeatKV(sinks=problem.sinks).rule("scales").minimum_budget(problem.geometry)
     assert lowest == problem["min_feasible_budget"]
     with pytest.raises(UserError, match="infeasible.*0.0330189"):
         prune_schedule(problem.geometry, problem.orders, sinks=3, budget=problem.budget)
@@ -181,8 +181,9 @@ def test_every_variant_from_beta(name, budget):
 
 def test_lists_fix_the_sinks():
     problem, sinks = Problem("synth_1"), 2
-    ready = policies.HeatKV(budget=0.5).prepare(problem.geometry, problem.calibration)
-    assert ready.sinks == sinks and ready.prepare(problem.geometry, problem.calibration) == ready
+    measured = problem.geometry, problem.calibration
+    ready = policies.HeatKV(budget=0.5).rule("scales").prepare(*measured)
+    assert ready.sinks == sinks and ready.rule("scales").prepare(*measured) == ready
 
 
 @pytest.mark.parametrize(

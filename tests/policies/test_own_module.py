@@ -14,6 +14,7 @@ from varjax import own_modules, policies
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
+from varjax.policies.scale_rule import ScaleRule
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_a_file_anywhere(tmp_path):
     assert load_module(path) == ("best_attended",) == load_module(tmp_path / "my_policies.py")
     policy = get_policy("best_attended", 0.2, {"block_size": "4"})
     assert policy.budget == 0.2 and policy.needs.scale_mass and hash(policy)
-    assert "`best_attended` | best attended tokens | by scale | decided" in markdown_table()
+    assert "`best_attended` | best attended tokens | both | decided" in markdown_table()
 
 
 def test_an_import_name(tmp_path, monkeypatch):
@@ -80,6 +81,8 @@ def test_names_that_nobody_can_type(name):
     assert policies.H2O.name == "h2o"
     with pytest.raises(UserError, match=r"^@register\('zz'\) on .*: it is no policy"):
         registry.register("zz")(int)
+    with pytest.raises(UserError, match=r"^@register\('zz'\) on .*: it serves no kind of models"):
+        registry.register("zz")(Policy)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +114,18 @@ def test_what_is_no_module(tmp_path, monkeypatch, given, message):
 class Undecided(Policy):
     """Leaves it open which tokens stay."""
 
+    rules = (ScaleRule,)
 
-class Nothing(Policy):
+
+class NoRoom(ScaleRule):
     """Allocates nothing."""
 
     def allocate(self, geometry, budget):
         return None
+
+
+class Nothing(Policy):
+    rules = (NoRoom,)
 
 
 @pytest.mark.parametrize(

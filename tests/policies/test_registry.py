@@ -12,7 +12,6 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
-from varjax.policies.rule import Rule
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
@@ -61,7 +60,6 @@ def test_rules(name):
         rule = policy.rule(kind)
         assert rule.kind == kind and rule.policy is policy
         assert rule == policy.rule(kind) and hash(rule) == hash(policy.rule(kind))
-        assert (rule is policy) == isinstance(policy, type(rule))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,8 @@ def markdown_table() -> str:
     rows = ["| policy | keeps | models | contents | default budget |"]
     rows.append("| --- | --- | --- | --- | --- |")
     for name, cls in POLICIES.items():
-        policy, known = cls(), cls.select is Rule.select
-        contents = "known beforehand" if known else "decided per image"
-        kinds = [kind for kind in ("scales", "tokens") if cls.serves(kind)]
+        policy, kinds = cls(), [kind for kind in ("scales", "tokens") if cls.serves(kind)]
+        contents = "decided per image" if policy.rule(kinds[0]).selects else "known beforehand"
         models = "both" if len(kinds) > 1 else f"by {kinds[0].removesuffix('s')}"
         contents = policy.contents or (contents if policy.budgeted else "given")
         budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
@@ -226,7 +223,7 @@ def test_table_rows_without_guidance(tmp_path):
     alone = dataclasses.replace(GEOMETRY, rows_per_image=1)
     plan = plan_cache(alone, table(tmp_path, keep_token=keep))
     assert plan.capacity.max() == 1
-    inputs = plan.policy.inputs(alone, plan.allocation, np.array([1]))
+    inputs = plan.rule.inputs(alone, plan.allocation, np.array([1]))
     chex.assert_shape(inputs, (3, 2, 1, 2, 14))
     assert inputs[:2, ..., 0].all() and inputs.sum() == 8
 

@@ -46,9 +46,9 @@ def test_the_authors_code_keeps_the_same_tokens(name):
         arrays = {key: archive[key] for key in archive.files}
     meta = json.loads(str(arrays["meta_json"]))
     geometry, heads, size = INFINITY["2b"], meta["num_heads"], meta["head_dim"]
-    policy = file_policy("2b", faithful=True).prepare(geometry, None)
-    held = policy.allocate(geometry, 0.25).region_capacity[:, meta["layer"], 0]
-    select = jax.jit(policy.select)
+    rule = file_policy("2b", faithful=True).rule("scales").prepare(geometry, None).rule("scales")
+    held = rule.allocate(geometry, 0.25).region_capacity[:, meta["layer"], 0]
+    select = jax.jit(rule.select)
     keys, position = np.zeros((heads, 0, size), np.float32), np.zeros((heads, 0), np.int32)
     for s, (height, width) in enumerate(geometry.schedule.maps):
         random = np.random.RandomState(arrays["seeds"][s])
@@ -57,7 +57,7 @@ def test_the_authors_code_keeps_the_same_tokens(name):
         first = geometry.schedule.starts[s]
         own = np.broadcast_to(first + np.arange(height * width), (heads, height * width))
         keys, position = np.concatenate([keys, k], 1), np.concatenate([position, own], 1)
-        chosen = policy.window_tokens(height, width)
+        chosen = rule.window_tokens(height, width)
         logits = np.einsum("nqh,nkh->nk", q[:, chosen], keys) / np.sqrt(size) / len(chosen)
         # after the last scale the authors' code applies the last entry once more
         capacity = held[min(s + 1, len(held) - 1)]

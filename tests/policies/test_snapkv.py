@@ -21,7 +21,7 @@ from varjax.errors import UserError
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_select_follows_the_method(seed, kernel, capacity):
     obs = observation(seed, capacity)
-    keep = policies.SnapKV(kernel=kernel).select(obs)
+    keep = policies.SnapKV(kernel=kernel).rule("scales").select(obs)
     check_counts(obs, keep)
     for head, kept in kept_columns(keep).items():
         live, position, mass, window = (
@@ -43,11 +43,14 @@ def test_every_head_has_the_same_capacity(budget):
 
 
 def test_the_automatic_window_leaves_room_for_history():
-    prepared = policies.SnapKV(budget=0.25).prepare(DEMO, None)
-    assert prepared.needs.window == prepared.window == 4  # a quarter of 16 tokens
-    assert policies.SnapKV(budget=1.0).prepare(DEMO, None).window == 16
-    assert policies.SnapKV(budget=0.04).prepare(DEMO, None).window == 1
-    assert policies.SnapKV(window=9).prepare(DEMO, None).window == 9
+    def prepared(**arguments):
+        return policies.SnapKV(**arguments).rule("scales").prepare(DEMO, None)
+
+    policy = prepared(budget=0.25)
+    assert policy.needs.window == policy.window == 4  # a quarter of 16 tokens
+    assert prepared(budget=1.0).window == 16
+    assert prepared(budget=0.04).window == 1
+    assert prepared(window=9).window == 9
 
 
 @pytest.mark.parametrize(

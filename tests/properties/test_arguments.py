@@ -26,7 +26,7 @@ from varjax.engine.segments import padded_tokens, plan_segments
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.parallel.split import MeshSpec
-from varjax.policies import POLICIES, get_policy
+from varjax.policies import POLICIES, get_policy, text_arguments
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
@@ -292,7 +292,7 @@ def test_the_command_refuses_the_same(name, budget, value, data):
     if budget is not None:
         flags.append(f"--budget={budget}")
     if value is not None:
-        argument = data.draw(st.sampled_from(sorted(POLICIES[name].argument_types())))
+        argument = data.draw(st.sampled_from(sorted(text_arguments.argument_types(POLICIES[name]))))
         flags.append(f"--policy_args={argument}={value}")
         arguments = {argument: value.strip()}
         if not value.strip() or value.rstrip().endswith(","):

@@ -12,7 +12,7 @@ from tests.tokens import stand_in
 from tests.tokens.test_policies import CLOSE, EVERY, ROWS
 from varjax import policies
 from varjax.cache.observation import Observation
-from varjax.policies import get_policy, stage_blocks
+from varjax.policies import get_policy, masks
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_copies_of_a_query_head_change_nothing(name):
 @pytest.mark.parametrize("shared", [2, 4])
 def test_the_neediest_query_head_counts(shared, most, monkeypatch):
     """A head whose group has a global query head is what it is with copies of that one."""
-    monkeypatch.setattr(stage_blocks, "MOST_COMPARED", most)
+    monkeypatch.setattr(masks, "MOST_COMPARED", most)
     rng, shape = np.random.default_rng(0), (3, 5, shared, 6)
     mass = rng.dirichlet(np.full(6, 0.3), shape[:-1]).astype(np.float32)
     heads = jnp.zeros(shape[:2], jnp.int32)

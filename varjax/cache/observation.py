@@ -1,10 +1,10 @@
-"""Observations of a policy's rule on the device. The rule names its wishes in `Needs` and is shown
-an `Observation`."""
+"""Observations of a policy on the device. It names its wishes in `Needs` and is shown an
+`Observation`."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
@@ -46,7 +46,7 @@ class Observation:
 
     The last axis K lists the candidates: the stored slots of the head in table order, then the
     tokens of the current scale (padded). What a policy does not ask for in `Needs` is None: all
-    fields from `window` on, but for `implementation`.
+    fields from `window` on, but for the static ones.
 
     live: nothing outside it may be kept.
     own: the token belongs to the current scale (True on its padding too).
@@ -82,8 +82,10 @@ class Observation:
       one query head.
     window_scores: attention scores of each window query before the softmax, in no order of queries.
     keys: as they are stored, rotated.
-    implementation: static, the kernel that the user chose for operations of policies
-      (`stage_blocks`), one of `pallas_kernels.implementations.NAMES`; None: each takes its best.
+    implementation: static, the kernel that the user chose for operations of policies (`masks`), one
+      of `pallas_kernels.implementations.NAMES`; None: each takes its best.
+    by_position: static; of candidates with equal scores the newer stays, as slots hold tokens in no
+      order. False, scale by scale: the earlier candidate stays.
     """
 
     # Plain facts, which cost nothing beyond what the cache step computes anyway.
@@ -111,8 +113,11 @@ class Observation:
     newest_mass: Float[Array, "R N K"] | None = None
     group_mass: Float[Array, "R N G K"] | None = None
     implementation: str | None = field(default=None, metadata=dict(static=True))
+    by_position: bool = field(default=False, metadata=dict(static=True))
 
-
-# `varjax.policies.rule.Rule` and `varjax.policies.Policy`, which say what each member means. They
-# import this package, so their types cannot be named here.
-Rule = Policy = Any
+    @property
+    def precedence(self) -> Int[Array, "R N K"]:
+        """Of candidates with equal scores the one with the higher number stays."""
+        if self.by_position:
+            return self.position
+        return jnp.broadcast_to(-jnp.arange(self.live.shape[-1], dtype=jnp.int32), self.live.shape)

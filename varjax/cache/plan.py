@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from varjax import arguments
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Policy, Rule
+from varjax.cache.policy import Policy, Rule
 from varjax.errors import UserError
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values

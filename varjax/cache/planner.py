@@ -9,12 +9,17 @@ import numpy as np
 
 from varjax import arguments
 from varjax.cache import stages
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import (
+    Allocation,
+    Geometry,
+    RegionAllocation,
+    StageAllocation,
+    StaticAllocation,
+)
 from varjax.cache.allocator import peak_tokens
-from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.policy import Policy, Rule
 from varjax.cache.scale_plan import build_plan
-from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError
 from varjax.sequence import SCALES
 

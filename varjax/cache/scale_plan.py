@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, PyTree
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.cache.observation import Policy
 from varjax.cache.plan import CachePlan
+from varjax.cache.policy import Policy
 from varjax.cache.state import KVState
 from varjax.errors import UserError
 

@@ -19,103 +19,14 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from varjax.cache import token_state
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Policy, Rule
+from varjax.cache.allocation import Geometry, StageAllocation
 from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.policy import Policy, Rule
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
 
 BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
 LOST_AT_MOST = 0.01
-
-
-@dataclass(frozen=True, eq=False)
-class StageAllocation:
-    """Numbers of image tokens that every head of a layer may hold, and when.
-
-    slots: int64 [L]: image slots of a head (B), the buffer among them.
-    period: tokens of a stage (P). For known contents it only says after how many tokens reports
-      look at the cache.
-    decides: whether a policy decides after every stage; else contents are known.
-    kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
-    protected: image tokens from the first on that a ring leaves alone (known contents).
-    reads: int64 [L]: tokens of the ring that a query reads, fewer than the ring holds (known
-      contents, `OffsetStep`); None: all of them.
-    group_stage: the stage after which heads are grouped; before it B - P tokens may stay, whatever
-      `kept` says.
-    """
-
-    slots: np.ndarray
-    period: int
-    decides: bool = True
-    kept: np.ndarray | None = None
-    protected: int = 0
-    group_stage: int | None = None
-    reads: np.ndarray | None = None
-
-    @classmethod
-    def uniform(
-        cls,
-        geometry: Geometry,
-        slots: int,
-        period: int,
-        *,
-        kept: int | None = None,
-        group_stage: int | None = None,
-    ) -> "StageAllocation":
-        """Gives all layers the same. With room for all tokens nothing has to be decided."""
-        steps = geometry.schedule.steps
-        # A buffer would only cost slots here: what never leaves can go straight to its place.
-        if slots >= steps:
-            return cls.known(geometry, steps)
-        layers = geometry.num_layers
-        return cls(
-            np.full(layers, slots),
-            min(period, steps),
-            kept=None if kept is None else np.full(layers, kept),
-            group_stage=group_stage,
-        )
-
-    @classmethod
-    def known(
-        cls, geometry: Geometry, slots: int, protected: int = 0, reads: int | None = None
-    ) -> "StageAllocation":
-        """A ring of slots behind the first `protected` tokens; the full cache if there is room.
-        reads: tokens of the ring that a query reads; None: all."""
-        slots = min(slots, geometry.schedule.steps)
-        # where a query reads the whole ring no offset has to be chosen
-        if reads is not None:
-            reads = np.full(geometry.num_layers, reads) if reads < slots - protected else None
-        period = min(geometry.schedule.line, geometry.schedule.steps)
-        slots = np.full(geometry.num_layers, slots)
-        return cls(slots, period, decides=False, protected=protected, reads=reads)
-
-    def decisions(self, geometry: Geometry) -> tuple[int, int] | None:
-        """The tokens between two decisions, and how many decisions there are; None where nothing is
-        decided."""
-        if self.decides:
-            return self.period, geometry.schedule.stages(self.period)[0]
-        if self.reads is None:
-            return None
-        # offsets are chosen after every token until the ring has one slot left (`OffsetStep`)
-        return 1, int(self.slots.max()) - 1
-
-    def held(self, geometry: Geometry) -> np.ndarray:
-        """int64 [K, L]: image tokens of a head when each stage starts."""
-        decided, _ = geometry.schedule.stages(self.period)
-        stage = np.arange(1, decided + 2)[:, None]
-        drawn = (stage - 1) * self.period
-        limit = self.slots[None]
-        # When a stage starts its buffer is empty, so a cache that decides holds P tokens less than
-        # it has slots. Known contents have no buffer.
-        if self.decides:
-            main = self.slots - self.period
-            kept = main if self.kept is None else self.kept
-            # Until heads are grouped nothing has to leave but what does not fit.
-            first = 0 if self.group_stage is None else self.group_stage
-            limit = np.where(stage - 1 > first, kept, main)
-        held = np.minimum(drawn, limit)
-        return np.concatenate([np.zeros((1, held.shape[1]), np.int64), held])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

@@ -19,8 +19,9 @@ from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import attend, store_and_attend
 from varjax.cache import observe
 from varjax.cache.layer_inputs import RegionInputs, StaticInputs
-from varjax.cache.observation import Observation, Rule
+from varjax.cache.observation import Observation
 from varjax.cache.observe import LayerView
+from varjax.cache.policy import Rule
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState, arrange, read_encoded, store, store_encoded
 from varjax.models.step_inputs import StepInputs

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import slot_moves, target, token_attention
 from pallas_kernels.token_attention import Query
-from varjax.cache.observation import Observation, Rule
+from varjax.cache.observation import Observation
+from varjax.cache.policy import Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
@@ -128,6 +129,7 @@ class StageDecision:
             newest_mass=mass,
             group_mass=of_group,
             implementation=self.attention,
+            by_position=True,
         )
         local = self.rule.regroup(obs) > 0
         return jnp.where(local, jnp.int32(self.rule.local_window), EVERYTHING)
@@ -215,6 +217,7 @@ class StageDecision:
             local=reach < EVERYTHING if groups else None,
             keys=keys,
             implementation=self.attention,
+            by_position=True,
         )
 
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:

@@ -20,7 +20,8 @@ from pallas_kernels import target, token_attention
 from pallas_kernels.token_attention import NewToken, Probe, Query
 from pallas_kernels.token_products import QuerySum
 from varjax.cache import token_decision
-from varjax.cache.observation import Observation, Rule
+from varjax.cache.observation import Observation
+from varjax.cache.policy import Rule
 from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
 
@@ -227,6 +228,7 @@ class OffsetStep(RingStep):
             scale_mass=None if total else mass,
             total_mass=mass if total else None,
             implementation=self.attention,
+            by_position=True,
         )
 
 

@@ -5,7 +5,8 @@ import importlib
 import pkgutil
 
 from varjax.cache.observation import Needs, Observation
-from varjax.policies.base import Policy
+from varjax.cache.policy import Policy
+from varjax.policies import masks
 from varjax.policies.registry import POLICIES, get_policy, load_module, register
 from varjax.policies.windows import Full, SlidingWindow, Streaming
 
@@ -49,5 +50,6 @@ __all__ = [
     "Table",
     "get_policy",
     "load_module",
+    "masks",
     "register",
 ]

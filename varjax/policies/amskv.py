@@ -1,19 +1,20 @@
 """AMS-KV: condensed and newest scales, more of them in layers whose keys change."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache import allocator, planner
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.arguments import within
+from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
+from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.policies import amskv_rules as rules
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
-from varjax.policies.base import CALIBRATE, NotGiven, Policy, per_layer, within
+from varjax.policies import masks
+from varjax.policies.amskv_rules import Sizes, divide, named_layers
+from varjax.policies.amskv_scales import AMSKVScales
+from varjax.policies.refusals import CALIBRATE, NotGiven
 from varjax.policies.registry import register
 
 NEGATIVE = ": similarities are negative distances, choose a number below 0 (or 0 for automatic)"
@@ -93,7 +94,9 @@ class AMSKV(Policy):
     theta: float = within(0.0, -1e9, 0, note=NEGATIVE)
     ratio: float = within(2.5, 1, 1e6, note=": Cmax is at least Cmin, choose 1 or more")
     oversize: str = "auto"
+    _calibration: Calibration | None = field(default=None, repr=False, compare=False)
 
+    rules = (AMSKVScales,)
     selection_arguments = ("condensed", "condensed_tokens")
     unsuited = "it keeps the condensed and the newest scales"
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
@@ -103,7 +106,7 @@ class AMSKV(Policy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(key_similarity=self._online)
+        return Needs(key_similarity=self.online)
 
     @property
     def budgeted(self) -> bool:
@@ -115,10 +118,10 @@ class AMSKV(Policy):
     @property
     def uses_calibration(self) -> bool:
         """Whether measurements say which layers are demanding; if not, an argument does."""
-        return not (self.theta if self._online else self.layers)
+        return not (self.theta if self.online else self.layers)
 
     @property
-    def _online(self) -> bool:
+    def online(self) -> bool:
         return self.mode == "online"
 
     @property
@@ -128,42 +131,23 @@ class AMSKV(Policy):
         return None if found is None else np.asarray(found)
 
     @property
-    def _fill(self) -> bool:
+    def fill(self) -> bool:
         return self.oversize == "fill" or (self.oversize == "auto" and not self.cmax)
-
-    # --- arguments --------------------------------------------------------------------------------
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "AMSKV":
-        if calibration is not None:
-            calibration.check(geometry)
-        values = rules.preset_values(self, geometry) if self.preset else {}
-        policy = dataclasses.replace(self, preset="", _calibration=calibration, **values)
-        rules.check(policy, geometry)
-        policy = policy._with_layers(geometry, guess=bool(self.preset))
-        if policy.budgeted:
-            return policy
-        allocation = policy.allocate(geometry, 1.0)
-        if isinstance(self.budget, NotGiven):  # then it is what the sizes cost
-            budget = planner.cost(geometry, allocation, self.block_size)
-            return dataclasses.replace(policy, budget=budget)
-        sizes, peak = f"cmin={policy.cmin}, cmax={policy.cmax}", allocator.peak_tokens
-        policy.refuse_more(geometry, policy.budget, peak(geometry, allocation), sizes)
-        return policy
 
     # --- demanding layers -------------------------------------------------------------------------
 
-    def _with_layers(self, geometry: Geometry, guess: bool) -> "AMSKV":
+    def with_layers(self, geometry: Geometry, guess: bool) -> "AMSKV":
         """The policy with its demanding layers named, or in online mode with theta. Where layers
         were measured, theta is half way between the `demanding` least similar ones and the others.
 
         guess: without a calibration take the first layers. If nothing says which layers, none are
-        named and `_below` complains; for a `select` of `compose` nobody asks it.
+        named and `below` complains; for a `select` of `compose` nobody asks it.
         """
         layers, mean = geometry.num_layers, self._discrepancy
         if mean is not None:  # of each layer, over the scales that have one before them
             mean = mean[:, 1:].sum(1) / max(1, mean.shape[1] - 1)
         number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
-        if not self._online:
+        if not self.online:
             guess = guess and self._calibration is None
             known = mean is not None or number in (0, layers) or guess
             if self.layers or self.theta or not known:
@@ -182,10 +166,10 @@ class AMSKV(Policy):
             theta = -float(bounds[layers - number :][:2].mean())
         return dataclasses.replace(self, theta=theta, demanding=-1)
 
-    def _below(self, geometry: Geometry) -> np.ndarray:
+    def below(self, geometry: Geometry) -> np.ndarray:
         """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
         if self.layers:
-            named = rules.named_layers(self, geometry.num_layers)
+            named = named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
         if not self.theta or self._discrepancy is None:
@@ -197,11 +181,11 @@ class AMSKV(Policy):
         below[:, 0] = False
         return below
 
-    def _wide(self, geometry: Geometry, sizes: rules.Sizes) -> np.ndarray:
+    def wide(self, geometry: Geometry, sizes: Sizes) -> np.ndarray:
         """bool [L]: layers that may end with Cmax."""
-        if self._online:
+        if self.online:
             return np.ones(geometry.num_layers, bool)
-        return sizes.wide(geometry.schedule.tokens, self._below(geometry))
+        return sizes.wide(geometry.schedule.tokens, self.below(geometry))
 
     # --- sizes and contents -----------------------------------------------------------------------
 
@@ -214,24 +198,20 @@ class AMSKV(Policy):
         automatic = first[: CONDENSED_SCALES + 1]
         return automatic[-1] if self.cmax else max(n for n in automatic if n <= cmin / 2)
 
-    def minimum_budget(self, geometry: Geometry) -> float:
-        least = 1 + self.locked_tokens(geometry, 0)
-        return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
-
-    def sizes(self, geometry: Geometry, budget: float) -> rules.Sizes:
+    def sizes(self, geometry: Geometry, budget: float) -> Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
         least = 1 + self.locked_tokens(geometry, 0)
 
-        def sizes_for(demanding: int | None) -> rules.Sizes:
+        def sizes_for(demanding: int | None) -> Sizes:
             cmin, cmax = self.cmin, self.cmax
             if not cmax:
-                cmin, cmax = rules.divide(geometry, budget, demanding, least, self.ratio)
+                cmin, cmax = divide(geometry, budget, demanding, least, self.ratio)
             locked = self.locked_tokens(geometry, cmin)
-            return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
+            return Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self.fill)
 
-        if self.cmax or self._online:
+        if self.cmax or self.online:
             return sizes_for(None)
-        below, stored = self._below(geometry)[:, :-1], geometry.schedule.tokens[:-1]
+        below, stored = self.below(geometry)[:, :-1], geometry.schedule.tokens[:-1]
         number = int(below.any(1).sum())
         found = sizes_for(number)
         while self.theta:  # layers that Algorithm 1 does not come to test leave more to others
@@ -242,84 +222,8 @@ class AMSKV(Policy):
             number, found = fewer, better
         return found
 
-    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
-        schedule, sizes = geometry.schedule, self.sizes(geometry, budget)
-        if self._online:
-            recent = min(sizes.cmin, schedule.persistent_tokens) - sizes.condensed
-            held = capacities.capacity(geometry, sizes.cmax)
-            return RegionAllocation(held, ragged=True, protected=sizes.condensed, recent=recent)
-        below = self._below(geometry)
-        kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
-        held = np.stack([sizes.contents(schedule.tokens, kind)[0] for kind in kinds])
-        last_use = (schedule.scale_of_token + held[:, :-1].sum(1)).astype(np.int16)
-        last_use = last_use[kind_of_layer.reshape(-1), None]
-        shape = (geometry.num_layers, geometry.num_heads, schedule.total_tokens)
-        return StaticAllocation(np.broadcast_to(last_use, shape))
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        """Condensed and newest tokens (CLRU) in capacities that another policy has decided."""
-        locked = self.locked_tokens(geometry, capacities.uniform(geometry, budget))
-        recent = geometry.schedule.persistent_tokens
-        return RegionAllocation(capacity, protected=locked, recent=recent)
-
-    # --- what a printed plan says -----------------------------------------------------------------
-
-    def steady_tokens(self, geometry: Geometry) -> int:
-        sizes = self.sizes(geometry, self.budget)
-        wide = self._wide(geometry, sizes)
-        return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
-
-    def plan_lines(self, geometry: Geometry) -> list[str]:
-        sizes = self.sizes(geometry, self.budget)
-        rounded = "" if self.cmax else " (before rounding to blocks)"
-        rest = f"{sizes.condensed} of them condensed{rounded}"
-        if self._online:
-            theta = f"{self.theta:g}"
-            lines = [
-                f"layers    demanding ones are found while generating (similarity below {theta}), "
-                f"so every layer is planned with Cmax"
-            ]
-            if isinstance(self.theta, NotGiven):
-                lines.append(
-                    f"theta     {theta} is assumed, for keys of norm 1; if this model does not "
-                    f"normalise its keys, calibrate it or give theta="
-                )
-            return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
-        if sizes.cmin == sizes.cmax:
-            return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
-        named = np.flatnonzero(self._wide(geometry, sizes)).tolist()
-        return [
-            f"layers    demanding: {' '.join(map(str, named)) or 'none'}",
-            f"sizes     Cmax {sizes.cmax} tokens in {len(named)} of {geometry.num_layers} layers, "
-            f"Cmin {sizes.cmin} in the others, {rest}",
-        ]
-
-    # --- device -----------------------------------------------------------------------------------
-
-    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
-        """int32 [K, L, 4]: Cmin, Cmax, condensed tokens, and whether oversize scales fill what is
-        left; None for static contents."""
-        if not isinstance(allocation, RegionAllocation):
-            return None
-        cmin = allocation.protected + allocation.recent
-        cmax = max(cmin, int(allocation.region_capacity.max(initial=0)))
-        fill = self._fill or allocation.recent >= geometry.schedule.persistent_tokens  # adopted
-        return per_layer(geometry, np.array([cmin, cmax, allocation.protected, fill], np.int32))
-
-    def init_state(self, geometry: Geometry, rows: int):
-        """bool [R], whether the layer is demanding."""
-        return np.zeros(rows, bool) if self._online else None
-
-    def update_state(self, obs: Observation):
-        if not self._online:
-            return obs.state
-        cmin, cmax, _, fill = obs.inputs
-        new, held = (obs.live & obs.own)[:, 0].sum(-1), obs.live[:, 0].sum(-1)
-        exhausted = (held > cmin) & ((new <= cmax) | (fill > 0)) & (obs.scale > 0)
-        return obs.state | (exhausted & (obs.key_similarity < self.theta))
-
     def select(self, obs: Observation):
-        """Condensed tokens are locked (`rules.Sizes`), and stored ones stay before an oversize
+        """Condensed tokens are locked (`Sizes`), and stored ones stay before an oversize
         scale."""
         cmin, cmax, condensed, fill = obs.inputs
         demanding = False if obs.state is None else obs.state[:, None]
@@ -328,6 +232,6 @@ class AMSKV(Policy):
         oversize = (own.sum(-1) > capacity)[..., None]
         among = obs.live & ~(own & oversize & ~fill)
         age = obs.position.astype(jnp.float32)
-        locked = blocks.top(-age, among, condensed)
+        locked = masks.top(obs, -age, among, condensed)
         stored_first = 1.0 * (~obs.own & oversize) + 2.0 * locked
-        return blocks.top(age + stored_first * POSITIONS, among, capacity)
+        return masks.top(obs, age + stored_first * POSITIONS, among, capacity)

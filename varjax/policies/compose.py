@@ -7,15 +7,14 @@ from operator import attrgetter
 from typing import ClassVar
 
 from varjax.arguments import instance
-from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocation import Allocation, Geometry, StageAllocation
 from varjax.cache.observation import Observation
-from varjax.cache.stages import StageAllocation
+from varjax.cache.policy import Policy, Rule
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError, choose, nearest
-from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Policy
+from varjax.policies import masks, text_arguments
 from varjax.policies.registry import POLICIES, get_policy, register
-from varjax.policies.rule import Rule
+from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.sequence import SCALES
 
@@ -26,7 +25,7 @@ SHARED = ("budget", "accounting", "block_size")  # arguments of the composition,
 def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
     """Names of a part's arguments; if a role is given, only those that matter to the role."""
     used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
-    names = [name for name in cls.argument_types() if name not in (*SHARED, "period")]
+    names = [name for name in text_arguments.argument_types(cls) if name not in (*SHARED, "period")]
     return names if used is None else [name for name in names if name in used]
 
 
@@ -86,6 +85,42 @@ class Composed(Rule):
         return [parts, *sizes(geometry)]
 
 
+class ComposeScales(Composed, ScaleRule):
+    """Capacities are those of the policy that allocates."""
+
+    default_parts = ROLES
+
+    # Capacities are given to the selector, so no budget is too small for it.
+    check_budget = property(attrgetter("allocating.check_budget"))
+    minimum_budget = property(attrgetter("allocating.minimum_budget"))
+    window_tokens = property(attrgetter("selecting.window_tokens"))
+    init_state = property(attrgetter("selecting.init_state"))
+    update_state = property(attrgetter("selecting.update_state"))
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
+        allocator = self.allocating.prepare(geometry, calibration)
+        selector = dataclasses.replace(self.policy.selector, budget=allocator.budget)
+        selector = selector.rule(self.kind).prepare(geometry, calibration)
+        return self.prepared(allocator, selector, budget=allocator.budget)
+
+    def check(self, geometry: Geometry) -> None:
+        self.allocating.check(geometry)
+        self.selecting.check(geometry)
+
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
+        capacity = self.allocating.known_capacity(geometry, budget)
+        if capacity is None:
+            self.policy.refuse(
+                f"allocate={self.policy.allocator.name} with these arguments decides "
+                f"while generating how much a head holds; capacities must be known beforehand"
+            )
+        return self.selecting.adopt(geometry, budget, capacity)
+
+    def select(self, obs: Observation):
+        kept = self.selecting.select(obs)
+        return masks.oldest(obs, kept, obs.capacity)
+
+
 class ComposeTokens(Composed, TokenRule):
     """All heads hold the same, but where the policy that allocates says what layers hold."""
 
@@ -132,7 +167,7 @@ class ComposeTokens(Composed, TokenRule):
 
 @register("compose")
 @dataclass(frozen=True, kw_only=True)
-class Compose(Composed, StagedPolicy):
+class Compose(StagedPolicy):
     """Capacities of one policy, contents of another: `allocate=heatkv,select=snapkv`.
 
     Idea: how much each head may hold and which tokens it holds are separate questions, and the
@@ -173,8 +208,7 @@ class Compose(Composed, StagedPolicy):
     parts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
-    token_rule = ComposeTokens
-    default_parts = ROLES
+    rules = (ComposeScales, ComposeTokens)
     unfit_roles = dict.fromkeys(ROLES, "compositions do not nest")
     summary = "capacities of one policy, selection of another"
     examples = (
@@ -222,7 +256,7 @@ class Compose(Composed, StagedPolicy):
                     f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
                     f"has: {', '.join(known)}"
                 )
-        values = super().from_arguments(own)
+        values = text_arguments.read_fields(cls, own)
         built = {role: build(role, parts) for role in ROLES}
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
@@ -269,35 +303,3 @@ class Compose(Composed, StagedPolicy):
     def check_images(self, num_images: int) -> None:
         for part in self._pair:
             part.check_images(num_images)
-
-    # --- models that draw scale by scale ----------------------------------------------------------
-
-    # Capacities are given to the selector, so no budget is too small for it.
-    check_budget = property(attrgetter("allocating.check_budget"))
-    minimum_budget = property(attrgetter("allocating.minimum_budget"))
-    window_tokens = property(attrgetter("selecting.window_tokens"))
-    init_state = property(attrgetter("selecting.init_state"))
-    update_state = property(attrgetter("selecting.update_state"))
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
-        allocator = self.allocating.prepare(geometry, calibration)
-        selector = dataclasses.replace(self.selector, budget=allocator.budget)
-        selector = selector.rule(self.kind).prepare(geometry, calibration)
-        return self.prepared(allocator, selector, budget=allocator.budget)
-
-    def check(self, geometry: Geometry) -> None:
-        self.allocating.check(geometry)
-        self.selecting.check(geometry)
-
-    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
-        capacity = self.allocating.known_capacity(geometry, budget)
-        if capacity is None:
-            self.refuse(
-                f"allocate={self.allocator.name} with these arguments decides "
-                f"while generating how much a head holds; capacities must be known beforehand"
-            )
-        return self.selecting.adopt(geometry, budget, capacity)
-
-    def select(self, obs: Observation):
-        kept = self.selecting.select(obs)
-        return blocks.top(-obs.position, kept, obs.capacity)

@@ -6,22 +6,47 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from varjax.cache.allocation import Geometry
+from varjax.arguments import within
+from varjax.cache.allocation import Geometry, StageAllocation
 from varjax.cache.observation import Needs, Observation
-from varjax.cache.stages import StageAllocation, image_slots
+from varjax.cache.stages import image_slots
 from varjax.errors import choose
-from varjax.policies.base import within
 from varjax.policies.registry import register
-from varjax.policies.token_rule import TokenPolicy
+from varjax.policies.token_rule import StagedPolicy
 from varjax.policies.windows import Ring
 
 SCORES = ("mean", "query")
 ALONE = "its tokens are stored by their number, and it chooses distances, not tokens"
 
 
+class DiagonalRing(Ring):
+    """The ring, and how much of it is read."""
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        choose("score", self.policy.score, SCORES)
+
+    def slots(self, geometry: Geometry, budget: float) -> int:
+        policy = self.policy
+        room = image_slots(geometry, budget, policy.accounting)
+        if policy.accounting == "tokens":
+            room = policy.sinks + math.ceil((room - policy.sinks) / policy.share - 1e-6)
+        return min(room, geometry.schedule.steps)
+
+    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
+        policy, slots = self.policy, self.slots(geometry, budget)
+        if policy.accounting == "tokens":
+            reads = image_slots(geometry, budget, policy.accounting) - policy.sinks
+        elif slots == geometry.schedule.steps:
+            return StageAllocation.known(geometry, slots)
+        else:
+            reads = max(1, math.floor((slots - policy.sinks) * policy.share + 1e-6))
+        return StageAllocation.known(geometry, slots, policy.sinks, reads)
+
+
 @register("diagonal")
 @dataclass(frozen=True, kw_only=True)
-class Diagonal(Ring, TokenPolicy):
+class Diagonal(StagedPolicy):
     """Diagonal Attention (arXiv 2609.19702), for models that draw token by token.
 
     Idea: in raster order a head looks at fixed distances: the token before, the one above. In its
@@ -81,6 +106,7 @@ class Diagonal(Ring, TokenPolicy):
     sinks: int = 0
     score: str = "mean"
 
+    rules = (DiagonalRing,)
     summary = "newest tokens, of which each head reads the distances that it attends to"
     unsuited = "it skips distances between tokens that are drawn one by one"
     contents = "known beforehand; what is read, per image"
@@ -89,26 +115,6 @@ class Diagonal(Ring, TokenPolicy):
     @property
     def needs(self) -> Needs:
         return Needs(total_mass=True) if self.score == "mean" else Needs(scale_mass=True)
-
-    def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
-        choose("score", self.score, SCORES)
-
-    def slots(self, geometry: Geometry, budget: float) -> int:
-        room = image_slots(geometry, budget, self.accounting)
-        if self.accounting == "tokens":
-            room = self.sinks + math.ceil((room - self.sinks) / self.share - 1e-6)
-        return min(room, geometry.schedule.steps)
-
-    def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
-        slots = self.slots(geometry, budget)
-        if self.accounting == "tokens":
-            reads = image_slots(geometry, budget, self.accounting) - self.sinks
-        elif slots == geometry.schedule.steps:
-            return StageAllocation.known(geometry, slots)
-        else:
-            reads = max(1, math.floor((slots - self.sinks) * self.share + 1e-6))
-        return StageAllocation.known(geometry, slots, self.sinks, reads)
 
     def select(self, obs: Observation):
         score = obs.scale_mass

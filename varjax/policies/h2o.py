@@ -2,25 +2,11 @@
 
 from dataclasses import dataclass
 
+from varjax.arguments import within
 from varjax.cache.observation import Needs, Observation
-from varjax.policies import building_blocks as blocks
-from varjax.policies import stage_blocks
-from varjax.policies.base import within
+from varjax.policies import masks
 from varjax.policies.registry import register
-from varjax.policies.token_rule import StagedPolicy, TokenRule
-
-
-class H2OTokens(TokenRule):
-    """H2O after every stage of a model that draws token by token."""
-
-    needs = Needs(total_mass=True)
-
-    def select(self, obs: Observation):
-        recent = blocks.part_of(obs.capacity, self.policy.recent_share)
-        newest = stage_blocks.newest(obs, obs.live, recent)
-        surplus = obs.live.sum(-1) - obs.capacity
-        heavy = obs.live & ~newest
-        return obs.live & ~stage_blocks.lowest(obs, obs.total_mass, heavy, surplus)
+from varjax.policies.token_rule import StagedPolicy
 
 
 @register("h2o")
@@ -63,13 +49,11 @@ class H2O(StagedPolicy):
     budget: float = 0.25
     recent_share: float = within(0.5, 0, 1)
 
-    token_rule = H2OTokens
     allocation_arguments = ()
     summary = "most accumulated attention, and the newest tokens"
     needs = Needs(total_mass=True)
 
     def select(self, obs: Observation):
-        recent = blocks.part_of(obs.capacity, self.recent_share)
-        newest = blocks.recent(obs.position, obs.live, recent)
-        heavy = obs.live & ~newest
-        return newest | blocks.top(obs.total_mass, heavy, obs.capacity - newest.sum(-1))
+        recent = masks.part_of(obs.capacity, self.recent_share)
+        newest = masks.newest(obs, obs.live, recent)
+        return masks.fill(obs, newest, obs.total_mass)

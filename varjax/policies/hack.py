@@ -6,14 +6,47 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
+from varjax.arguments import within
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
-from varjax.policies.base import Policy, per_layer, within
+from varjax.policies import capacities, masks
+from varjax.policies.refusals import measured
 from varjax.policies.registry import register
-from varjax.policies.windows import SinkPolicy
+from varjax.policies.scale_rule import ScaleRule, per_layer
+from varjax.policies.windows import SinkPolicy, SinkScales
+
+
+class HACKScales(SinkScales):
+    """Capacities of contextual and structural heads."""
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HACK":
+        variance = measured(self.policy, calibration, "query_variance", geometry, what="the heads")
+        order = np.argsort(variance.ravel(), kind="stable")
+        chosen = np.zeros(variance.size, bool)
+        chosen[order[: int(self.policy.contextual * variance.size + 0.5)]] = True
+        types = tuple(map(tuple, chosen.reshape(variance.shape).tolist()))
+        return dataclasses.replace(self.policy, _types=types)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return max(super().minimum_budget(geometry), ScaleRule.minimum_budget(self, geometry))
+
+    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
+        protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
+        per_head = capacities.apportion(
+            capacities.total(geometry, budget),
+            np.where(np.array(self.policy._types), 1.0, self.policy.asymmetry),
+            lower=min(full, max(1, protected)),
+            upper=full,
+        )
+        return RegionAllocation(capacities.capacity(geometry, per_head), protected=protected)
+
+    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
+        """Per scale and layer: which heads are contextual, bool [K, L, N], and the protected
+        tokens, int32 [K, L]."""
+        shape = (geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads)
+        contextual = np.broadcast_to(np.array(self.policy._types), shape)
+        return contextual, per_layer(geometry, np.int32(allocation.protected))
 
 
 @register("hack")
@@ -63,48 +96,17 @@ class HACK(SinkPolicy):
     asymmetry: float = within(2.0, 0.01, 100)
     _types: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)  # [L][N], True: contextual
 
+    rules = (HACKScales,)
     selection_arguments = ("sinks", "contextual")
     unsuited = "its statistic compares the queries of a scale, and there is one query at a time"
     summary = "per head kind the most attended or the newest tokens; needs a calibration"
     needs = Needs(scale_mass=True)
     uses_calibration = True
 
-    # --- host -------------------------------------------------------------------------------------
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HACK":
-        variance = self.measured(calibration, "query_variance", geometry, what="the heads")
-        order = np.argsort(variance.ravel(), kind="stable")
-        chosen = np.zeros(variance.size, bool)
-        chosen[order[: int(self.contextual * variance.size + 0.5)]] = True
-        types = tuple(map(tuple, chosen.reshape(variance.shape).tolist()))
-        return dataclasses.replace(self, _types=types)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return max(super().minimum_budget(geometry), Policy.minimum_budget(self, geometry))
-
-    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
-        protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
-        per_head = capacities.apportion(
-            capacities.total(geometry, budget),
-            np.where(np.array(self._types), 1.0, self.asymmetry),
-            lower=min(full, max(1, protected)),
-            upper=full,
-        )
-        return RegionAllocation(capacities.capacity(geometry, per_head), protected=protected)
-
-    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """Per scale and layer: which heads are contextual, bool [K, L, N], and the protected
-        tokens, int32 [K, L]."""
-        shape = (geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads)
-        contextual = np.broadcast_to(np.array(self._types), shape)
-        return contextual, per_layer(geometry, np.int32(allocation.protected))
-
-    # --- device -----------------------------------------------------------------------------------
-
     def select(self, obs: Observation):
         contextual, protected = obs.inputs
         first = obs.live & (obs.position < protected)
-        sinks = blocks.top(-obs.position, first, obs.capacity)
+        sinks = masks.oldest(obs, first, obs.capacity)
         score = jnp.where(contextual[:, None], obs.scale_mass, obs.position.astype(jnp.float32))
         rest = obs.capacity - sinks.sum(-1)
-        return sinks | blocks.top(score, obs.live & ~sinks, rest)
+        return sinks | masks.top(obs, score, obs.live & ~sinks, rest)

@@ -1,25 +1,16 @@
 """HeadKV: head-aware compression with stratified token eviction, as published for models that draw
 token by token, and adapted to next-scale prediction."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import jax.numpy as jnp
-import numpy as np
-
-from varjax.cache.allocation import Geometry, RegionAllocation
-from varjax.cache.observation import Needs, Observation
-from varjax.calibration.data import Calibration
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
-from varjax.policies.base import only_for, per_layer, within
+from varjax.arguments import within
+from varjax.cache.allocation import Geometry
+from varjax.policies.headkv_scales import HeadKVScales
 from varjax.policies.headkv_tokens import HeadKVTokens
 from varjax.policies.registry import register
-from varjax.policies.token_rule import StagedPolicy
+from varjax.policies.token_rule import StagedPolicy, only_for
 from varjax.policies.windows import SinkPolicy
 from varjax.sequence import SCALES, TOKENS
-
-QUERIES = 16  # of a scale, by default
-LOCAL_ONE_IN = 8  # heads, at least one: papers' tables imply 6 to 19 % (docs/lab/demo_policies.md)
 
 
 @register("headkv")
@@ -139,100 +130,14 @@ class HeadKV(StagedPolicy, SinkPolicy):
     score: str = only_for(TOKENS, "logit")
     grouping: str = only_for(TOKENS, "budget")
 
-    token_rule = HeadKVTokens
+    rules = (HeadKVScales, HeadKVTokens)
     unfit_roles = {
         "allocate": "how much a head gets is decided for every image, by its own grouping"
     }
     selection_arguments = ("sinks", "recent_share", "window", "ratio", "score")
     summary = "local and global heads found per image, stratified eviction"
 
-    @property
-    def needs(self) -> Needs:
-        queries = QUERIES if self.window is None else self.window
-        return Needs(window=queries, window_mass=True, regroup_mass=True)
-
-    # --- host -------------------------------------------------------------------------------------
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeadKV":
-        return replace(self, window=self.needs.window)
-
-    def check(self, geometry: Geometry) -> None:
-        most = max(*geometry.schedule.tokens, 16)
-        self.require("window", 1 <= self.needs.window <= most, f" must be 1 to {most}")
-        self.check_quota(geometry)
-        super().check(geometry)
-
     def check_quota(self, geometry: Geometry) -> None:
         """Refuses more global heads than a layer has, on any model."""
         fits, heads = 0 <= self.global_heads <= geometry.num_heads, geometry.num_heads
         self.require("global_heads", fits, f", but a layer has {heads} heads")
-
-    def region_sizes(self, geometry: Geometry, budget: float) -> np.ndarray:
-        """int [N]: tokens of the regions of a layer, the global ones first. The remainder of an
-        uneven division goes to the first regions, whose heads need most."""
-        full, heads = geometry.schedule.persistent_tokens, geometry.num_heads
-        few = max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
-        wide = self.global_heads or heads - few
-        narrow, total = heads - wide, capacities.of_layer(geometry, budget)
-        share = int(self.local_share * total / heads + 1e-6)
-        local = max(self.protected(geometry, budget), share)
-        if narrow and total - narrow * local >= wide * full:
-            local = min(full, (total - wide * full) // narrow)
-        regions = np.full(heads, local)
-        left = min(wide * full, total - narrow * local)
-        regions[:wide] = (left + np.arange(wide)[::-1]) // wide
-        return regions
-
-    def _recent(self, geometry: Geometry, budget: float) -> int:
-        """Newest tokens that a head keeps if it has room for them beside the sinks."""
-        mean = capacities.of_layer(geometry, budget) / geometry.num_heads
-        return int(self.recent_share * mean + 1e-6)
-
-    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
-        schedule, heads = geometry.schedule, geometry.num_heads
-        mean = capacities.of_layer(geometry, budget) / heads
-        reached = [end >= self.group_after or end > mean for end in schedule.ends]
-        grouping = reached.index(True)
-        before = np.array(schedule.starts)[:, None, None]
-        after = np.arange(schedule.num_scales)[:, None, None] > grouping
-        regions = self.region_sizes(geometry, budget)
-        capacity = np.where(after, np.minimum(regions, before), before)
-        protected = self.protected(geometry, budget)
-        return RegionAllocation(
-            np.repeat(capacity, geometry.num_layers, axis=1).astype(np.int32),
-            regroup_scale=grouping if grouping < schedule.num_scales - 1 else None,
-            protected=protected,
-            recent=min(self._recent(geometry, budget), int(regions.min()) - protected),
-        )
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        protected, recent = self.protected(geometry, budget), self._recent(geometry, budget)
-        return RegionAllocation(capacity, protected=protected, recent=recent)
-
-    # --- device -----------------------------------------------------------------------------------
-
-    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """int32 [K, L, 2]: protected tokens and recent tokens, both static."""
-        return per_layer(geometry, np.int32([allocation.protected, allocation.recent]))
-
-    def regroup(self, obs: Observation):
-        """Regions 0..G-1 are global. Heads are ranked by need, the neediest first; ties: lower head
-        number first."""
-        order = jnp.argsort(-self.tokens_needed(obs), axis=-1, stable=True)
-        return jnp.argsort(order, axis=-1).astype(jnp.int32)
-
-    def tokens_needed(self, obs: Observation):
-        """int32 [R, N]: newest tokens that gather `threshold` of the scale's mean attention."""
-        order = jnp.argsort(jnp.where(obs.live, -obs.position, 1), axis=-1)
-        mass = jnp.take_along_axis(obs.scale_mass, order, axis=-1)
-        return (jnp.cumsum(mass, axis=-1) < self.threshold).sum(-1) + 1
-
-    def select(self, obs: Observation):
-        protected, recent = obs.inputs[0], obs.inputs[1]
-        kept = obs.live & (obs.position < protected)
-        count = jnp.minimum(obs.capacity - kept.sum(-1), recent)
-        newest = blocks.recent(obs.position, obs.live & ~kept, count)
-        history = obs.live & ~kept & ~newest
-        kept = kept | newest
-        count = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
-        return kept | blocks.stratified(obs.window_mass, obs.position, history, count, self.ratio)

@@ -4,12 +4,12 @@ from dataclasses import replace
 from operator import attrgetter
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-from varjax.cache.allocation import Geometry
+from varjax.cache.allocation import Geometry, StageAllocation
 from varjax.cache.observation import Needs, Observation
-from varjax.cache.stages import StageAllocation
 from varjax.errors import choose
-from varjax.policies import stage_blocks
+from varjax.policies import masks
 from varjax.policies.token_rule import WindowedRule
 
 
@@ -86,15 +86,15 @@ class HeadKVTokens(WindowedRule):
         policy, threshold = self.policy, self.policy.threshold
         if obs.group_mass is None:
             mass = obs.newest_mass
-            need = stage_blocks.tokens_needed(mass, obs.position, obs.live, threshold)
+            need = tokens_needed(mass, obs.position, obs.live, threshold)
         else:  # an axis for the query heads of a group, which hold the same
             position, live = obs.position[:, :, None], obs.live[:, :, None]
-            need = stage_blocks.tokens_needed(obs.group_mass, position, live, threshold).max(-1)
+            need = tokens_needed(obs.group_mass, position, live, threshold).max(-1)
         if not policy.global_heads:
             return (need < policy.window).astype(jnp.int32)
         number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
         # needs and head numbers stand for scores and places of tokens
-        local = stage_blocks.lowest(
+        local = masks.lowest(
             obs,
             need[:, None],
             jnp.ones_like(need, bool)[:, None],
@@ -113,7 +113,7 @@ class HeadKVTokens(WindowedRule):
         """
         policy = self.policy
         score = obs.window_logits if policy.score == "logit" else obs.scale_mass
-        age, total = stage_blocks.age_rank(obs, obs.live), obs.live.sum(-1)
+        age, total = masks.age_rank(obs, obs.live), obs.live.sum(-1)
         newest = obs.live & (age >= total[..., None] - policy.window)
         first = obs.live & (obs.position < policy.sinks)
         history, surplus = obs.live & ~newest & ~first, total - obs.capacity
@@ -124,8 +124,27 @@ class HeadKVTokens(WindowedRule):
         from_far = jnp.minimum(surplus // 2, far_size)
         from_near = jnp.minimum(surplus - from_far, total - far_size)
         most = jnp.where(far, (surplus - from_near)[..., None], from_near[..., None])
-        gone = history & (stage_blocks.rank(obs, score, history, part=far) < most)
+        gone = history & (masks.rank(obs, score, history, part=far) < most)
         if obs.local is not None:  # local heads see no history: the oldest go first
             oldest = history & (age < surplus[..., None])
             gone = jnp.where(obs.local[..., None], oldest, gone)
         return obs.live & ~gone
+
+
+def tokens_needed(
+    mass: Float[Array, "*heads C"],
+    position: Int[Array, "*#heads C"],
+    live: Bool[Array, "*#heads C"],
+    threshold: float,
+) -> Int[Array, "*heads"]:
+    """The smallest m for which the newest m live tokens have at least `threshold` of the mass; more
+    than there are if they have less together."""
+    mass = jnp.where(live, mass, 0)
+    if position.shape[-1] > masks.MOST_COMPARED:
+        order = jnp.argsort(jnp.where(live, -position, 1), axis=-1)
+        gathered = jnp.cumsum(jnp.take_along_axis(mass, order, axis=-1), axis=-1)
+        live = jnp.take_along_axis(live, order, axis=-1)
+    else:
+        as_new = position[..., None, :] >= position[..., None]
+        gathered = jnp.where(as_new, mass[..., None, :], 0).sum(-1)
+    return (live & (gathered < threshold)).sum(-1, dtype=jnp.int32) + 1

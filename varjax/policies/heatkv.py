@@ -1,17 +1,82 @@
 """HeatKV and its two ablations: which head gives up which scale, decided once per model."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.calibration.data import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
-from varjax.policies.base import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
+from varjax.policies.refusals import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.registry import register
-from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy
+from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, SinkScales
+
+
+class HeatKVScales(SinkScales):
+    """Which head gives up which scale, from the removal orders of a calibration."""
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
+        _, sinks = self.removal_orders(geometry, calibration)
+        return dataclasses.replace(self.policy, sinks=sinks, _calibration=calibration)
+
+    def removal_orders(
+        self, geometry: Geometry, calibration: Calibration | None
+    ) -> tuple[np.ndarray, int]:
+        """(int [S, T, 2], orders of (head, layer), or [1, T, 2] for whole heads; sink scales).
+
+        Raises:
+          UserError: there is no calibration, it was measured on another model, or what it holds
+            does not fit the policy.
+        """
+        policy, own = self.policy, self.policy.sinks
+        if calibration is None:
+            raise UserError(
+                f"policy {policy.name!r} needs measurements of the model: give {CALIBRATE}, or "
+                f"removal orders as published with HeatKV (JSON lists of [head, layer])"
+            )
+        self.check(geometry)
+        calibration.check(geometry)
+        whole, orders, beta = policy.whole_heads, calibration.orders, calibration.beta
+        sinks = self.sink_scales(geometry, policy.budget)
+        if beta is not None:
+            by_head = order_heads(cas(beta, sinks))[None] if whole else None
+            return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks
+        if orders is None:
+            policy.refuse("the calibration holds neither orders nor beta")
+        if whole and len(orders) != 1:
+            policy.refuse(
+                f"it removes whole heads and needs one order of heads (CAS) or beta, the "
+                f"calibration holds {len(orders)} lists, one per source scale"
+            )
+        if whole:
+            return orders, sinks
+        scales, least = geometry.schedule.num_scales, own or 1
+        most, implied = own or MOST_AUTOMATIC_SINKS, scales - 1 - len(orders)
+        if not least <= implied <= most:
+            policy.refuse(
+                f"{len(orders)} order lists for {scales} scales; with {own or '1 to 3'} "
+                f"sink scales there are {max(0, scales - 1 - most)} to {scales - 1 - least} (the "
+                f"last scale is never stored): give one list for each, or say sinks={implied}"
+            )
+        return orders, implied
+
+    def schedule(self, geometry: Geometry, budget: float) -> PruneSchedule:
+        """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""
+        orders, sinks = self.removal_orders(geometry, self.policy._calibration)
+        return prune_schedule(
+            geometry,
+            orders,
+            sinks=sinks,
+            budget=budget,
+            whole_heads=self.policy.whole_heads,
+            literal=self.policy.literal,
+        )
+
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
+        last_use = self.schedule(geometry, budget).last_use().astype(np.int16)
+        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
 
 
 @register("heatkv")
@@ -56,72 +121,14 @@ class HeatKV(SinkPolicy):
     """
 
     budget: float = 0.1
+    _calibration: Calibration | None = field(default=None, repr=False, compare=False)
 
+    rules = (HeatKVScales,)
     unfit_roles = {"select": f"{CONTENTS_FOLLOW} schedule of scales"}
     unsuited = "its orders say which heads give up which scales"
     summary = "per head the scales that later scales look at; needs a calibration"
     whole_heads = literal = False  # see `prune_schedule`
     uses_calibration = True
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
-        _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self, sinks=sinks, _calibration=calibration)
-
-    def removal_orders(
-        self, geometry: Geometry, calibration: Calibration | None
-    ) -> tuple[np.ndarray, int]:
-        """(int [S, T, 2], orders of (head, layer), or [1, T, 2] for whole heads; sink scales).
-
-        Raises:
-          UserError: there is no calibration, it was measured on another model, or what it holds
-            does not fit the policy.
-        """
-        if calibration is None:
-            raise UserError(
-                f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
-                f"removal orders as published with HeatKV (JSON lists of [head, layer])"
-            )
-        self.check(geometry)
-        calibration.check(geometry)
-        whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
-        sinks = self.sink_scales(geometry, self.budget)
-        if beta is not None:
-            by_head = order_heads(cas(beta, sinks))[None] if whole else None
-            return (by_head if whole else orders_from_scores(scas(beta, sinks), sinks)), sinks
-        if orders is None:
-            self.refuse("the calibration holds neither orders nor beta")
-        if whole and len(orders) != 1:
-            self.refuse(
-                f"it removes whole heads and needs one order of heads (CAS) or beta, the "
-                f"calibration holds {len(orders)} lists, one per source scale"
-            )
-        if whole:
-            return orders, sinks
-        scales, least = geometry.schedule.num_scales, self.sinks or 1
-        most, implied = self.sinks or MOST_AUTOMATIC_SINKS, scales - 1 - len(orders)
-        if not least <= implied <= most:
-            self.refuse(
-                f"{len(orders)} order lists for {scales} scales; with {self.sinks or '1 to 3'} "
-                f"sink scales there are {max(0, scales - 1 - most)} to {scales - 1 - least} (the "
-                f"last scale is never stored): give one list for each, or say sinks={implied}"
-            )
-        return orders, implied
-
-    def schedule(self, geometry: Geometry, budget: float) -> PruneSchedule:
-        """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""
-        orders, sinks = self.removal_orders(geometry, self._calibration)
-        return prune_schedule(
-            geometry,
-            orders,
-            sinks=sinks,
-            budget=budget,
-            whole_heads=self.whole_heads,
-            literal=self.literal,
-        )
-
-    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
-        last_use = self.schedule(geometry, budget).last_use().astype(np.int16)
-        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
 
 
 @register("binary_heatkv")

@@ -5,14 +5,21 @@ from dataclasses import dataclass
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
-from varjax.policies import stage_blocks as blocks
+from varjax.policies import masks
 from varjax.policies.registry import register
-from varjax.policies.token_rule import TokenPolicy, WindowedRule
+from varjax.policies.token_rule import StagedPolicy, WindowedRule
+
+
+class LineARTokens(WindowedRule):
+    """LineAR's stages are lines."""
+
+    def longest_period(self, geometry: Geometry) -> int:
+        return geometry.schedule.line
 
 
 @register("linear")
 @dataclass(frozen=True, kw_only=True)
-class LineAR(WindowedRule, TokenPolicy):
+class LineAR(StagedPolicy):
     """LineAR (Qin et al. 2025, arXiv 2512.04857), for models that draw token by token.
 
     Idea: neighbouring lines of an image look at the same places. So the image is drawn in stages of
@@ -45,16 +52,14 @@ class LineAR(WindowedRule, TokenPolicy):
     sinks: int = 0
     score: str = "attention"
 
+    rules = (LineARTokens,)
     summary = "per line of the image what it attended to, and the newest lines"
     unsuited = "its stages are lines of an image that is drawn token by token"
     allocation_arguments = ()
 
-    def longest_period(self, geometry: Geometry) -> int:
-        return geometry.schedule.line
-
     def select(self, obs: Observation):
         score = obs.window_logits if self.score == "logit" else obs.scale_mass
-        newest = blocks.newest(obs, obs.live, self.window)
+        newest = masks.newest(obs, obs.live, self.window)
         middle = obs.live & ~newest & (obs.position >= self.sinks)
         surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~blocks.lowest(obs, score, middle, surplus)
+        return obs.live & ~masks.lowest(obs, score, middle, surplus)

@@ -7,8 +7,9 @@ from operator import attrgetter
 
 from varjax import own_modules
 from varjax.arguments import text
+from varjax.cache.policy import Policy
 from varjax.errors import UserError, choose, show
-from varjax.policies.base import Policy
+from varjax.policies import text_arguments
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
@@ -27,6 +28,11 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
             raise UserError(f"{place}: give a name of 1 to 64 ASCII letters, digits, _ and -")
         if not isinstance(cls, type) or not issubclass(cls, Policy):
             raise UserError(f"{place}: it is no policy: derive the class from Policy")
+        if not cls.rules:
+            raise UserError(
+                f"{place}: it serves no kind of models: derive the class from StagedPolicy, or "
+                f"name its rules (`rules = (ScaleRule,)`)"
+            )
         if name in POLICIES:
             taken_by = f"{POLICIES[name].__module__}.{POLICIES[name].__qualname__}"
             raise UserError(f"policy {name!r} is registered already ({taken_by}): rename yours")
@@ -47,7 +53,7 @@ def get_policy(
     if not isinstance(arguments, Mapping) or not all(isinstance(n, str) for n in arguments):
         raise UserError(f"policy arguments {show(arguments)}: give names and texts")
     given = {name: text(f"policy argument {name}", value) for name, value in arguments.items()}
-    values = cls.from_arguments(given)
+    values = text_arguments.read(cls, given)
     return cls(**values if budget is None else values | {"budget": budget})
 
 

@@ -5,20 +5,25 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from varjax.arguments import within
 from varjax.cache.observation import Needs, Observation
-from varjax.policies import stage_blocks as blocks
-from varjax.policies.base import within
-from varjax.policies.building_blocks import max_pool
+from varjax.policies import masks
 from varjax.policies.registry import register
-from varjax.policies.token_rule import ObservingRule, TokenPolicy
+from varjax.policies.token_rule import ObservingRule, StagedPolicy
 
 SIMILAR = 0.5  # cosine
 EPSILON = 1e-8  # added to the norm of a key
 
 
+class RKVTokens(ObservingRule):
+    """R-KV after every stage."""
+
+    most_queries = 8
+
+
 @register("rkv")
 @dataclass(frozen=True, kw_only=True)
-class RKV(ObservingRule, TokenPolicy):
+class RKV(StagedPolicy):
     """R-KV (Cai et al. 2025, "Redundancy-aware KV Cache Compression"), for models that draw token
     by token, with the faults of the published code repaired.
 
@@ -61,8 +66,8 @@ class RKV(ObservingRule, TokenPolicy):
     mix: float = within(0.1, 0, 1)
     kernel: int = 7
 
+    rules = (RKVTokens,)
     summary = "attended to by the newest queries and not redundant"
-    most_queries = 8
     unsuited = "it looks back from the newest few tokens, and a scale's tokens are equally new"
     allocation_arguments = ()
 
@@ -71,17 +76,17 @@ class RKV(ObservingRule, TokenPolicy):
         return Needs(window=self.window, window_scores=True, keys=True)
 
     def select(self, obs: Observation):
-        newest = blocks.newest(obs, obs.live, self.window)
+        newest = masks.newest(obs, obs.live, self.window)
         others = obs.live & ~newest
         scores = jnp.where(others[:, :, None], obs.window_scores, -jnp.inf)
         # a head that holds no others has nothing to drop; its scores do not matter
         mass = jnp.where(others, jax.nn.softmax(scores, axis=-1).mean(2), 0)
-        live, order, importance, keys = blocks.by_age(obs, obs.live, others, mass, obs.keys)
-        importance = max_pool(jnp.where(order, importance, -jnp.inf), self.kernel)
+        live, order, importance, keys = masks.by_age(obs, obs.live, others, mass, obs.keys)
+        importance = masks.max_pool(jnp.where(order, importance, -jnp.inf), self.kernel)
         score = self.mix * importance - (1 - self.mix) * redundancy(keys, live)
-        score = blocks.from_age(obs, score)
+        score = masks.from_age(obs, score)
         surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~blocks.lowest(obs, score, others, surplus)
+        return obs.live & ~masks.lowest(obs, score, others, surplus)
 
 
 def redundancy(keys, live):

@@ -2,23 +2,94 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from varjax.arguments import within
 from varjax.cache import planner
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
+from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities, scalekv_budgets
-from varjax.policies.base import CALIBRATE, NotGiven, Policy, within
+from varjax.policies import capacities, masks, scalekv_budgets
+from varjax.policies.refusals import CALIBRATE, NotGiven, measured, refuse_more
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.snapkv import WINDOW_SHARE
 from varjax.policies.token_rule import check_kernel
 
 GRID = 4
+
+
+class ScaleKVScales(ScaleRule):
+    """Budgets of layers, from a file or a calibration, and the raster of the window."""
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
+        policy = self.policy
+        budget, grid = policy.budget, policy.grid or GRID
+        if policy.budgets and isinstance(budget, NotGiven):
+            held, tokens = self._published(geometry)
+            budget = tokens / geometry.dense_tokens
+            if policy.accounting == "bytes":
+                budget = planner.cost(geometry, held, policy.block_size)
+        elif not (policy.grid or policy.budgets or policy.faithful):
+            share = capacities.uniform(geometry, budget) // WINDOW_SHARE
+            grid = min(GRID, max(1, math.isqrt(share)))
+        return dataclasses.replace(policy, budget=budget, grid=grid, _calibration=calibration)
+
+    def check(self, geometry: Geometry) -> None:
+        policy, layers = self.policy, geometry.num_layers
+        fits = 0 <= policy.drafters <= layers
+        policy.require("drafters", fits, f", but the model has {layers} layers")
+        of_own_budgets = ("drafters", "refiner_share")
+        given = [n for n in of_own_budgets if getattr(policy, n) != getattr(type(policy), n)]
+        if policy.budgets and given:
+            policy.refuse(
+                f"budgets={policy.budgets} already says what every layer keeps: leave out "
+                f"{' and '.join(given)}, or budgets"
+            )
+        check_kernel(policy)
+
+    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
+        policy = self.policy
+        if policy.budgets:
+            held, tokens = self._published(geometry)
+            refuse_more(policy, geometry, budget, tokens, policy.budgets)
+            return held
+        file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
+        give, found = f"{file}, or {CALIBRATE}", policy._calibration
+        found = measured(policy, found, "selectivity", geometry, what="the layers", give=give)
+        per_layer = scalekv_budgets.own_tokens(
+            geometry,
+            budget,
+            found[:, min(1, found.shape[1] - 1) :].mean(-1),  # the first scale looks at none
+            policy.drafters,
+            policy.refiner_share,
+            peak=policy.accounting == "bytes",
+        )
+        return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
+
+    def _published(self, geometry: Geometry) -> tuple[RegionAllocation, int]:
+        """The room that the file gives every head; its most tokens, as `accounting` counts."""
+        policy = self.policy
+        tokens = scalekv_budgets.published_tokens(policy.budgets, policy.file[0], geometry)
+        held = RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
+        if policy.accounting == "bytes":
+            return held, planner.peak_tokens(geometry, held)
+        return held, int(held.region_capacity.sum((1, 2)).max())
+
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        turn = np.arange(grid := self.policy.grid or GRID)
+
+        def raster(side: int) -> np.ndarray:
+            """int [grid]: the middle of each cell; rows spread evenly if fewer than cells."""
+            if side < grid:
+                return (2 * turn + 1) * side // (2 * grid)
+            return turn * (side // grid) + (side // grid - 1) // 2
+
+        return (raster(height)[:, None] * width + raster(width)).ravel().astype(np.int32)
 
 
 @register("scalekv")
@@ -82,7 +153,9 @@ class ScaleKV(Policy):
     grid: int = within(0, 0, 16)
     kernel: int = 5
     faithful: bool = False
+    _calibration: Calibration | None = field(default=None, repr=False, compare=False)
 
+    rules = (ScaleKVScales,)
     allocation_arguments = ("budgets", "drafters", "refiner_share")
     selection_arguments = ("grid", "kernel", "faithful")
     examples = ({}, {"faithful": "true"})
@@ -102,80 +175,13 @@ class ScaleKV(Policy):
 
     budgeted = shrinks = uses_calibration
 
-    # --- host -------------------------------------------------------------------------------------
-
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
-        budget, grid = self.budget, self.grid or GRID
-        if self.budgets and isinstance(budget, NotGiven):
-            held, tokens = self._published(geometry)
-            budget = tokens / geometry.dense_tokens
-            if self.accounting == "bytes":
-                budget = planner.cost(geometry, held, self.block_size)
-        elif not (self.grid or self.budgets or self.faithful):
-            share = capacities.uniform(geometry, budget) // WINDOW_SHARE
-            grid = min(GRID, max(1, math.isqrt(share)))
-        return dataclasses.replace(self, budget=budget, grid=grid, _calibration=calibration)
-
-    def check(self, geometry: Geometry) -> None:
-        layers = geometry.num_layers
-        fits = 0 <= self.drafters <= layers
-        self.require("drafters", fits, f", but the model has {layers} layers")
-        of_own_budgets = ("drafters", "refiner_share")
-        given = [n for n in of_own_budgets if getattr(self, n) != getattr(type(self), n)]
-        if self.budgets and given:
-            self.refuse(
-                f"budgets={self.budgets} already says what every layer keeps: leave out "
-                f"{' and '.join(given)}, or budgets"
-            )
-        check_kernel(self)
-
     @cached_property
-    def _file(self) -> tuple[dict[int, dict[str, int]], str]:
+    def file(self) -> tuple[dict[int, dict[str, int]], str]:
         return scalekv_budgets.read(self.budgets)
 
     def content(self) -> str | None:
         """SHA-256 of the budget file, so that a run is not continued with another one."""
-        return f"budgets:{self._file[1]}" if self.budgets else None
-
-    def allocate(self, geometry: Geometry, budget: float) -> RegionAllocation:
-        if self.budgets:
-            held, tokens = self._published(geometry)
-            self.refuse_more(geometry, budget, tokens, self.budgets)
-            return held
-        file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
-        give = f"{file}, or {CALIBRATE}"
-        found = self._calibration
-        measured = self.measured(found, "selectivity", geometry, what="the layers", give=give)
-        per_layer = scalekv_budgets.own_tokens(
-            geometry,
-            budget,
-            measured[:, min(1, measured.shape[1] - 1) :].mean(-1),  # the first scale looks at none
-            self.drafters,
-            self.refiner_share,
-            peak=self.accounting == "bytes",
-        )
-        return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
-
-    def _published(self, geometry: Geometry) -> tuple[RegionAllocation, int]:
-        """The room that the file gives every head; its most tokens, as `accounting` counts."""
-        tokens = scalekv_budgets.published_tokens(self.budgets, self._file[0], geometry)
-        held = RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
-        if self.accounting == "bytes":
-            return held, planner.peak_tokens(geometry, held)
-        return held, int(held.region_capacity.sum((1, 2)).max())
-
-    def window_tokens(self, height: int, width: int) -> np.ndarray:
-        turn = np.arange(grid := self.grid or GRID)
-
-        def raster(side: int) -> np.ndarray:
-            """int [grid]: the middle of each cell; rows spread evenly if fewer than cells."""
-            if side < grid:
-                return (2 * turn + 1) * side // (2 * grid)
-            return turn * (side // grid) + (side // grid - 1) // 2
-
-        return (raster(height)[:, None] * width + raster(width)).ravel().astype(np.int32)
-
-    # --- device -----------------------------------------------------------------------------------
+        return f"budgets:{self.file[1]}" if self.budgets else None
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(obs, obs.window_logits, self.kernel)
+        return masks.window_and_peaks(obs, obs.window_logits, self.kernel)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities, stage_blocks
+from varjax.policies import capacities, masks
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import ObservingRule, StagedPolicy, check_kernel
 
 WINDOW = 16
@@ -16,26 +16,33 @@ KERNEL, STAGE_KERNEL = 7, 5  # on next-scale models, and token by token
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
+class SnapKVScales(ScaleRule):
+    """SnapKV after every scale."""
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
+        policy = self.policy
+        quarter = capacities.uniform(geometry, policy.budget) // WINDOW_SHARE
+        return dataclasses.replace(
+            policy,
+            window=policy.window or min(WINDOW, max(1, quarter)),
+            kernel=KERNEL if policy.kernel is None else policy.kernel,
+        )
+
+    def check(self, geometry: Geometry) -> None:
+        most = max(*geometry.schedule.tokens, WINDOW)
+        rule = f" must be 1 to {most} (queries of one scale), or 0 to let the budget decide"
+        self.policy.require("window", 0 <= self.policy.window <= most, rule)
+        check_kernel(self.policy)
+
+
 class SnapKVTokens(ObservingRule):
     """SnapKV after every stage of a model that draws token by token."""
 
     most_queries = WINDOW
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(window=self.policy.window, window_mass=True)
-
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
         kernel = STAGE_KERNEL if self.policy.kernel is None else self.policy.kernel
         return dataclasses.replace(super().prepare(geometry, calibration), kernel=kernel)
-
-    def select(self, obs: Observation):
-        others, width = obs.live & ~obs.window, self.policy.kernel
-        pooled = stage_blocks.pooled(obs, obs.window_mass, others, width)
-        # pooling makes plateaus: of equals the higher own vote stays
-        own = stage_blocks.rank(obs, obs.window_mass, others)
-        surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~stage_blocks.lowest(obs, pooled, others, surplus, tie=own)
 
 
 @register("snapkv")
@@ -89,7 +96,7 @@ class SnapKV(StagedPolicy):
     window: int = 0
     kernel: int | None = None
 
-    token_rule = SnapKVTokens
+    rules = (SnapKVScales, SnapKVTokens)
     allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
 
@@ -97,19 +104,5 @@ class SnapKV(StagedPolicy):
     def needs(self) -> Needs:
         return Needs(window=self.window or WINDOW, window_mass=True)
 
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
-        quarter = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
-        return dataclasses.replace(
-            self,
-            window=self.window or min(WINDOW, max(1, quarter)),
-            kernel=KERNEL if self.kernel is None else self.kernel,
-        )
-
-    def check(self, geometry: Geometry) -> None:
-        most = max(*geometry.schedule.tokens, WINDOW)
-        rule = f" must be 1 to {most} (queries of one scale), or 0 to let the budget decide"
-        self.require("window", 0 <= self.window <= most, rule)
-        check_kernel(self)
-
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(obs, obs.window_mass, self.kernel or KERNEL)
+        return masks.window_and_peaks(obs, obs.window_mass, self.kernel or KERNEL)

@@ -10,17 +10,61 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.arguments import path
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import (
+    Allocation,
+    Geometry,
+    RegionAllocation,
+    StageAllocation,
+    StaticAllocation,
+)
 from varjax.cache.observation import Observation
-from varjax.cache.stages import StageAllocation
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError, about, some
-from varjax.policies.base import CONTENTS_FOLLOW
+from varjax.policies.refusals import CONTENTS_FOLLOW, refuse_more
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.storage import npz
 
 LARGEST = 512 * 2**20  # bytes; tables pack well, one of the largest published models has 200 MB
+
+
+class TableScales(ScaleRule):
+    """A `table` on models that draw scale by scale: entries for scales or for tokens."""
+
+    policy: "Table"
+
+    def check(self, geometry: Geometry) -> None:
+        schedule = geometry.schedule
+        self.policy.check_file(geometry, schedule.num_scales, schedule.total_tokens, "scales")
+
+    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
+        visible = self.policy.visible(geometry, geometry.schedule.scale_of_token)
+        if not self.policy.per_row:
+            allocation = StaticAllocation.from_visibility(geometry, visible)
+        else:
+            for row in range(visible.shape[2]):
+                StaticAllocation.from_visibility(geometry, visible[:, :, row])
+            counts = visible.sum(-1)
+            ragged = bool((counts != counts[:, :, :1]).any())
+            allocation = RegionAllocation(counts.max(2).astype(np.int32), ragged=ragged)
+        held = allocation.capacity(geometry).sum((1, 2)).max()
+        refuse_more(self.policy, geometry, budget, held, self.policy.path)
+        return allocation
+
+    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray:
+        """Known even where rows hold less than others."""
+        return self.allocate(geometry, budget).capacity(geometry)
+
+    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
+        if not self.policy.per_row:
+            return None
+        visible = self.policy.visible(geometry, geometry.schedule.scale_of_token)
+        following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
+        return following[:, :, self.policy.rows_of(geometry, image_index)]
+
+    def select(self, obs: Observation):
+        return obs.live & jnp.take_along_axis(obs.inputs, obs.position, axis=-1)
 
 
 class TableTokens(TokenRule):
@@ -87,7 +131,7 @@ class TableTokens(TokenRule):
         if (needed >= sequence.steps).all():  # nothing is ever dropped
             return StageAllocation.known(geometry, sequence.steps)
         held = geometry.num_heads * (needed + sequence.condition).sum()
-        self.policy.refuse_more(geometry, budget, held, self.policy.path)
+        refuse_more(self.policy, geometry, budget, held, self.policy.path)
         return StageAllocation(needed, self.policy.period)
 
     def inputs(
@@ -135,7 +179,7 @@ class Table(StagedPolicy):
 
     path: str = ""
 
-    token_rule = TableTokens
+    rules = (TableScales, TableTokens)
     unfit_roles = {"select": f"{CONTENTS_FOLLOW} file"}
     summary = "what a file says, for ablations"
     names_files = ("path",)
@@ -210,37 +254,3 @@ class Table(StagedPolicy):
                 f"{self.path} has {rows} rows (two per image), but the run makes {num_images} "
                 f"images"
             )
-
-    # --- models that draw scale by scale ----------------------------------------------------------
-
-    def check(self, geometry: Geometry) -> None:
-        schedule = geometry.schedule
-        self.check_file(geometry, schedule.num_scales, schedule.total_tokens, "scales")
-
-    def allocate(self, geometry: Geometry, budget: float) -> Allocation:
-        visible = self.visible(geometry, geometry.schedule.scale_of_token)
-        if not self.per_row:
-            allocation = StaticAllocation.from_visibility(geometry, visible)
-        else:
-            for row in range(visible.shape[2]):
-                StaticAllocation.from_visibility(geometry, visible[:, :, row])
-            counts = visible.sum(-1)
-            ragged = bool((counts != counts[:, :, :1]).any())
-            allocation = RegionAllocation(counts.max(2).astype(np.int32), ragged=ragged)
-        held = allocation.capacity(geometry).sum((1, 2)).max()
-        self.refuse_more(geometry, budget, held, self.path)
-        return allocation
-
-    def known_capacity(self, geometry: Geometry, budget: float) -> np.ndarray:
-        """Known even where rows hold less than others."""
-        return self.allocate(geometry, budget).capacity(geometry)
-
-    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
-        if not self.per_row:
-            return None
-        visible = self.visible(geometry, geometry.schedule.scale_of_token)
-        following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
-        return following[:, :, self.rows_of(geometry, image_index)]
-
-    def select(self, obs: Observation):
-        return obs.live & jnp.take_along_axis(obs.inputs, obs.position, axis=-1)

@@ -3,17 +3,17 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
+from varjax.cache.allocation import Geometry, StageAllocation
 from varjax.cache.observation import Needs
-from varjax.cache.stages import StageAllocation, image_slots
+from varjax.cache.policy import Policy, Rule
+from varjax.cache.stages import image_slots
 from varjax.calibration.data import Calibration
 from varjax.errors import choose
-from varjax.policies.base import Policy, only_for
-from varjax.policies.rule import Rule
+from varjax.policies.scale_rule import ScaleRule
 from varjax.sequence import TOKENS
 
 LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8
@@ -21,22 +21,16 @@ SHORT_STAGE, LONG_STAGE = 8, 16
 STAGE_SHARE = 3  # an automatic stage takes at most a third of a head's image slots
 HISTORY_SHARE = 6  # an automatic window leaves at least a sixth of what stays to history
 LINES = 2  # "typically two rows" of the image
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedPolicy(Policy):
-    """Base of policies that serve models that draw token by token, whose rule is a `TokenRule`.
-
-    On such models every head of every layer has room for the condition and B image tokens, B =
-    floor(budget * F) less the condition. The newest `period` of them (P) are a buffer, which
-    counts. After every P tokens the policy chooses which B - P stay.
-
-    Args:
-      period: tokens between two decisions, on models that draw token by token. By default 8, or 16
-        from B = 128 on, halved until it is at most a third of B.
-    """
-
-    period: int | None = only_for(TOKENS, None)
+def only_for(kind: str, default: T) -> T:
+    """Declares a field of a policy that only models of one kind have a use for; given for others it
+    is refused. default: its default, or its declaration (`within`)."""
+    if not isinstance(default, dataclasses.Field):
+        default = dataclasses.field(default=default)
+    metadata = {**default.metadata, "only_for": kind}
+    return dataclasses.field(default=default.default, metadata=metadata)
 
 
 class TokenRule(Rule):
@@ -52,7 +46,6 @@ class TokenRule(Rule):
     kind = TOKENS
     uses_calibration = False
     decides: ClassVar[bool] = True  # after every stage; else contents are known
-    local_window: int | None = None  # tokens; None where no head is local
 
     # --- arguments --------------------------------------------------------------------------------
 
@@ -61,7 +54,7 @@ class TokenRule(Rule):
         room = image_slots(geometry, self.policy.budget, self.policy.accounting)
         return LONG_STAGE if room >= LARGE else SHORT_STAGE
 
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> Policy:
         if self.policy.period is not None:
             return self.policy
         room = image_slots(geometry, self.policy.budget, self.policy.accounting)
@@ -126,10 +119,22 @@ class TokenRule(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPolicy(TokenRule, StagedPolicy):
-    """Base of policies for models that draw token by token only: they are their own rule."""
+class StagedPolicy(Policy):
+    """Base of policies that serve models that draw token by token. One that has a `select` and says
+    nothing else serves both kinds, and gives every head the same.
 
-    unsuited = "it decides about tokens that are drawn one by one"
+    On such models every head of every layer has room for the condition and B image tokens, B =
+    floor(budget * F) less the condition. The newest `period` of them (P) are a buffer, which
+    counts. After every P tokens the policy chooses which B - P stay.
+
+    Args:
+      period: tokens between two decisions, on models that draw token by token. By default 8, or 16
+        from B = 128 on, halved until it is at most a third of B.
+    """
+
+    period: int | None = only_for(TOKENS, None)
+
+    rules = (ScaleRule, TokenRule)
 
 
 class ObservingRule(TokenRule):
@@ -141,7 +146,7 @@ class ObservingRule(TokenRule):
 
     most_queries: ClassVar[int]
 
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> Policy:
         policy = super().prepare(geometry, calibration)
         if policy.window != type(policy).window:
             return policy
@@ -171,7 +176,7 @@ class WindowedRule(TokenRule):
             return Needs(window=self.policy.period, window_logits=True)
         return Needs(scale_mass=True)
 
-    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> StagedPolicy:
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> Policy:
         policy = super().prepare(geometry, calibration)
         if policy.window is not None:
             return policy

@@ -5,13 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import (
+    Allocation,
+    Geometry,
+    RegionAllocation,
+    StageAllocation,
+    StaticAllocation,
+)
 from varjax.cache.observation import Observation
-from varjax.cache.stages import StageAllocation
-from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import Policy, per_layer
+from varjax.cache.policy import Policy
+from varjax.policies import capacities, masks
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import ScaleRule, per_layer
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
@@ -20,25 +25,30 @@ MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
 @dataclass(frozen=True, kw_only=True)
 class SinkPolicy(Policy):
     """Base of policies that never drop the first `sinks` steps. A step is what the model draws at a
-    time: a scale (0: as many scales as the budget suggests, see `sink_scales`) or an image token.
-    The methods here are about scales."""
+    time: a scale (0: as many scales as the budget suggests, see `SinkScales.sink_scales`) or an
+    image token."""
 
     sinks: int = 0
 
     smallest_reason = "the sink scales alone need more"
 
+
+class SinkScales(ScaleRule):
+    """Base of rules that never drop the first scales; the policy is a `SinkPolicy`."""
+
     def check(self, geometry: Geometry) -> None:
         stored = geometry.schedule.num_scales - 1
-        if self.sinks and not 0 <= self.sinks <= stored:
-            self.refuse(
-                f"sinks={self.sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
+        if self.policy.sinks and not 0 <= self.policy.sinks <= stored:
+            self.policy.refuse(
+                f"sinks={self.policy.sinks}: choose 1 to {stored} scales, or 0 to let the budget "
+                f"decide"
             )
 
     def sink_scales(self, geometry: Geometry, budget: float) -> int:
         """The number of sink scales: as given, or (0) up to three as long as they take at most half
         of a head's mean budget."""
-        if self.sinks:
-            return self.sinks
+        if self.policy.sinks:
+            return self.policy.sinks
         schedule = geometry.schedule
         stored, half = schedule.num_scales - 1, budget * schedule.persistent_tokens / 2
         fitting = sum(end <= half for end in schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)])
@@ -51,7 +61,7 @@ class SinkPolicy(Policy):
     def minimum_budget(self, geometry: Geometry) -> float:
         """The budget at which only the sink scales fit (one scale if the number is left open)."""
         schedule = geometry.schedule
-        tokens = schedule.starts[self.sinks or min(1, schedule.num_scales - 1)]
+        tokens = schedule.starts[self.policy.sinks or min(1, schedule.num_scales - 1)]
         return tokens / max(1, schedule.persistent_tokens)
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
@@ -94,11 +104,15 @@ class Ring(TokenRule):
     def allocate(self, geometry: Geometry, budget: float) -> StageAllocation:
         return StageAllocation.known(geometry, self.slots(geometry, budget), self.stay_first)
 
-    def select(self, obs: Observation):
-        """The same contents in slots that another policy has decided (`compose`)."""
-        first = obs.live & (obs.position < self.stay_first)
-        count = obs.capacity - first.sum(-1)
-        return first | stage_blocks.newest(obs, obs.live & ~first, count)
+
+class FullScales(ScaleRule):
+    """Every head sees everything."""
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return 1.0
+
+    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
+        return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
 
 
 class FullRing(Ring):
@@ -117,7 +131,7 @@ class Full(StagedPolicy):
     """Keep every token. The yardstick of the others; the last scale, or the last token of models
     that draw token by token, is not stored (nothing reads it). `period` has no effect."""
 
-    token_rule = FullRing
+    rules = (FullScales, FullRing)
     unfit_roles = {
         "allocate": "it keeps everything, so there is nothing to select",
         "select": "it keeps everything; any other policy does that with budget 1",
@@ -126,22 +140,13 @@ class Full(StagedPolicy):
     shrinks = False
     smallest_reason = "it keeps everything"
 
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return 1.0
 
-    def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
-        return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
+class NewestScales(ScaleRule):
+    """The newest tokens of all behind the first `protected`."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class NewestPolicy(StagedPolicy):
-    """Base of policies that keep the newest tokens of all behind the first `protected`. In
-    capacities that another policy has decided (`compose`) they choose on the device."""
-
-    budget: float = 0.25
-
-    token_rule = Ring
-    contents = "known beforehand"
+    def protected(self, geometry: Geometry, budget: float) -> int:
+        """Tokens that are never dropped."""
+        return 0
 
     def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         protected = self.protected(geometry, budget)
@@ -154,10 +159,26 @@ class NewestPolicy(StagedPolicy):
             return None
         return per_layer(geometry, np.int32(allocation.protected))
 
+
+class StreamingScales(SinkScales, NewestScales):
+    """The newest tokens behind the sink scales."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestPolicy(StagedPolicy):
+    """Base of policies that keep the newest tokens behind the first. In capacities that another
+    policy has decided (`compose`) they choose on the device."""
+
+    budget: float = 0.25
+
+    sinks = 0
+    rules = (NewestScales, Ring)
+    contents = "known beforehand"
+
     def select(self, obs: Observation):
-        first = obs.live & (obs.position < obs.inputs)
-        kept = blocks.top(-obs.position, first, obs.capacity)
-        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
+        # scale by scale the number of the first tokens follows from the budget (`inputs`)
+        first = self.sinks if obs.inputs is None else obs.inputs
+        return masks.first_and_newest(obs, first)
 
 
 @register("swa")
@@ -177,9 +198,6 @@ class SlidingWindow(NewestPolicy):
     """
 
     summary = "newest tokens only"
-
-    def protected(self, geometry: Geometry, budget: float) -> int:
-        return 0
 
 
 @register("streaming")
@@ -204,5 +222,6 @@ class Streaming(NewestPolicy, SinkPolicy):
     are whole scales, which hold the image's layout.
     """
 
+    rules = (StreamingScales, Ring)
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
