@@ -106,6 +106,9 @@ class Branch:
     gates: Vectors
     place: int = field(metadata=dict(static=True))
 
+    def added_to(self, stream: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        return stream + self.sums.finished() * self.gates.at(self.place)[:, None]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

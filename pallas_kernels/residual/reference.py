@@ -10,8 +10,7 @@ from pallas_kernels.residual.operands import TINY, Activation, Bits8, Branch, No
 
 def add_and_normalize(stream, branch: Branch | None, norm: Norm):
     """See `api.add_and_normalize`."""
-    if branch is not None:
-        stream = stream + branch.sums.finished() * branch.gates.at(branch.place)[:, None]
+    stream = stream if branch is None else branch.added_to(stream)
     scale, shift = (norm.vectors.at(place) for place in (norm.scale, norm.shift))
     found = modulate(layer_norm(stream, norm.eps), scale, shift).astype(norm.dtype)
     return (found if norm.bits is None else rows_8(found, norm.bits)), stream
