@@ -31,7 +31,7 @@ from varjax.engine.segments import Segment
 from varjax.logical_axes import HEADS
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
-from varjax.nn import stacked
+from varjax.nn import arrange, stacked
 from varjax.nn.layers import dense_attention
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
@@ -63,7 +63,7 @@ class TokenSpec:
         # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
         # are divided over devices are multiplied as they lie.
         turned = platform == "cpu" and self.mesh.model == 1
-        stacked.separate(transformer.blocks, transformer.once, turned=turned)
+        arrange.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer: Transformer) -> tuple:
         """Host arrays that are the same for every batch: none."""

@@ -9,6 +9,7 @@ Letters: R rows, T tokens, N heads, H head size, D width.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,24 +20,39 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import Rows8, Sums
 from pallas_kernels.residual.reference import layer_norm, modulate
-from varjax.nn import quantized
-from varjax.nn.quantized import Activation, Quantized
-from varjax.nn.stacked import Turned
 
 __all__ = ["layer_norm", "modulate"]  # besides what is defined here
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
+Activation = Callable[[Array], Array]  # a function of every number
+
+
+class Matrix:
+    """Base of what the kernel of a linear layer may be in place of an array: a matrix [D_in, D_out]
+    that is held in another form, or the matrices of all layers. It has `shape` and `dtype` of the
+    matrix that it stands for, and `product` and `of_all_layers` as `Linear` has them.
+
+    `by_axis(function, axis)` calls `function(array, its axis)` for every array that it consists of,
+    where `axis` is one of the matrix, and returns a tree of the results; None: the array does not
+    have the axis. `shapes(dtype)` is the same without numbers, for products in `dtype`.
+    """
+
+
+def is_matrix(leaf: object) -> bool:
+    """Whether a kernel is held in another form than an array."""
+    return isinstance(leaf, Matrix)
+
+
 class Linear(nnx.Linear):
-    """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs, or
-    `Quantized`."""
+    """A linear layer whose kernel may be a `Matrix`."""
 
     def __call__(
         self, x: Float[Array, "... D_in"], activation: Activation | None = None
     ) -> Float[Array, "... D_out"]:
         """activation: applied to `x` first."""
-        if not isinstance(self.kernel.get_value(), Turned | Quantized):
+        if not is_matrix(self.kernel.get_value()):
             return super().__call__(activation(x) if activation else x)
         product = self.product(x, activation=activation)
         return product if self.bias is None else product + self.bias[...]
@@ -55,11 +71,9 @@ class Linear(nnx.Linear):
         activation: applied to `x` first.
         """
         kernel = self.kernel.get_value()
-        if quantized.is_one(kernel):
+        if is_matrix(kernel):
             return kernel.product(x, dtype, axis, activation)
         x = activation(x) if activation else x
-        if isinstance(kernel, Turned):
-            return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 
     def sums(self, x: Float[Array, "... D_in"] | Rows8) -> Sums:
@@ -73,7 +87,7 @@ class Linear(nnx.Linear):
     def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
         """Products of the stacked matrices of all layers with the same rows, without biases."""
         kernel = self.kernel.get_value()
-        if quantized.is_one(kernel):
+        if is_matrix(kernel):
             return kernel.of_all_layers(x)
         # a product per layer: one over all would first copy all these weights, transposed
         rows = jnp.broadcast_to(x, (len(kernel), *x.shape))

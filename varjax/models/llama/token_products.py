@@ -16,8 +16,8 @@ from pallas_kernels import token_products
 from pallas_kernels.token_products import Angles, Norm, QuerySum, Stream
 from varjax.models.llama.config import DecoderConfig
 from varjax.nn import quantized
+from varjax.nn.arrange import Turned
 from varjax.nn.layers import Linear
-from varjax.nn.stacked import Turned
 
 NORMS = ("attention_norm", "feed_forward_norm")
 
