@@ -21,7 +21,7 @@ from pallas_kernels import implementations
 from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
-from varjax.nn import arrange
+from varjax.nn import arrange, quantized
 from varjax.nn.schemes import INT8
 from varjax.schedule import Schedule
 
@@ -164,7 +164,7 @@ def plan_segments(
     transformer = networks["transformer"]
     if arrange.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
         return segments.plan_segments(schedule, wanted)
-    tile = segments.TILE if transformer.bits is None else segments.TILE_8_BITS
+    tile = segments.TILE if quantized.scheme_of_rows(transformer) is None else segments.TILE_8_BITS
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
 
 

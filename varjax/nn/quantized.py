@@ -166,6 +166,12 @@ def is_one(leaf: object) -> bool:
     return isinstance(leaf, Quantized)
 
 
+def scheme_of_rows(transformer: nnx.Module) -> Scheme | None:
+    """The scheme that brings rows of activations into 8 bits; None: they stay as they are."""
+    kernel = transformer.head.kernel.get_value()
+    return kernel.scheme if is_one(kernel) and kernel.scheme.activations else None
+
+
 # --- making them --------------------------------------------------------------------------------
 
 

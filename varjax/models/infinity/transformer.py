@@ -31,7 +31,7 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import text_shapes
 from varjax.nn import layers, stacked
-from varjax.nn.layers import Linear, Split
+from varjax.nn.layers import Linear, ResidualStream, Split
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
@@ -233,17 +233,18 @@ class Infinity(NextScaleTransformer):
     # --- one layer --------------------------------------------------------------------------------
 
     def project(
-        self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]
-    ) -> Projection:
+        self, block: Block, layer_context: dict, shared: dict, stream: ResidualStream
+    ) -> tuple[Projection, ResidualStream]:
         """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
         queries are multiplied by the learned multiplier."""
         modulation = layer_context["modulation"]
-        h = self._modulated(x, modulation[:, 2], modulation[:, 4])
-        return replace(
+        h = self._modulated(stream.settled(), modulation[:, 2], modulation[:, 4])
+        projection = replace(
             layers.fused_qkv(block, h, self.config.head_dim),
             rotation=shared["rotation"],
             multiplier=layers.attention_multiplier(block.log_scale[...]),
         )
+        return projection, stream
 
     def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
         """Normalised and modulated in float32, then in the type of the weights."""
@@ -255,12 +256,12 @@ class Infinity(NextScaleTransformer):
         block: Block,
         layer_context: dict,
         shared: dict,
-        x: Float[Array, "R T D"],
+        stream: ResidualStream,
         attended: Float[Array, "R T N H"],
-    ) -> Float[Array, "R T D"]:
+    ) -> ResidualStream:
         """Output projection, cross attention, feed-forward, gates and residuals of one layer; then
         guidance, where it acts after this layer."""
-        modulation = layer_context["modulation"]
+        modulation, x = layer_context["modulation"], stream.settled()
         attended = attended.reshape(*x.shape[:2], -1)
         x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
@@ -268,10 +269,10 @@ class Infinity(NextScaleTransformer):
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
         x = x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
         if "mix" not in shared:
-            return x
+            return ResidualStream(x)
         strength = shared["mix"][layer_context["number"]]
         mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
-        return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
+        return ResidualStream(jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1))))
 
     def cross_attention(self, block: Block, text: TextKeys, layer, x: Float[Array, "R T D"]):
         """The addition of the text to the tokens, [R, T, D]."""
