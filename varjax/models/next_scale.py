@@ -38,7 +38,6 @@ from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
 from varjax.nn.layers import ResidualStream, Split
-from varjax.nn.published import Configuration
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -50,7 +49,7 @@ class NextScaleTransformer(Transformer):
     def sequence(self, one_slot: bool = True) -> Schedule:
         return self.config.schedule
 
-    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+    def code_map(self, codec) -> tuple[int, int, int]:
         return self.config.code_map
 
     # --- traced steps -----------------------------------------------------------------------------
