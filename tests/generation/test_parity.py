@@ -47,7 +47,7 @@ def test_generation_is_identical(name, cfg):
         batch_size=images,
         segments="auto" if name == "c_k5_nol2norm" else 1,
     )
-    none = {"given": model.transformer.no_tokens(images), "given_scales": 0}
+    none = {"given": model.token_arrays.no_tokens(images), "given_scales": 0}
     results, _ = generator.run_batch(arrays["labels"], np.arange(images), **none)
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]

@@ -23,17 +23,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.codecs.maps import patchify, unpatchify
-from varjax.errors import UserError
 from varjax.logical_axes import HEADS
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
-from varjax.models.transformer import text_shapes
 from varjax.nn import layers, stacked
 from varjax.nn.layers import Linear, ResidualStream, Split
 from varjax.sampling import Sampling, Scores
-from varjax.schedule import Schedule
+from varjax.text.features import text_shapes
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
@@ -315,46 +312,3 @@ class Infinity(NextScaleTransformer):
         flat = Scores(scores.plain.reshape(images, tokens * num_bits, 2))
         drawn, filtered = sampling_lib.sample(flat, keys, sampling, "reference")
         return drawn.reshape(images, tokens, -1).astype(jnp.uint8), filtered
-
-    def no_tokens(self, images: int) -> np.ndarray:
-        config = self.config
-        return np.zeros((images, config.total_tokens, config.bits), np.uint8)
-
-    def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
-        patch = self.config.patch
-        maps = Schedule(tuple((h * patch, w * patch) for h, w in self.config.schedule.maps))
-        encode = jax.jit(type(codec).images_to_bits, static_argnums=2)
-        bits = np.asarray(encode(codec, images, maps))
-        return self.tokens_from_file(bits, len(bits), maps.num_scales)
-
-    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
-        """Bits of the codec, uint8 [N, L * patch**2, codebook_dim], row-major on the finer maps."""
-        schedule, patch, parts = self.config.schedule, self.config.patch, []
-        for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-            rows = np.asarray(tokens[:, start : start + h * w], np.uint8)
-            maps = unpatchify(rows.reshape(len(rows), h, w, -1), patch)
-            parts.append(maps.reshape(len(maps), -1, self.config.codebook_dim))
-        return np.concatenate(parts, axis=1)
-
-    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """uint8 [num_images, L, bits]; bits that the array lacks are 0."""
-        schedule, patch, bits = self.config.schedule, self.config.patch, self.config.codebook_dim
-        least, most = (
-            n * patch**2 for n in (schedule.ends[max(0, scales - 1)], schedule.total_tokens)
-        )
-        fits = array.ndim == 3 and array.shape[::2] == (num_images, bits)
-        if not fits or not (least if scales else 0) <= array.shape[1] <= most:
-            raise UserError(
-                f"bits have the shape {array.shape}, needed is ({num_images}, {least} to {most}, "
-                f"{bits}): images, bits of at least the first {scales} scales, bits per code"
-            )
-        whole = array.dtype == bool or np.issubdtype(array.dtype, np.integer)
-        if not whole or not np.isin(array, (0, 1)).all():
-            raise UserError(f"bits are {array.dtype}, needed are integers that are 0 or 1")
-        padded, parts = np.zeros((num_images, most, bits), np.uint8), []
-        padded[:, : array.shape[1]] = array
-        for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-            rows = padded[:, start * patch**2 : (start + h * w) * patch**2]
-            maps = patchify(rows.reshape(num_images, h * patch, w * patch, bits), patch)
-            parts.append(maps.reshape(num_images, h * w, -1))
-        return np.concatenate(parts, axis=1)
