@@ -81,7 +81,7 @@ def read_own_size(model: Model, data: bytes, name: str, *, mask: bool = False) -
 
 def given_tokens(model: Model, patches: Sequence[Patch | None]) -> Given:
     """The tokens that a batch is given; None: an image of which all is drawn."""
-    tokens = np.repeat(model.transformer.no_tokens(1), len(patches), axis=0)
+    tokens = np.repeat(model.token_arrays.no_tokens(1), len(patches), axis=0)
     where = np.zeros(tokens.shape[:2], bool)
     for row, patch in enumerate(patches):
         if patch is not None:

@@ -17,8 +17,9 @@ from flax import nnx
 from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
-from varjax.models import registry
+from varjax.models import registry, token_arrays
 from varjax.models.next_token import NextTokenTransformer
+from varjax.models.token_arrays import TokenArrays
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters, quantized, schemes
 from varjax.nn.families import Family
@@ -91,6 +92,11 @@ class Model:
         of products."""
         kernel = self.transformer.head.kernel.get_value()
         return kernel.scheme.name if quantized.is_one(kernel) else str(self.dtype)
+
+    @property
+    def token_arrays(self) -> TokenArrays:
+        """What makes arrays of its tokens: in the form in which they are drawn, and for files."""
+        return token_arrays.of(self.transformer)
 
     @property
     def draws_tokens(self) -> bool:

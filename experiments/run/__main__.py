@@ -175,7 +175,7 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
         if mine not in found:
             held = some(npz.names(path)) or "nothing"
             raise UserError(f"cannot read array `{mine}` of {path}: the file holds {held}")
-        return model.transformer.tokens_from_file(found[mine], num_images, count), scales
+        return model.token_arrays.tokens_from_file(found[mine], num_images, count), scales
 
 
 def generate_series(

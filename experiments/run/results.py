@@ -42,8 +42,9 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         names = ("images", "tokens", "code_map", "logits")
         found = {name: results[name] for name in names if name in results}
         if "logits" in found:  # of the policy: its tokens are written, too
-            transformer = run.model.transformer
-            found[transformer.token_name] = transformer.tokens_to_file(found["tokens"])
+            model = run.model
+            tokens = model.token_arrays.tokens_to_file(found["tokens"])
+            found[model.transformer.token_name] = tokens
         return found
     exact = results["images"] if run.compare else images.to_uint8(results["images"])
     return {"images": exact, "tokens": results["tokens"]}

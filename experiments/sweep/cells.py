@@ -69,7 +69,7 @@ class Runner:
     def _unused(self) -> np.ndarray:
         """Tokens [N, L, ...] for programs that draw freely: every program takes given tokens, so
         that the same one draws freely and with forced tokens."""
-        return self.model.transformer.no_tokens(len(self.sweep.condition))
+        return self.model.token_arrays.no_tokens(len(self.sweep.condition))
 
     def compiled(self, cell: Cell) -> Generator:
         """Return the program of a cell. The full cache is never compressed."""

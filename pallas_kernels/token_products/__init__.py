@@ -8,13 +8,13 @@ from pallas_kernels.token_products.api import (
     start,
     why_not,
 )
-from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
+from pallas_kernels.token_products.operands import Angles, QuerySum, RMSNorm, TokenStream
 
 __all__ = [
     "Angles",
-    "Norm",
+    "RMSNorm",
     "QuerySum",
-    "Stream",
+    "TokenStream",
     "add",
     "gate",
     "has_kernel",

@@ -2,7 +2,7 @@
 
 A layer that draws token by token has four products with weights. Here each does what comes before
 and after it, too: the norm of the stream, the rotation of queries and keys, the gate, the residual
-sum. See `operands` for `Stream` and `Angles`.
+sum. See `operands` for `TokenStream` and `Angles`.
 
 R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward.
 """
@@ -10,7 +10,7 @@ R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward
 from jaxtyping import Array, Float
 
 from pallas_kernels import implementations
-from pallas_kernels.token_products.operands import Angles, Norm, QuerySum, Stream
+from pallas_kernels.token_products.operands import Angles, QuerySum, RMSNorm, TokenStream
 
 MODULES = implementations.modules_of(__package__, "mosaic")
 
@@ -41,12 +41,12 @@ def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | No
 
 def start(
     x: Float[Array, "R D"],
-    norm: Norm,
+    norm: RMSNorm,
     eps: float,
     dtype,
     *,
     implementation: str | None = None,
-) -> Stream:
+) -> TokenStream:
     """The stream before the first product. eps, norm: of the norm that comes next. dtype: of the
     products. implementation: here and below one of `implementations.NAMES`; None takes the best one
     for this platform."""
@@ -54,7 +54,7 @@ def start(
 
 
 def project(
-    stream: Stream,
+    stream: TokenStream,
     weights: Float[Array, "D C"],
     angles: Angles,
     total: QuerySum | None = None,
@@ -71,19 +71,19 @@ def project(
 
 
 def gate(
-    stream: Stream, weights: Float[Array, "D C"], *, implementation: str | None = None
+    stream: TokenStream, weights: Float[Array, "D C"], *, implementation: str | None = None
 ) -> Float[Array, "R F"]:
     """silu(gates) * values of the normalised stream; the first half of the columns are gates."""
     return implementations.run(implementation, MODULES, "gate", stream, weights)
 
 
 def add(
-    stream: Stream,
+    stream: TokenStream,
     branch: Float[Array, "R C"],
     weights: Float[Array, "C D"],
-    norm: Norm,
+    norm: RMSNorm,
     *,
     implementation: str | None = None,
-) -> Stream:
+) -> TokenStream:
     """The stream with `branch @ weights` added. norm: the one that comes next."""
     return implementations.run(implementation, MODULES, "add", stream, branch, weights, norm)

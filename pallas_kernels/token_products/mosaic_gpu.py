@@ -29,7 +29,7 @@ from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
 from pallas_kernels.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
 from pallas_kernels.refs import one_number
-from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, Stream
+from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, TokenStream
 
 STEP = 64  # of the input width
 STAGES = 6  # steps in shared memory, at most
@@ -40,17 +40,17 @@ CAPABILITIES = ("9.0", None)  # None: no GPU, as in the simulator
 MOST_WIDE = 128 * PIECE  # width of a stream: sums of squares are copied at once, up to 32 KiB
 
 
-def start(x, norm, eps: float, dtype, *, interpret) -> Stream:
+def start(x, norm, eps: float, dtype, *, interpret) -> TokenStream:
     """See `api.start`. Rows become whole tiles."""
     x = mosaic.padded(x, 0, ROWS)
     rows, width = x.shape
     check(dtype, {"width": width}, interpret)
     squares = jnp.square(x).reshape(rows, -1, PIECE).sum(-1).T
     scaled = (x * norm.weights[norm.number].astype(jnp.float32)).astype(dtype)
-    return Stream(x, norm, scaled, squares, eps)
+    return TokenStream(x, norm, scaled, squares, eps)
 
 
-def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, interpret):
+def project(stream: TokenStream, weights, angles: Angles, total: QuerySum | None, *, interpret):
     """See `api.project`."""
     rows, columns = len(stream.x), weights.shape[1]
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
@@ -75,7 +75,7 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None, *, 
     return tuple(out), None if sums is None else jax.freeze(sums)[: len(total.total)]
 
 
-def gate(stream: Stream, weights, *, interpret):
+def gate(stream: TokenStream, weights, *, interpret):
     """See `api.gate`."""
     rows, columns = len(stream.x), weights.shape[1] // 2
     check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
@@ -93,7 +93,7 @@ def gate(stream: Stream, weights, *, interpret):
     return out
 
 
-def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
+def add(stream: TokenStream, branch, weights, norm, *, interpret) -> TokenStream:
     """See `api.add`."""
     (rows, width), dtype = stream.x.shape, weights.dtype
     branch = mosaic.padded(branch.astype(dtype), 0, ROWS)
@@ -117,7 +117,7 @@ def add(stream: Stream, branch, weights, norm, *, interpret) -> Stream:
         interpret,
         "token_add",
     )
-    return Stream(x, norm, scaled, squares, stream.eps)
+    return TokenStream(x, norm, scaled, squares, stream.eps)
 
 
 def check(dtype, widths: dict[str, int], interpret, angles: Angles | None = None) -> None:
@@ -230,7 +230,7 @@ def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, nam
     )(*operands)
 
 
-def _squares(stream: Stream, tiles: Tiles) -> Sequence:
+def _squares(stream: TokenStream, tiles: Tiles) -> Sequence:
     """Shared memory for the sums of squares of a tile's rows, and a barrier."""
     return plgpu.SMEM((len(stream.squares), tiles.rows), jnp.float32), plgpu.Barrier()
 

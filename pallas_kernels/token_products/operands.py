@@ -16,7 +16,7 @@ from pallas_kernels.projection import quarter_turn_matrix
 PIECE = 64  # columns that are finished at once, and that one sum of squares is over
 
 
-class Norm(NamedTuple):
+class RMSNorm(NamedTuple):
     """Weights of an RMS norm among those of all norms. Cut out, they would take a kernel each."""
 
     weights: Float[Array, "norms D"]
@@ -25,7 +25,7 @@ class Norm(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """The residual stream between two products, and what the next one reads of it.
 
     The norm is one number per row, so it commutes with the product: `scaled` is the stream times
@@ -41,7 +41,7 @@ class Stream:
     """
 
     x: Float[Array, "R D"]
-    norm: Norm
+    norm: RMSNorm
     scaled: Float[Array, "R D"] | None = None
     squares: Float[Array, "pieces R"] | None = None
     eps: float = field(default=1e-5, metadata=dict(static=True))

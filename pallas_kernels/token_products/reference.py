@@ -5,15 +5,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.token_products.operands import Angles, QuerySum, Stream
+from pallas_kernels.token_products.operands import Angles, QuerySum, TokenStream
 
 
-def start(x, norm, eps: float, dtype) -> Stream:
+def start(x, norm, eps: float, dtype) -> TokenStream:
     """See `api.start`."""
-    return Stream(x, norm, eps=eps)
+    return TokenStream(x, norm, eps=eps)
 
 
-def project(stream: Stream, weights, angles: Angles, total: QuerySum | None):
+def project(stream: TokenStream, weights, angles: Angles, total: QuerySum | None):
     """See `api.project`."""
     product = jnp.dot(_normal(stream, weights.dtype), weights)
     q, k, v = jnp.split(product, [angles.queries, angles.queries + angles.keys], axis=1)
@@ -24,19 +24,19 @@ def project(stream: Stream, weights, angles: Angles, total: QuerySum | None):
     return (q, k, v), before + total.weight * q.astype(jnp.float32)
 
 
-def gate(stream: Stream, weights):
+def gate(stream: TokenStream, weights):
     """See `api.gate`."""
     gates, values = jnp.split(jnp.dot(_normal(stream, weights.dtype), weights), 2, axis=1)
     return jax.nn.silu(gates) * values
 
 
-def add(stream: Stream, branch, weights, norm) -> Stream:
+def add(stream: TokenStream, branch, weights, norm) -> TokenStream:
     """See `api.add`."""
     product = jnp.dot(branch.astype(weights.dtype), weights)
     return replace(stream, x=stream.x + product.astype(jnp.float32), norm=norm)
 
 
-def _normal(stream: Stream, dtype):
+def _normal(stream: TokenStream, dtype):
     inverse = jax.lax.rsqrt(jnp.square(stream.x).mean(-1, keepdims=True) + stream.eps)
     normal, (weights, number) = stream.x * inverse, stream.norm
     return (normal * weights[number].astype(jnp.float32)).astype(dtype)

@@ -120,12 +120,12 @@ def oracle(evict: bool):
         context = transformer.encode_condition(jnp.asarray(LABELS), guided=True)
         x = jnp.concatenate([context["start"], transformer.word_embedding(codes)], axis=1)
         x = x + transformer.position_embedding[...] + transformer.level_embedding[scale]
-        layers = []
+        x, layers = transformer.stream(x), []
         for i in range(model.geometry.num_layers):
             block, modulation = jax.tree.map(
                 lambda a, i=i: a[i], (transformer.blocks, context["layers"])
             )
-            projection = transformer.project(block, modulation, None, x)
+            projection, x = transformer.project(block, modulation, None, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
             scores = jnp.where(mask, jnp.einsum("rnth,rnsh->rnts", q, k), -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1)

@@ -56,7 +56,7 @@ def reconstructed(model, picture):
     images, codec = jax.numpy.asarray(2 * picture[None] - 1), model.codec
     if model.transformer.token_name == "bits":
         tokens = source_tokens(model, picture[None])
-        bits = jax.numpy.asarray(model.transformer.tokens_to_file(tokens))
+        bits = jax.numpy.asarray(model.token_arrays.tokens_to_file(tokens))
         patch = model.config.patch
         maps = tuple((patch * h, patch * w) for h, w in model.config.schedule.maps)
         found = codec.decode(models.sums_of_bits(bits, Schedule(maps))[-1])

@@ -16,10 +16,9 @@ from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax import policies
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
-from varjax.engine import scales
 from varjax.model import Model
 from varjax.models.var import VAR, VARConfig
-from varjax.nn import quantized
+from varjax.nn import quantized, stream
 from varjax.schedule import Schedule
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
@@ -120,7 +119,6 @@ def test_wide_heads_through_the_simulator_of_gpus(case, monkeypatch):
 # --- rows in 8 bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", often((SMALL,), (SMALL, "b_k6_sharedaln")))
 def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
     """Rows that stay in 8 bits on their way, with scales that the next kernel applies, are those
@@ -135,7 +133,7 @@ def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
     monkeypatch.setattr(
         quantized.Quantized, "sums", lambda m, x: (products.append(m.shape), sums(m, x))[1]
     )
-    monkeypatch.setattr(scales, "has_kernel", lambda implementation: True)
+    monkeypatch.setattr(stream, "has_kernel", lambda implementation: True)
     found = run()
     width = model.parts["transformer"].config.embed_dim
     kinds = {(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)}

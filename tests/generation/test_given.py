@@ -29,7 +29,7 @@ def test_any_place_of_any_image(name, policy):
     generator = Generator(model, policy, 1.0 if policy == "full" else 0.6, batch_size=2)
     condition = models.arrays_of(model, INDEX)
     order = generator.plan.geometry.schedule
-    nothing = Given.of(model.transformer.no_tokens(2), order, 0)
+    nothing = Given.of(model.token_arrays.no_tokens(2), order, 0)
     free = np.asarray(generator.run_batch(condition, INDEX, seed=5, given=nothing)[0]["tokens"])
     other = np.asarray(
         generator.run_batch(condition, INDEX, seed=6, given=nothing)[0]["tokens"]

@@ -58,7 +58,7 @@ def run(case: str, plan=None):
     index, forced = np.arange(len(text)), {}
     if "gt_bits" in arrays:
         scales = int(arrays["gt_leak"])
-        given = model.transformer.tokens_from_file(arrays["gt_bits"], len(text), scales)
+        given = model.token_arrays.tokens_from_file(arrays["gt_bits"], len(text), scales)
         forced = {"given": given, "given_scales": scales}
     generator = Generator(
         model,
@@ -91,7 +91,7 @@ OFTEN = ("infinity_A_gen_layer-2_neg",)
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_generation_is_identical(case):
     model, arrays, results, _ = run(case)
-    bits = model.transformer.tokens_to_file(np.asarray(results["tokens"]))
+    bits = model.token_arrays.tokens_to_file(np.asarray(results["tokens"]))
     np.testing.assert_array_equal(bits, arrays["bits"])
     if "token_bits" in arrays and "gt_bits" not in arrays:  # what it would draw, where it is forced
         np.testing.assert_array_equal(results["tokens"], arrays["token_bits"])

@@ -47,7 +47,7 @@ def test_generation_is_identical(name, cfg):
         batch_size=images,
         segments="auto" if name == "c_k5_nol2norm" else 1,
     )
-    none = {"given": model.transformer.no_tokens(images), "given_scales": 0}
+    none = {"given": model.token_arrays.no_tokens(images), "given_scales": 0}
     results, _ = generator.run_batch(arrays["labels"], np.arange(images), **none)
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]
@@ -98,11 +98,11 @@ def test_keys_and_values_of_all_scales():
         context = transformer.encode_condition(labels, guided=True)
         x = transformer.word_embedding(jnp.tile(codes, (2, 1, 1)))
         x = jnp.concatenate([context["start"], x], axis=1) + transformer.position_embedding[...]
-        x, stored = x + transformer.level_embedding[scale], []
+        x, stored = transformer.stream(x + transformer.level_embedding[scale]), []
         for layer in range(model.geometry.num_layers):
             block = jax.tree.map(lambda a, i=layer: a[i], transformer.blocks)
             modulation = context["layers"][layer]
-            projection = transformer.project(block, modulation, None, x)
+            projection, x = transformer.project(block, modulation, None, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
             attended = dense_attention(q, k, v, mask)
             x = transformer.post_attention(block, modulation, None, x, attended)

@@ -10,7 +10,7 @@ from flax import nnx
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax.engine import program
 from varjax.errors import UserError
-from varjax.nn import parameters, stacked
+from varjax.nn import arrange, parameters, stacked
 from varjax.nn.layers import Linear
 
 DEPTH, WIDTH = 3, 4
@@ -35,7 +35,7 @@ def body(x, inputs):
 
 def test_there_and_back():
     blocks, expected = layers(), parameters.named(layers())
-    stacked.separate(blocks, ("early",))
+    arrange.separate(blocks, ("early",))
     assert stacked.is_separate(blocks)
     linear = {name: getattr(blocks, name).kernel for name in ("first", "second", "early")}
     apart = {name for name, kernel in linear.items() if stacked.is_one(kernel.get_value())}
@@ -43,8 +43,8 @@ def test_there_and_back():
     one = blocks.first.kernel.get_value()
     assert (one.shape, one.dtype) == ((DEPTH, WIDTH, WIDTH), jnp.float32)
     chex.assert_trees_all_equal(parameters.named(blocks), expected)  # as if they were stacked
-    stacked.separate(blocks, ("early",))  # again: nothing happens
-    stacked.restack(blocks)
+    arrange.separate(blocks, ("early",))  # again: nothing happens
+    arrange.restack(blocks)
     assert not stacked.is_separate(blocks)
     chex.assert_trees_all_equal(parameters.named(blocks), expected)
 
@@ -53,7 +53,7 @@ def test_scans_are_equal():
     blocks, x = layers(), jnp.ones((2, WIDTH))
     inputs = (blocks, jnp.arange(DEPTH))
     expected = stacked.scan(body, x, inputs)
-    stacked.separate(blocks)
+    arrange.separate(blocks)
     found = jax.jit(lambda blocks: stacked.scan(body, x, (blocks, jnp.arange(DEPTH))))(blocks)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
     one_after_another = x
@@ -82,7 +82,7 @@ def test_turned_matrices_multiply_alike(shape):
     x = jax.random.normal(jax.random.key(1), shape)
     expected = stacked.scan(lambda x, block: block(x), x, turnable())
     blocks = turnable()
-    stacked.separate(blocks, turned=True)
+    arrange.separate(blocks, turned=True)
     assert blocks.wide.kernel.get_value()[1].array.shape == (3 * WIDTH, WIDTH)
     found = stacked.scan(lambda x, block: block(x), x, blocks)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)

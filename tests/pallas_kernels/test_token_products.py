@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import implementations, token_products
-from pallas_kernels.token_products import Angles, Norm, QuerySum, mosaic_gpu, reference
+from pallas_kernels.token_products import Angles, QuerySum, RMSNorm, mosaic_gpu, reference
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -77,7 +77,7 @@ def arguments(shape: Shape) -> dict:
 
 def layer(products, x, norms, gate, down, qkv, angles, total, **how):
     """What a feed-forward gives, the stream behind it, what the next layer projects."""
-    norms = [Norm(norms, jnp.int32(i)) for i in range(2)]
+    norms = [RMSNorm(norms, jnp.int32(i)) for i in range(2)]
     stream = products.start(x, norms[0], EPS, qkv.dtype, **how)
     gated = products.gate(stream, gate, **how)
     stream = products.add(stream, gated, down, norms[1], **how)

@@ -22,7 +22,7 @@ import numpy as np
 import varjax
 from varjax.logical_axes import make_mesh, shardings
 from varjax.models import registry
-from varjax.nn import parameters, quantized, stacked
+from varjax.nn import arrange, parameters, quantized
 from varjax.parallel import weights
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
@@ -76,7 +76,7 @@ def measure(folder: Path, layers: str, weights_dtype: str | None) -> dict:
     networks = {"transformer": model.transformer}
     if layers == "unroll":
         transformer = networks["transformer"]
-        stacked.separate(transformer.blocks, transformer.once)
+        arrange.separate(transformer.blocks, transformer.once)
     # matrices that become 8-bit ones are read as they are stored
     leaves = [v.get_value().shape for v in quantized.matrices(model.transformer).values()]
     leaves += [leaf.origin.shape for leaf in jax.tree.leaves(networks)]

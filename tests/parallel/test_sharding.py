@@ -17,7 +17,7 @@ from tests.parallel import sharded
 from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
-from varjax.nn import parameters, stacked
+from varjax.nn import arrange, parameters
 from varjax.parallel import sharding, weights
 from varjax.parallel.split import MeshSpec
 
@@ -137,7 +137,7 @@ def test_every_matrix_can_be_divided():
     before = weights.bytes_per_device(model.networks, 4)
     weights.check_weights(model.networks, MeshSpec(model=4))
     # a program of one CPU device leaves matrices turned; those are divided along the other axis
-    stacked.separate(model.transformer.blocks, turned=True)
+    arrange.separate(model.transformer.blocks, turned=True)
     weights.check_weights(model.networks, MeshSpec(model=4))
     assert weights.bytes_per_device(model.networks, 4) == before
     config = dataclasses.replace(model.config, intermediate_size=146)

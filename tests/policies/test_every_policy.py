@@ -90,14 +90,14 @@ def program(model: str, policy: str, budget: float):
 def start(generator):
     """Compile it for tokens that are given or not; nobody looks at pictures here."""
     model = generator.model
-    generator.compile(models.arrays_of(model, LABELS), model.transformer.no_tokens(2))
+    generator.compile(models.arrays_of(model, LABELS), model.token_arrays.no_tokens(2))
     generator.compiled_decoder = lambda networks, code_map: code_map
 
 
 def run(generator, labels=LABELS, numbers=(0, 1), tokens=None, pool=0.0):
     """(results, final state) of a free run, or of one with the tokens given. pool: what fills the
     pool at first; it is an argument of the program, so nothing is compiled again."""
-    given = generator.model.transformer.no_tokens(2) if tokens is None else tokens
+    given = generator.model.token_arrays.no_tokens(2) if tokens is None else tokens
     empty = generator.empty_state
 
     def filled():

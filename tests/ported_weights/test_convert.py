@@ -69,14 +69,14 @@ def _hidden_states(model, labels, codes):
     context = model.encode_condition(labels, guided=False)
     x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
     x = x + model.position_embedding[...] + model.level_embedding[scale]
-    states = [x]
+    states, x = [x], model.stream(x)
     for i in range(model.config.depth):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
-        projection = model.project(block, context["layers"][i], None, x)
+        projection, x = model.project(block, context["layers"][i], None, x)
         q, k, v = projection.queries(), projection.keys(), projection.values()
         attended = layers.dense_attention(q, k, v, jnp.asarray(scale[:, None] >= scale[None]))
         x = model.post_attention(block, context["layers"][i], None, x, attended)
-        states.append(x)
+        states.append(x.settled())
     return jnp.stack(states)
 
 

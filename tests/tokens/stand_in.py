@@ -14,6 +14,7 @@ from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.engine import tokens as engine
+from varjax.models.next_token import TokenLayers
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, Scores
 from varjax.sequence import TokenSequence
@@ -51,8 +52,8 @@ class StandIn:
 
     config = SimpleNamespace(condition_tokens=1, grid=None)
 
-    def token_products(self, implementation: str | None) -> None:
-        """None: its layers are what they are."""
+    def token_layers(self, implementation: str | None) -> TokenLayers:
+        return TokenLayers(self)
 
     @classmethod
     def random(cls, geometry: Geometry, rows: int, seed: int = 0, padding: bool = True):

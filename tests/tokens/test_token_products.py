@@ -21,6 +21,7 @@ from tests.often import often
 from tests.pallas_kernels import gpu_simulation
 from varjax.models.llama import decoder
 from varjax.models.llama.token_products import TokenProducts
+from varjax.models.next_token import TokenLayers
 from varjax.sampling import Sampling
 
 SIMULATED = pytest.param("mosaic-interpret", marks=[gpu_simulation.needed, pytest.mark.slow])
@@ -32,9 +33,9 @@ def products(request, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "DTYPES", ("float32", *mosaic_gpu.DTYPES))
 
     def few(self, implementation):
-        return TokenProducts(self.config, self.dtype, request.param, self.halves)
+        return TokenProducts(self, request.param)
 
-    monkeypatch.setattr(decoder.Decoder, "token_products", few)
+    monkeypatch.setattr(decoder.Decoder, "token_layers", few)
     jax.clear_caches()  # programs of other tests are not those of these products
 
 
@@ -87,15 +88,15 @@ def test_a_layer_that_does_not_fit_is_as_before(changes, reason, monkeypatch):
     for name, value in changes.items():
         monkeypatch.setattr(transformer, name, value)
     with pytest.warns(UserWarning, match=f"products are XLA's: .*{reason}"):
-        assert transformer.token_products("mosaic") is None
+        assert type(transformer.token_layers("mosaic")) is TokenLayers
 
 
 def test_others_have_none(monkeypatch, recwarn):
     """Neither do weights that the kernel does not take, where nobody has named it."""
     transformer = models.fixture_model("llamagen_c2i").transformer
     for name in (None, "reference", "tpu", "triton"):
-        assert transformer.token_products(name) is None
+        assert type(transformer.token_layers(name)) is TokenLayers
     monkeypatch.setattr(target, "platform", lambda: "gpu")
     monkeypatch.setattr(target, "capability", lambda: "9.0")
-    assert transformer.token_products(None) is None  # float32
+    assert type(transformer.token_layers(None)) is TokenLayers  # float32
     assert not recwarn.list

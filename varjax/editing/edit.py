@@ -273,4 +273,4 @@ def source_tokens(model: Model, pictures: Float[np.ndarray, "N H W 3"]) -> np.nd
     if len(pictures) > 1 and pictures.strides[0] == 0:  # one picture for all edits
         return np.repeat(source_tokens(model, pictures[:1]), len(pictures), axis=0)
     scaled = [jnp.asarray(2 * p[None] - 1, jnp.float32) for p in pictures]
-    return np.concatenate([model.transformer.image_tokens(model.codec, p) for p in scaled])
+    return np.concatenate([model.token_arrays.image_tokens(model.codec, p) for p in scaled])

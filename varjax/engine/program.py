@@ -21,7 +21,7 @@ from pallas_kernels import implementations
 from varjax.engine import compilation_cache, segments
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
-from varjax.nn import stacked
+from varjax.nn import arrange, quantized
 from varjax.nn.schemes import INT8
 from varjax.schedule import Schedule
 
@@ -132,7 +132,7 @@ def compiler_options(
 
 
 def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-    """Stacks the weights of the transformer's layers, or takes them apart (`varjax.nn.stacked`).
+    """Stacks the weights of the transformer's layers, or takes them apart (`varjax.nn.arrange`).
     The modules are changed.
 
     how: "scan" stacks them: one compiled body for all layers. Except on a TPU it copies the weights
@@ -141,11 +141,11 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
     platform: "cpu", "gpu" or "tpu".
     """
     transformer = networks["transformer"]
-    large = stacked.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
+    large = arrange.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
     if how == UNROLL or (how == AUTO and platform != "tpu" and large):
-        stacked.separate(transformer.blocks, transformer.once)
+        arrange.separate(transformer.blocks, transformer.once)
     else:
-        stacked.restack(transformer.blocks)
+        arrange.restack(transformer.blocks)
 
 
 def plan_segments(
@@ -162,9 +162,9 @@ def plan_segments(
     """
     # In a small program the bodies' compile time counts, in a large one what padding costs.
     transformer = networks["transformer"]
-    if stacked.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
+    if arrange.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
         return segments.plan_segments(schedule, wanted)
-    tile = segments.TILE if transformer.bits is None else segments.TILE_8_BITS
+    tile = segments.TILE if quantized.scheme_of_rows(transformer) is None else segments.TILE_8_BITS
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
 
 

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from pallas_kernels.residual import Vectors
 from varjax import sampling as sampling_lib
 from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, observed_inputs
 from varjax.cache.scale_plan import ScalePlan
@@ -30,7 +29,6 @@ from varjax.logical_axes import HEADS
 from varjax.models.step_inputs import StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
-from varjax.nn.stream import Stream, has_kernel
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
@@ -180,12 +178,9 @@ def _scale(
         x, state, index = carry
         block, layer_context = scanned
         with jax.named_scope("project"):
-            if isinstance(x, Stream):  # its kernels read the layer's vectors where they lie
-                layer_context = Vectors(context["layers"], index)
-                projection, x = transformer.project_stream(block, layer_context, x)
-            else:
-                projection = transformer.project(block, layer_context, shared, x)
-            # kernels read what they need of these small arrays where it lies, too
+            layer_context = x.vectors(layer_context, context["layers"], index)
+            projection, x = transformer.project(block, layer_context, shared, x)
+            # kernels read what they need of these small arrays where it lies
             projection = replace(projection, layer=index, **context["attention"])
         with jax.named_scope("attend"):
             attended, state = cache.attend_and_store(
@@ -203,14 +198,9 @@ def _scale(
     # kernels find their part of the tables themselves. It is counted in the carry: taken from an
     # array of numbers it would be a kernel of its own in every layer.
     scanned = (transformer.blocks, context["layers"])
-    # A scan's carry is the same in all layers: there no branch can wait for the next layer's norm.
-    streams = transformer.takes_streams and stacked.is_separate(scanned)
-    if streams and has_kernel(spec.options.attention):
-        x = Stream(x, implementation=spec.options.attention, bits=transformer.bits)
-    carry = (x, state, jnp.int32(0))
+    carry = (transformer.stream(x, spec.options.attention), state, jnp.int32(0))
     x, state, _ = stacked.scan(layer, carry, scanned)
-    x = x.settled() if isinstance(x, Stream) else x
-    drawn = _sample(networks, context["head"], x, keys, step, given, spec)
+    drawn = _sample(networks, context["head"], x.settled(), keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
     if spec.options.watch is not None:

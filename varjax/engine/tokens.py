@@ -13,6 +13,7 @@ their own and are not scanned: a scan would copy every layer's weights and cache
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -31,7 +32,7 @@ from varjax.engine.segments import Segment
 from varjax.logical_axes import HEADS
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
-from varjax.nn import stacked
+from varjax.nn import arrange, stacked
 from varjax.nn.layers import dense_attention
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
@@ -63,7 +64,7 @@ class TokenSpec:
         # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
         # are divided over devices are multiplied as they lie.
         turned = platform == "cpu" and self.mesh.model == 1
-        stacked.separate(transformer.blocks, transformer.once, turned=turned)
+        arrange.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer: Transformer) -> tuple:
         """Host arrays that are the same for every batch: none."""
@@ -164,9 +165,7 @@ class _TokenSteps:
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
         self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Array] = {}
-        # one token: the layer may be a few products that do more
-        self.products = transformer.token_products(spec.options.attention)
-        self.norms = self.products.norms(transformer) if self.products else None
+        self.layers = transformer.token_layers(spec.options.attention)
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
@@ -223,55 +222,39 @@ class _TokenSteps:
         place: number of the token in its stage; None in the last stage.
         """
         tokens, state = carry
-        transformer = self.transformer
+        transformer, layers = self.transformer, self.layers
         with jax.named_scope("embed"):
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
-            if self.products:
-                x = self.products.start(x, self.norms)
-                rotation = self.products.angles(rotation)
+            x, angles = layers.start(x), layers.angles(rotation)
         # What layers with equal strategies share about a token (its slot, who is seen) is computed
         # once, from the cache of any of them.
         any_cache = dict(zip(self.spec.layers, state, strict=True))
         current = {step: step.current(cache, token, place) for step, cache in any_cache.items()}
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            block = stacked.layer(transformer.blocks, index)
-            if self.products:
-                block = block, jnp.int32(index)
-            x, cache = self._attend[step](block, rotation, x, cache, current[step], bias)
+            weights = layers.weights(index)
+            x, cache = self._attend[step](weights, angles, x, cache, current[step], bias)
             caches.append(cache)
-        if self.products:
-            x = x.x[: len(any_cache[step].pool), None]
+        x = layers.settled(x, len(state[0].pool))
         # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
     def _layer(self, step: TokenStep) -> Callable[..., tuple[Array, LayerCache]]:
         """The function of a layer whose cache is used in this way."""
-        transformer, products = self.transformer, self.products
+        layers = self.layers
 
-        def few(block, angles, stream, cache: LayerCache, current: CurrentToken, bias):
-            block, number = block
+        def body(weights, angles, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
-                total, rows = step.summed(cache, current), len(cache.pool)
-                heads, total = products.project(block, angles, stream, rows, total)
+                total = partial(step.summed, cache, current)
+                heads, total = layers.project(weights, angles, x, len(cache.pool), total)
             with jax.named_scope("attend"):
                 out, cache = step.attend(cache, Heads(*heads, bias, total), current)
             with jax.named_scope("post_attention"):
-                return products.rest(block, stream, out, number), cache
+                return layers.rest(weights, x, out), cache
 
-        def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
-            with jax.named_scope("project"):
-                p = transformer.project(block, rotation, x)
-                # one token: kernels take queries, keys and values without an axis of tokens
-                q, k, v = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
-            with jax.named_scope("attend"):
-                out, cache = step.attend(cache, Heads(q, k, v, bias), current)
-            with jax.named_scope("post_attention"):
-                return transformer.post_attention(block, x, out[:, None]), cache
-
-        return few if products else body
+        return body
 
     def decide(
         self,

@@ -24,9 +24,9 @@ from pallas_kernels.projection import Projection
 from varjax.errors import UserError, show
 from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
 from varjax.models.llama.decoder import Block, Decoder, linear, table
-from varjax.models.transformer import text_shapes
 from varjax.nn import published, stacked
 from varjax.sampling import Sampling
+from varjax.text.features import text_shapes
 
 TEXT_TOKENS = 120  # of the released text-conditional models
 CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of

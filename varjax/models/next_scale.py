@@ -11,18 +11,17 @@ is a step that the transformer brings, in the order in which it is called:
         Once per scale: what its layers share beyond the condition.
     embed(context, codes, step)
         [R, T, D] inputs of a scale from the code map so far [B, T, C], resized to the scale.
+    stream(x, implementation)
+        The residual stream before the first layer, a `ResidualStream`: it has the operations
+        between a layer's products, and says in which form they take the layer's context.
     project(block, layer_context, shared, x)
-        Queries, keys and values of a layer, a `Projection`.
+        Queries, keys and values of a layer, a `Projection`, and the stream to go on with.
     post_attention(block, layer_context, shared, x, attended)
-        [R, T, D] the rest of the layer, given the attention output [R, T, N, H].
+        The stream after the rest of the layer, given the attention output [R, T, N, H].
     logits(head, x, step, sampling)
         `Scores`: float32 logits before filters, with guidance.
     sample(scores, keys, sampling, implementation)
         Tokens [B, T, ...], as `varjax.sampling.sample` gives them.
-
-Where `takes_streams`, the transformer also has `project_stream(block, vectors, x)`, which gives the
-projection of a `Stream` and the stream with the branch that it had, and `post_attention` takes a
-`Stream` with all layers' `Vectors` in place of `x` and the layer's context, and returns one.
 
 Rows: first come the conditional rows of all images. With guidance their unconditional rows follow
 (R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
@@ -37,10 +36,8 @@ from jaxtyping import Array, Float, PyTree
 from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
-from varjax.nn import layers, quantized, stacked
-from varjax.nn.layers import Split
-from varjax.nn.published import Configuration
-from varjax.nn.schemes import Scheme
+from varjax.nn import layers, stacked
+from varjax.nn.layers import ResidualStream, Split
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -52,23 +49,21 @@ class NextScaleTransformer(Transformer):
     def sequence(self, one_slot: bool = True) -> Schedule:
         return self.config.schedule
 
-    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+    def code_map(self, codec) -> tuple[int, int, int]:
         return self.config.code_map
 
     # --- traced steps -----------------------------------------------------------------------------
 
     resampling: Resampling = ("area", "bicubic", 1)
-    takes_streams = False
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
         return None
 
-    @property
-    def bits(self) -> Scheme | None:
-        """The scheme that brings rows of activations into 8 bits; None: they stay as they are."""
-        kernel = self.head.kernel.get_value()
-        both = quantized.is_one(kernel) and kernel.scheme.activations
-        return kernel.scheme if both else None
+    def stream(
+        self, x: Float[Array, "R T D"], implementation: str | None = "reference"
+    ) -> ResidualStream:
+        """The residual stream before the first layer. implementation: of its kernels."""
+        return ResidualStream(x)
 
     # --- what families share ----------------------------------------------------------------------
 
@@ -122,11 +117,11 @@ class NextScaleTransformer(Transformer):
 
         def layer(x, inputs):
             block, layer_context = inputs
-            projection = self.project(block, layer_context, shared, x)
+            projection, x = self.project(block, layer_context, shared, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
             attended = layers.dense_attention(q, k, v, mask)
             return self.post_attention(block, layer_context, shared, x, attended)
 
         layer = self.differentiated(layer) if self.differentiated else layer
-        x = stacked.scan(layer, x, (self.blocks, context["layers"]))
-        return self.plain_logits(context["head"], x)
+        x = stacked.scan(layer, self.stream(x), (self.blocks, context["layers"]))
+        return self.plain_logits(context["head"], x.settled())

@@ -43,21 +43,70 @@ heads of keys and values, H head size, D width, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
-from varjax.nn.published import Configuration
 from varjax.sequence import TokenSequence
 
 
 def as_it_is(branch: Array, number: int) -> Array:
     """Returns what a branch adds, without dropout."""
     return branch
+
+
+class TokenLayers:
+    """The layers for one token of every row, in the steps of the engine: here `project` and
+    `post_attention` of the transformer, in plain JAX. What is faster is a subclass
+    (`varjax.models.llama.token_products.TokenProducts`); the residual stream and a layer's weights
+    then have forms of its own."""
+
+    def __init__(self, transformer: "NextTokenTransformer"):
+        self.transformer = transformer
+
+    def start(self, x: Float[Array, "R 1 D"]) -> PyTree[Array]:
+        """The residual stream before the first layer."""
+        return x
+
+    def angles(self, rotation: PyTree[Array]) -> PyTree[Array]:
+        """The token's rotation, for `project`."""
+        return rotation
+
+    def weights(self, index: int) -> PyTree[Array]:
+        """What `project` and `rest` take of layer `index`."""
+        return stacked.layer(self.transformer.blocks, index)
+
+    def project(
+        self,
+        weights: PyTree[Array],
+        angles: PyTree[Array],
+        x: PyTree[Array],
+        rows: int,
+        total: Callable[[], PyTree[Array]],
+    ) -> tuple[tuple[Array, Array, Array], Array | None]:
+        """Finished queries [R, Q, H], keys and values [R, N, H], and the sum of queries
+        [R, N, H] if it is made here.
+
+        rows: R. total: gives the running sum that queries may be added to (`TokenStep.summed`).
+        """
+        p = self.transformer.project(weights, angles, x)
+        q, k, v = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
+        return (q, k, v), None
+
+    def rest(
+        self, weights: PyTree[Array], x: PyTree[Array], attended: Float[Array, "R Q H"]
+    ) -> PyTree[Array]:
+        """The residual stream after a layer."""
+        return self.transformer.post_attention(weights, x, attended[:, None])
+
+    def settled(self, x: PyTree[Array], rows: int) -> Float[Array, "R 1 D"]:
+        """The residual stream as an array of so many rows."""
+        return x
 
 
 class NextTokenTransformer(Transformer):
@@ -81,14 +130,12 @@ class NextTokenTransformer(Transformer):
         line = config.grid[1] + self.new_lines
         return TokenSequence(config.image_tokens, slots, line, self.new_lines)
 
-    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+    def code_map(self, codec) -> tuple[int, int, int]:
         return (*self.config.grid, codec.code_channels)
 
-    def token_products(self, implementation: str | None):
-        """The layers for one token as a few products that do more
-        (`varjax.models.llama.token_products.TokenProducts`), or None: `project` and
-        `post_attention` then are the layer."""
-        return None
+    def token_layers(self, implementation: str | None) -> TokenLayers:
+        """The layers for one token. implementation: of their kernels."""
+        return TokenLayers(self)
 
     # --- what families share ----------------------------------------------------------------------
 

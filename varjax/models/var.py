@@ -17,18 +17,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
-from pallas_kernels.residual import Rows8, Sums, Vectors
 from varjax.logical_axes import MODULATION
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.nn import layers, published, stacked
-from varjax.nn.layers import Linear, Split
-from varjax.nn.stream import Stream
+from varjax.nn.layers import Linear, ResidualStream, Split
+from varjax.nn.stream import stream_of
 from varjax.sampling import Sampling, Scores
 from varjax.schedule import Schedule
 
@@ -225,58 +223,38 @@ class VAR(NextScaleTransformer):
 
     # --- one layer --------------------------------------------------------------------------------
 
+    def stream(
+        self, x: Float[Array, "R T D"], implementation: str | None = "reference"
+    ) -> ResidualStream:
+        return stream_of(self, x, implementation)
+
     def project(
-        self,
-        block: Block,
-        modulation: Float[Array, "R 6 D"],
-        shared: None,
-        x: Float[Array, "R T D"],
-    ) -> Projection:
+        self, block: Block, modulation: PyTree[Array], shared: None, x: ResidualStream
+    ) -> tuple[Projection, ResidualStream]:
         """Projects queries, keys and values. With the L2 norm, queries and keys are still to be
         normalised and queries to be multiplied by the learned multiplier; without it, queries are
-        still to be scaled."""
-        h = layers.layer_norm(x, self.config.norm_eps)
-        return self._projection(block, layers.modulate(h, modulation[:, 2], modulation[:, 4]))
-
-    @property
-    def takes_streams(self) -> bool:
-        # Kernels do not scale a row alike on the devices that share it, and attention takes no
-        # int32 sums.
-        bits = self.bits
-        return bits is None or (self.model_axis is None and bits.dtype != np.int8)
-
-    def project_stream(self, block: Block, vectors: Vectors, x: Stream):
-        h, x = x.normalized(vectors, 2, 4, self.config.norm_eps)
-        return self._projection(block, h), x
-
-    def _projection(self, block: Block, h: Float[Array, "R T D"] | Rows8) -> Projection:
+        still to be scaled. modulation: [R, 6, D], in the form of `ResidualStream.vectors`."""
         config = self.config
-        projection = layers.fused_qkv(block, h, config.head_dim)
+        h, x = x.normalized(modulation, 2, 4, config.norm_eps)
+        projection = x.qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
-            return replace(projection, scale=0.25 / math.sqrt(config.head_dim))
-        return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...]))
+            return replace(projection, scale=0.25 / math.sqrt(config.head_dim)), x
+        return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...])), x
 
     def post_attention(
         self,
         block: Block,
-        modulation: Float[Array, "R 6 D"] | Vectors,
+        modulation: PyTree[Array],
         shared: None,
-        x: Float[Array, "R T D"] | Stream,
+        x: ResidualStream,
         attended: Float[Array, "R T N H"],
-    ) -> Float[Array, "R T D"] | Stream:
+    ) -> ResidualStream:
         """Output projection, gate, feed-forward and residuals of one layer."""
         axis, gelu = self.model_axis, partial(jax.nn.gelu, approximate=True)
-        if isinstance(x, Stream):
-            attended = Sums(attended.reshape(*x.value.shape[:2], -1))
-            x = x.added(x.contracted(block.proj, attended, axis), modulation, 0)
-            h, x = x.normalized(modulation, 3, 5, self.config.norm_eps)
-            wide = x.contracted(block.fc2, block.fc1.sums(h), axis, gelu)
-            return x.added(wide, modulation, 1)
-        attended = attended.reshape(*x.shape[:2], -1)
-        x = x + layers.contract(block.proj, attended, axis) * modulation[:, None, 0]
-        h = layers.layer_norm(x, self.config.norm_eps)
-        h = layers.modulate(h, modulation[:, 3], modulation[:, 5])
-        return x + layers.contract(block.fc2, block.fc1(h), axis, gelu) * modulation[:, None, 1]
+        attended = attended.reshape(*attended.shape[:2], -1)
+        x = x.added(x.contracted(block.proj, attended, axis), modulation, 0)
+        h, x = x.normalized(modulation, 3, 5, self.config.norm_eps)
+        return x.added(x.feed_forward(block.fc1, block.fc2, h, axis, gelu), modulation, 1)
 
     # --- tokens -----------------------------------------------------------------------------------
 

@@ -9,34 +9,50 @@ Letters: R rows, T tokens, N heads, H head size, D width.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
-from pallas_kernels.residual import Rows8, Sums
 from pallas_kernels.residual.reference import layer_norm, modulate
-from varjax.nn import quantized
-from varjax.nn.quantized import Activation, Quantized
-from varjax.nn.stacked import Turned
 
 __all__ = ["layer_norm", "modulate"]  # besides what is defined here
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
+Activation = Callable[[Array], Array]  # a function of every number
+
+
+class Matrix:
+    """Base of what the kernel of a linear layer may be in place of an array: a matrix [D_in, D_out]
+    that is held in another form, or the matrices of all layers. It has `shape` and `dtype` of the
+    matrix that it stands for, and `product` and `of_all_layers` as `Linear` has them.
+
+    `by_axis(function, axis)` calls `function(array, its axis)` for every array that it consists of,
+    where `axis` is one of the matrix, and returns a tree of the results; None: the array does not
+    have the axis. `shapes(dtype)` is the same without numbers, for products in `dtype`.
+    """
+
+
+def is_matrix(leaf: object) -> bool:
+    """Whether a kernel is held in another form than an array."""
+    return isinstance(leaf, Matrix)
+
+
 class Linear(nnx.Linear):
-    """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs, or
-    `Quantized`."""
+    """A linear layer whose kernel may be a `Matrix`."""
 
     def __call__(
         self, x: Float[Array, "... D_in"], activation: Activation | None = None
     ) -> Float[Array, "... D_out"]:
         """activation: applied to `x` first."""
-        if not isinstance(self.kernel.get_value(), Turned | Quantized):
+        if not is_matrix(self.kernel.get_value()):
             return super().__call__(activation(x) if activation else x)
         product = self.product(x, activation=activation)
         return product if self.bias is None else product + self.bias[...]
@@ -55,25 +71,15 @@ class Linear(nnx.Linear):
         activation: applied to `x` first.
         """
         kernel = self.kernel.get_value()
-        if quantized.is_one(kernel):
+        if is_matrix(kernel):
             return kernel.product(x, dtype, axis, activation)
         x = activation(x) if activation else x
-        if isinstance(kernel, Turned):
-            return kernel.product(x, dtype)
         return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
-
-    def sums(self, x: Float[Array, "... D_in"] | Rows8) -> Sums:
-        """The layer of rows; of rows in 8 bits, which a matrix in 8 bits multiplies, scales and
-        bias are still to come."""
-        if not isinstance(x, Rows8):
-            return Sums(self(x))
-        bias = None if self.bias is None else self.bias[...]
-        return replace(self.kernel.get_value().sums(x), bias=bias)
 
     def of_all_layers(self, x: Float[Array, "... D_in"]) -> Float[Array, "L ... D_out"]:
         """Products of the stacked matrices of all layers with the same rows, without biases."""
         kernel = self.kernel.get_value()
-        if quantized.is_one(kernel):
+        if is_matrix(kernel):
             return kernel.of_all_layers(x)
         # a product per layer: one over all would first copy all these weights, transposed
         rows = jnp.broadcast_to(x, (len(kernel), *x.shape))
@@ -131,19 +137,73 @@ def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
-def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"] | Rows8, head_dim: int) -> Projection:
+def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"], head_dim: int) -> Projection:
     """Queries, keys and values as one product `block.qkv`, with biases `block.q_bias` and
     `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
-    q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
-    sums = block.qkv.sums(h)
-    channels = sums.channel_scale
-    return Projection(
-        sums.array.reshape(*h.shape[:2], 3, -1, head_dim),
-        q_bias,
-        v_bias,
-        row_scale=sums.row_scale,
-        channel_scale=None if channels is None else channels.reshape(3, -1, head_dim),
-    )
+    biases = qkv_biases(block, head_dim)
+    return Projection(block.qkv(h).reshape(*h.shape[:2], 3, -1, head_dim), *biases)
+
+
+def qkv_biases(block: nnx.Module, head_dim: int) -> tuple[Float[Array, "N H"], ...]:
+    """Biases of queries and of values, head by head."""
+    return tuple(b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ResidualStream:
+    """The residual stream of layers with modulated norms, and the operations between their
+    products, in plain JAX: what branches give is added at once. What is faster is a subclass
+    (`varjax.nn.stream.FusedStream`); norms, sums and products then have forms of its own.
+
+    `vectors` are what the condition of each row gives to a layer: gates, scales, shifts.
+    """
+
+    value: Float[Array, "R T D"]
+
+    def vectors(
+        self, of_layer: PyTree[Array], of_all: PyTree[Array], layer: Int[Array, ""]
+    ) -> PyTree[Array]:
+        """The vectors of a layer, in the form that the operations take."""
+        return of_layer
+
+    def normalized(
+        self, vectors: PyTree[Array], scale: int, shift: int, eps: float
+    ) -> tuple[PyTree[Array], Self]:
+        """The normalised and modulated stream, and the stream to go on with. scale, shift: places
+        in `vectors`."""
+        normal = layer_norm(self.value, eps)
+        return modulate(normal, vectors[:, scale], vectors[:, shift]), self
+
+    def qkv(self, block: nnx.Module, h: PyTree[Array], head_dim: int) -> Projection:
+        """`fused_qkv` of the normalised stream."""
+        return fused_qkv(block, h, head_dim)
+
+    def contracted(
+        self, linear: Linear, x: Float[Array, "R T D_in"], axis: str | None
+    ) -> PyTree[Array]:
+        """`contract`, for `added`."""
+        return contract(linear, x, axis)
+
+    def feed_forward(
+        self,
+        first: Linear,
+        second: Linear,
+        h: PyTree[Array],
+        axis: str | None,
+        activation: Activation,
+    ) -> PyTree[Array]:
+        """Two linear layers of the normalised stream, for `added`. axis: of the mesh, over whose
+        devices the width between them is divided."""
+        return contract(second, first(h), axis, activation)
+
+    def added(self, product: PyTree[Array], vectors: PyTree[Array], gate: int) -> Self:
+        """The stream with a product, multiplied by the vector in place `gate`."""
+        return type(self)(self.value + product * vectors[:, None, gate])
+
+    def settled(self) -> Float[Array, "R T D"]:
+        """The stream as an array, all added up."""
+        return self.value
 
 
 def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "*layers N"]:

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from varjax.nn import quantized, stacked
+from varjax.nn import arrange
+from varjax.nn.layers import is_matrix
 
 
 def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
@@ -30,10 +31,7 @@ def _abstract(network, config):
 def named(module: nnx.Module) -> dict:
     """{name: leaf} of a module, concrete or abstract; layers that lie apart are stacked."""
     found = flatten_dict(nnx.to_pure_dict(nnx.split(module)[1]))
-    return {
-        "/".join(map(str, path)): leaf.stacked() if stacked.is_one(leaf) else leaf
-        for path, leaf in found.items()
-    }
+    return {"/".join(map(str, path)): arrange.whole(leaf) for path, leaf in found.items()}
 
 
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
@@ -59,12 +57,12 @@ def shapes(module: nnx.Module, dtype) -> nnx.Module:
     so, and stand for matrices in `dtype`."""
 
     def shape(leaf):
-        if quantized.is_one(leaf):
+        if is_matrix(leaf):
             return leaf.shapes(dtype)
         kind = dtype if is_floating(leaf.dtype) else leaf.dtype
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(kind))
 
-    return jax.tree.map(shape, module, is_leaf=quantized.is_one)
+    return jax.tree.map(shape, module, is_leaf=is_matrix)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

@@ -12,7 +12,7 @@ each of their rows gets a scale as well, and both scales multiply the sums (`sch
 `sums` takes rows that a kernel has brought into 8 bits, and leaves both scales to the next one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -22,14 +22,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import target
-from pallas_kernels.residual.operands import Activation, Rows8, Sums
+from pallas_kernels.residual.operands import Rows8, Sums
 from pallas_kernels.residual.reference import rows_8
-from varjax.nn import schemes
+from varjax.nn import arrange, schemes
+from varjax.nn.layers import Activation, Matrix
 from varjax.nn.schemes import INT8, SCHEMES, Scheme, check_widths, why_not_here
-from varjax.nn.stored import Stored
+from varjax.nn.stored import Leaf, Stored
 
-# a parameter of a network, with or without values
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | Stored
 # Bytes of the rows that a CPU converts at a time: few enough to stay in its caches. Its compiler
 # would convert all matrices before the first token, and keep them.
 CPU_BYTES = 2**20
@@ -39,7 +38,7 @@ ROWS_AT_ONCE = 256
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(Matrix):
     """A matrix [D_in, D_out] in 8 bits, or the matrices of all layers. It may be abstract.
 
     array: its numbers; turned, [D_out, D_in], where activations are in 8 bits, too.
@@ -58,9 +57,11 @@ class Quantized:
         turned = self.scheme.activations
         return (*layers, second, first) if turned else (*layers, first, second)
 
-    def by_axis(self, function: Callable[[Leaf, int | None], object], axis: int) -> "Quantized":
-        """Calls `function(array, its axis)` for numbers and scales, where `axis` is one of the
-        matrix, and return a tree of the results. None: the array does not have the axis."""
+    def by_axis(
+        self, function: Callable[[Leaf, int | None], object], axis: int | None
+    ) -> "Quantized":
+        if axis is None:
+            return jax.tree.map(lambda array: function(array, None), self)
         last = len(self.shape) - 1  # outputs
         other = {last: last - 1, last - 1: last}.get(axis, axis)
         return replace(
@@ -155,30 +156,20 @@ class Quantized:
         nothing = jnp.zeros((len(x), columns), jnp.float32)
         return jax.lax.scan(add, nothing, jnp.arange(0, rows, count))[0]
 
-    # --- without a device -------------------------------------------------------------------------
-
     def shapes(self, dtype) -> "Quantized":
-        """The same without numbers, for products in `dtype`."""
         array, scale = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.array, self.scale))
         return replace(self, array=array, scale=scale, dtype=jnp.dtype(dtype))
-
-
-# --- leaves of networks -------------------------------------------------------------------------
-
-
-def stack(leaves: Sequence[Leaf]) -> Leaf:
-    """Arrays of layers as one array, or its shape."""
-    first = leaves[0]
-    if isinstance(first, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
-    if isinstance(first, Stored):
-        return first.origin
-    return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
 
 
 def is_one(leaf: object) -> bool:
     """Whether this is a matrix in 8 bits."""
     return isinstance(leaf, Quantized)
+
+
+def scheme_of_rows(transformer: nnx.Module) -> Scheme | None:
+    """The scheme that brings rows of activations into 8 bits; None: they stay as they are."""
+    kernel = transformer.head.kernel.get_value()
+    return kernel.scheme if is_one(kernel) and kernel.scheme.activations else None
 
 
 # --- making them --------------------------------------------------------------------------------
@@ -222,6 +213,6 @@ def convert(transformer: nnx.Module, scheme: Scheme = SCHEMES[INT8]) -> None:
         check_widths(scheme, name, variable.get_value().shape)
     for variable in wanted.values():
         value = variable.get_value()
-        value = value if hasattr(value, "ndim") else value.stacked()  # layers that lie apart
+        value = arrange.whole(value)
         found = quantize(value, scheme)
         variable.set_value(jax.tree.map(jnp.asarray, found) if isinstance(value, Array) else found)

@@ -7,6 +7,7 @@ device takes, and no more (`varjax.parallel.weights`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 Ranges = Sequence[tuple[int, int]]  # of indices along an axis: first, and one behind the last
@@ -71,6 +72,10 @@ class Stored:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         found = self.part()
         return found if dtype is None else found.astype(dtype)
+
+
+# a parameter of a network, with or without values
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct | Stored
 
 
 def part_of(leaf, axis: int | None, ranges: Ranges) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
 from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_spec
-from varjax.nn.stacked import Leaf
+from varjax.nn.stored import Leaf
 from varjax.parallel import processes, weights
 from varjax.parallel.split import MeshSpec
 

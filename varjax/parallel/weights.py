@@ -19,10 +19,8 @@ from jaxtyping import PyTree
 
 from varjax.errors import UserError
 from varjax.nn import quantized, schemes, stacked, stored
-from varjax.nn.layers import Split
-from varjax.nn.quantized import Quantized
-from varjax.nn.stacked import Leaf, Turned
-from varjax.nn.stored import WHOLE, Ranges
+from varjax.nn.layers import Matrix, Split, is_matrix
+from varjax.nn.stored import WHOLE, Leaf, Ranges
 from varjax.parallel.split import MeshSpec
 
 
@@ -34,26 +32,20 @@ def map_weights(
     splits = networks["transformer"].splits()
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
-    def with_split(path: tuple, leaf: Leaf | Quantized | Turned) -> object:
+    def with_split(path: tuple, leaf: Leaf | Matrix) -> object:
         # the path down to the parameter; behind "value" it goes on into separate layers
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
         if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
             split = dataclasses.replace(split, axis=split.axis - 1)
-        if isinstance(leaf, Turned):  # a program on another mesh left it so
-            turned = split and dataclasses.replace(split, axis=1 - split.axis)
-            return Turned(function(leaf.array, turned))
-        if not quantized.is_one(leaf):
+        if not is_matrix(leaf):
             return function(leaf, split)
-        if split is None:
-            return jax.tree.map(lambda array: function(array, None), leaf)
         at = partial(dataclasses.replace, split)
-        return leaf.by_axis(lambda a, n: function(a, None if n is None else at(axis=n)), split.axis)
+        axis = None if split is None else split.axis
+        return leaf.by_axis(lambda a, n: function(a, None if n is None else at(axis=n)), axis)
 
-    return jax.tree_util.tree_map_with_path(
-        with_split, networks, is_leaf=lambda a: quantized.is_one(a) or isinstance(a, Turned)
-    )
+    return jax.tree_util.tree_map_with_path(with_split, networks, is_leaf=is_matrix)
 
 
 def bytes_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:

@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from varjax.errors import UserError, show, some
 from varjax.nn import parameters, quantized
-from varjax.nn.quantized import Leaf, Quantized, quantize
+from varjax.nn.quantized import Quantized, quantize
 from varjax.nn.schemes import Scheme
-from varjax.nn.stored import WHOLE, Ranges, Stored
+from varjax.nn.stored import WHOLE, Leaf, Ranges, Stored
 from varjax.storage import ordinary
 
 CHUNK_BYTES = 2**26  # of stored arrays

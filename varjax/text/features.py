@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -149,6 +150,17 @@ class TextFeatures(PromptSet):
         if self.prompts is not None:
             arrays["prompts"] = np.array(self.prompts, dtype=str)
         return {name: array for name, array in arrays.items() if array is not None}
+
+
+def text_shapes(config, images: int, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of what `TextFeatures.take` gives, without negative texts: these double what is read
+    and change nothing later. length: None: the most that the model takes."""
+    length = config.text_maxlen if length is None else length
+    return {
+        "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), np.float32),
+        "length": jax.ShapeDtypeStruct((images,), np.int32),
+        "unconditional": jax.ShapeDtypeStruct((images,), bool),
+    }
 
 
 def load(

@@ -23,17 +23,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.codecs.maps import patchify, unpatchify
-from varjax.errors import UserError
 from varjax.logical_axes import HEADS
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
-from varjax.models.transformer import text_shapes
 from varjax.nn import layers, stacked
-from varjax.nn.layers import Linear, Split
+from varjax.nn.layers import Linear, ResidualStream, Split
 from varjax.sampling import Sampling, Scores
-from varjax.schedule import Schedule
+from varjax.text.features import text_shapes
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
@@ -233,17 +230,18 @@ class Infinity(NextScaleTransformer):
     # --- one layer --------------------------------------------------------------------------------
 
     def project(
-        self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]
-    ) -> Projection:
+        self, block: Block, layer_context: dict, shared: dict, stream: ResidualStream
+    ) -> tuple[Projection, ResidualStream]:
         """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
         queries are multiplied by the learned multiplier."""
         modulation = layer_context["modulation"]
-        h = self._modulated(x, modulation[:, 2], modulation[:, 4])
-        return replace(
+        h = self._modulated(stream.settled(), modulation[:, 2], modulation[:, 4])
+        projection = replace(
             layers.fused_qkv(block, h, self.config.head_dim),
             rotation=shared["rotation"],
             multiplier=layers.attention_multiplier(block.log_scale[...]),
         )
+        return projection, stream
 
     def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
         """Normalised and modulated in float32, then in the type of the weights."""
@@ -255,12 +253,12 @@ class Infinity(NextScaleTransformer):
         block: Block,
         layer_context: dict,
         shared: dict,
-        x: Float[Array, "R T D"],
+        stream: ResidualStream,
         attended: Float[Array, "R T N H"],
-    ) -> Float[Array, "R T D"]:
+    ) -> ResidualStream:
         """Output projection, cross attention, feed-forward, gates and residuals of one layer; then
         guidance, where it acts after this layer."""
-        modulation = layer_context["modulation"]
+        modulation, x = layer_context["modulation"], stream.settled()
         attended = attended.reshape(*x.shape[:2], -1)
         x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
@@ -268,10 +266,10 @@ class Infinity(NextScaleTransformer):
         wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
         x = x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
         if "mix" not in shared:
-            return x
+            return ResidualStream(x)
         strength = shared["mix"][layer_context["number"]]
         mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
-        return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
+        return ResidualStream(jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1))))
 
     def cross_attention(self, block: Block, text: TextKeys, layer, x: Float[Array, "R T D"]):
         """The addition of the text to the tokens, [R, T, D]."""
@@ -314,46 +312,3 @@ class Infinity(NextScaleTransformer):
         flat = Scores(scores.plain.reshape(images, tokens * num_bits, 2))
         drawn, filtered = sampling_lib.sample(flat, keys, sampling, "reference")
         return drawn.reshape(images, tokens, -1).astype(jnp.uint8), filtered
-
-    def no_tokens(self, images: int) -> np.ndarray:
-        config = self.config
-        return np.zeros((images, config.total_tokens, config.bits), np.uint8)
-
-    def image_tokens(self, codec: nnx.Module, images: Float[Array, "N H W 3"]) -> np.ndarray:
-        patch = self.config.patch
-        maps = Schedule(tuple((h * patch, w * patch) for h, w in self.config.schedule.maps))
-        encode = jax.jit(type(codec).images_to_bits, static_argnums=2)
-        bits = np.asarray(encode(codec, images, maps))
-        return self.tokens_from_file(bits, len(bits), maps.num_scales)
-
-    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
-        """Bits of the codec, uint8 [N, L * patch**2, codebook_dim], row-major on the finer maps."""
-        schedule, patch, parts = self.config.schedule, self.config.patch, []
-        for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-            rows = np.asarray(tokens[:, start : start + h * w], np.uint8)
-            maps = unpatchify(rows.reshape(len(rows), h, w, -1), patch)
-            parts.append(maps.reshape(len(maps), -1, self.config.codebook_dim))
-        return np.concatenate(parts, axis=1)
-
-    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """uint8 [num_images, L, bits]; bits that the array lacks are 0."""
-        schedule, patch, bits = self.config.schedule, self.config.patch, self.config.codebook_dim
-        least, most = (
-            n * patch**2 for n in (schedule.ends[max(0, scales - 1)], schedule.total_tokens)
-        )
-        fits = array.ndim == 3 and array.shape[::2] == (num_images, bits)
-        if not fits or not (least if scales else 0) <= array.shape[1] <= most:
-            raise UserError(
-                f"bits have the shape {array.shape}, needed is ({num_images}, {least} to {most}, "
-                f"{bits}): images, bits of at least the first {scales} scales, bits per code"
-            )
-        whole = array.dtype == bool or np.issubdtype(array.dtype, np.integer)
-        if not whole or not np.isin(array, (0, 1)).all():
-            raise UserError(f"bits are {array.dtype}, needed are integers that are 0 or 1")
-        padded, parts = np.zeros((num_images, most, bits), np.uint8), []
-        padded[:, : array.shape[1]] = array
-        for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
-            rows = padded[:, start * patch**2 : (start + h * w) * patch**2]
-            maps = patchify(rows.reshape(num_images, h * patch, w * patch, bits), patch)
-            parts.append(maps.reshape(num_images, h * w, -1))
-        return np.concatenate(parts, axis=1)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.llama.config import DecoderConfig
-from varjax.models.llama.token_products import TokenProducts
-from varjax.models.next_token import NextTokenTransformer, as_it_is
+from varjax.models.llama.token_products import where_they_fit
+from varjax.models.next_token import NextTokenTransformer, TokenLayers, as_it_is
 from varjax.nn import layers
 from varjax.nn.layers import Split
 from varjax.sampling import Sampling, Scores
@@ -123,8 +123,8 @@ class Decoder(NextTokenTransformer):
             "down.kernel": Split(1, HIDDEN),
         }
 
-    def token_products(self, implementation: str | None) -> TokenProducts | None:
-        return TokenProducts.where_they_fit(self, implementation)
+    def token_layers(self, implementation: str | None) -> TokenLayers:
+        return where_they_fit(self, implementation)
 
     def rms_norm(self, x: Float[Array, "R T D"], scale: nnx.Param) -> Float[Array, "R T D"]:
         """Normalised `x` in the type of the weights."""
