@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -32,8 +34,6 @@ from experiments.output import BatchStore, FolderFlags
 from experiments.prompts.condition import Text
 from varjax import arguments
 from varjax.cache.plan import CachePlan
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Edited, Editor, both_texts
 from varjax.errors import UserError

@@ -7,8 +7,8 @@ import numpy as np
 from absl.flags import FlagHolder
 from jaxtyping import Integer, UInt8
 
+from experiments.cli.flags import about
 from varjax import metrics
-from varjax.cli.flags import about
 from varjax.evaluation import classifier, extractors
 from varjax.evaluation.extractors import Network, Program
 from varjax.model import Model

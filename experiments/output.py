@@ -20,8 +20,8 @@ import numpy as np
 
 from experiments import batch_files
 from experiments.batch_files import Damaged, Series, WorkFolder
+from experiments.cli.flags import CommandFlags
 from experiments.prompts.layouts import MANIFEST, image_files
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
 from varjax.parallel import processes
 from varjax.storage import lock

@@ -27,8 +27,8 @@ from experiments.batch_files import (
     Series,
     WorkFolder,
 )
+from experiments.cli.flags import CommandFlags
 from experiments.output import BatchStore, FolderFlags, written
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, some
 from varjax.parallel import processes
 from varjax.storage.atomic import DESKTOP, check_place

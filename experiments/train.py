@@ -17,10 +17,10 @@ import dataclasses
 
 import jax
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh

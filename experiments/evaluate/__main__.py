@@ -34,6 +34,8 @@ import numpy as np
 import scipy
 
 from experiments.batch_files import Series
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.evaluate import inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
@@ -43,8 +45,6 @@ from experiments.generation import aligned, environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols, references
 from varjax.evaluation.extractors import Program

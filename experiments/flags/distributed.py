@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from experiments.cli.flags import CommandFlags, about
 from experiments.generation import Generation, environment
-from varjax.cli.flags import CommandFlags, about
 from varjax.parallel import processes
 
 Job = TypeVar("Job", bound=Generation)

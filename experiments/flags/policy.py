@@ -9,6 +9,7 @@ from absl.flags import ArgumentParser, FlagHolder
 
 from experiments import budgets
 from experiments.budgets import Sizing
+from experiments.cli.flags import CommandFlags, about
 from varjax import metrics, own_modules
 from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
@@ -16,7 +17,6 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models.registry import OWN as own_models

@@ -8,13 +8,13 @@ import jax
 from absl.flags import FlagHolder
 
 from experiments.budgets import Sizing
+from experiments.cli.flags import CommandFlags, about
 from experiments.generation import ProgramOptions
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
 from varjax import arguments, errors
 from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan
-from varjax.cli.flags import CommandFlags, about
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
 from varjax.engine import memory

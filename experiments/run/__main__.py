@@ -21,6 +21,8 @@ import numpy as np
 
 from experiments import judges, parts
 from experiments.batch_files import Series
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -34,8 +36,6 @@ from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model

@@ -33,6 +33,8 @@ import sys
 import numpy as np
 
 from experiments import batch_files, judges, parts
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -47,8 +49,6 @@ from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
 from varjax.parallel import processes
 from varjax.parallel.processes import Stop

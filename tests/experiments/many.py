@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 
+from experiments.cli import command_line
 from experiments.output import BatchStore
 from experiments.sweep.cells import Runner
-from varjax.cli import command_line
 from varjax.parallel import processes
 
 

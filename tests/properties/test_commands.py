@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from experiments import __main__ as overview
 from experiments.aot import worker
+from experiments.cli import command_line
+from experiments.cli.reading import choices
 from experiments.prompts import condition
 from experiments.report import page
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments import made_up_sweep
 from tests.properties.mutations import emptied
-from varjax.cli import command_line
-from varjax.cli.reading import choices
 from varjax.errors import UserError
 from varjax.io.pictures import save_png
 from varjax.nn.families import Part

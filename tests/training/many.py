@@ -11,7 +11,7 @@ import signal
 import sys
 
 from experiments import train
-from varjax.cli import command_line
+from experiments.cli import command_line
 from varjax.parallel import processes
 from varjax.training.var_trainer import TransformerStage
 

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import train
-from varjax.cli import command_line
+from experiments.cli import command_line
 
 
 def _run(*flags: str) -> int:

@@ -12,8 +12,8 @@ import jax
 from absl import flags
 
 import varjax
-from varjax.cli.flags import CommandFlags, Group
-from varjax.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
+from experiments.cli.flags import CommandFlags, Group
+from experiments.cli.reading import LISTED, REPEATED, allowed, bare, choices, program
 
 WIDTH = 100
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")

@@ -22,11 +22,11 @@ from typing import NoReturn, TypeAlias
 import jax
 from absl.testing import flagsaver
 
+from experiments.cli import streams
+from experiments.cli.flags import CommandFlags
+from experiments.cli.help import help_text, version_text
+from experiments.cli.reading import HELP, VERSION, is_asked_for
 from varjax import jax_settings
-from varjax.cli import streams
-from varjax.cli.flags import CommandFlags
-from varjax.cli.help import help_text, version_text
-from varjax.cli.reading import HELP, VERSION, is_asked_for
 from varjax.engine import compilation_cache
 from varjax.errors import UserError
 from varjax.parallel import processes

@@ -12,9 +12,9 @@ from functools import partial
 
 from absl import flags
 
+from experiments.cli.reading import check_arguments, list_hint, not_valid, parse_flags
 from varjax import errors
 from varjax.arguments import parse_pairs
-from varjax.cli.reading import check_arguments, list_hint, not_valid, parse_flags
 from varjax.errors import UserError, nearest
 
 # {flag that is gone: what to use instead}, of all commands

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from experiments.cli.command_line import run
+from experiments.cli.flags import GONE, CommandFlags
 from tests.often import often
 from varjax import __version__
-from varjax.cli.command_line import run
-from varjax.cli.flags import GONE, CommandFlags
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = '''
 """Tiny command: says what it was given."""
 import os
 import sys
 from absl import flags
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from varjax.errors import UserError
 
 FLAGS = CommandFlags()
@@ -289,8 +289,8 @@ def test_reader_that_goes_away_leaves_no_traceback(environment):
 def test_required_flag_is_named(tmp_path, environment):
     program = """
         '''Needs a flag.'''
-        from varjax.cli import command_line
-        from varjax.cli.flags import CommandFlags
+        from experiments.cli import command_line
+        from experiments.cli.flags import CommandFlags
         FLAGS = CommandFlags()
         FLAGS.string("out", None, "where to write", required=True)
         FLAGS.string("source", None, "what to read", required=True)
@@ -334,7 +334,9 @@ GONE = [">&- 2>&- <&-", "2>&- | head -c 1", ">&-", ">&- <&-"]
 @pytest.mark.parametrize("closed", often(GONE[:2], GONE))
 def test_a_reader_that_is_gone_is_no_error(closed, environment, tmp_path):
     """All is written; no file takes the place of a stream."""
-    program = "from varjax.cli import streams; streams.keep(); import sys; f = open('f', 'w'); "
+    program = (
+        "from experiments.cli import streams; streams.keep(); import sys; f = open('f', 'w'); "
+    )
     program += "print('x' * 10**6); print('y' * 10**6, file=sys.stderr); f.write(str(f.fileno()))"
     line = f"set -o pipefail; {sys.executable} -c {shlex.quote(program)} {closed}"
     done = subprocess.run(["bash", "-c", line], env=environment, cwd=tmp_path, capture_output=True)
@@ -344,7 +346,7 @@ def test_a_reader_that_is_gone_is_no_error(closed, environment, tmp_path):
 
 def test_streams_without_a_buffer_stay_so(environment):
     """And show what would control a terminal."""
-    program = "from varjax.cli import streams; streams.keep(); import os; "
+    program = "from experiments.cli import streams; streams.keep(); import os; "
     program += "print('a\\x1b[31m\\tb'); os._exit(0)"
     command = [sys.executable, "-u", "-c", program]
     assert subprocess.check_output(command, env=environment) == b"a\\x1b[31m\tb\n"
