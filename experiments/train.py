@@ -17,12 +17,13 @@ import dataclasses
 
 import jax
 
+from experiments import processes
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
 from varjax.errors import UserError
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.parallel.training import TrainingMesh
 from varjax.training import fine_tuning, loop, session
 from varjax.training.loop import Stopped
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     with processes.together():
         settings = read_settings()
         # without a mesh one process takes one device, and asks for none before checks
-        devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
+        devices = len(jax.devices()) if MESH.value or hosts.count() > 1 else 1
         with about(MESH):
             mesh = TrainingMesh.parse(MESH.value, devices)
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
@@ -119,7 +120,7 @@ def main(argv: list[str]) -> None:
     except Stopped as stopped:
         loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
         return
-    if processes.is_first():
+    if hosts.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 
 

@@ -22,15 +22,17 @@ from typing import NoReturn, TypeAlias
 import jax
 from absl.testing import flagsaver
 
+from experiments import processes
 from experiments.cli import streams
 from experiments.cli.flags import CommandFlags
 from experiments.cli.help import help_text, version_text
 from experiments.cli.reading import HELP, VERSION, is_asked_for
+from experiments.processes import AgreedError
 from varjax import jax_settings
 from varjax.engine import compilation_cache
 from varjax.errors import UserError
-from varjax.parallel import processes
-from varjax.parallel.processes import AgreedError, LostProcess
+from varjax.parallel import hosts
+from varjax.parallel.hosts import LostProcess
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
@@ -52,7 +54,7 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
             told = jax.config.jax_platforms
             said = "one of these platforms is not installed or has no device: unset it"
             status = _complain(f"JAX_PLATFORMS={told}: {said}, or install varjax[gpu]", 2)
-        elif processes.count() == 1:
+        elif hosts.count() == 1:
             raise
         else:
             traceback.print_exc()

@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.evaluate.inputs import PictureSet
 from experiments.output import BatchStore, Stopped
+from experiments.processes import Stop
 from varjax import metrics
 from varjax.errors import UserError, about
 from varjax.evaluation import references
@@ -20,7 +21,6 @@ from varjax.evaluation.statistics import (
     inception_scores,
     precision_recall,
 )
-from varjax.parallel.processes import Stop
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file

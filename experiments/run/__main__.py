@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from experiments import judges, parts
+from experiments import judges, parts, processes
 from experiments.batch_files import Series
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -33,14 +33,14 @@ from experiments.generation import Run
 from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
+from experiments.processes import Stop
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -256,7 +256,7 @@ def make(run: Run, store: BatchStore) -> None:
     with store.working():
         generator = draw(run, model, store)
         with processes.together():
-            if processes.is_first():
+            if hosts.is_first():
                 say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")
                 report = run_results.finish(run, store, generator)
                 print(run_results.summary(report, store.out))

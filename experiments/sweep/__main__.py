@@ -32,7 +32,7 @@ import sys
 
 import numpy as np
 
-from experiments import batch_files, judges, parts
+from experiments import batch_files, judges, parts, processes
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
@@ -44,14 +44,14 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
+from experiments.processes import Stop
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
 from varjax.errors import UserError, require
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.policies import HeatKV
 from varjax.storage import ordinary
 
@@ -152,7 +152,7 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
         with Stop() as stop:
             Runner(sweep, store, stop=stop).run()
         with processes.together():
-            if processes.is_first():
+            if hosts.is_first():
                 results = Runner(sweep, store).all_results()
                 made = tables.frame(sweep), results, calibration
                 report = tables.write(store.out, store.replaces, *made)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from experiments import batch_files, judges
+from experiments import batch_files, judges, processes
 from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
+from experiments.processes import Stop
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
@@ -25,8 +26,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.metrics import METRICS
 from varjax.model import Model
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.progress import Progress
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
@@ -110,7 +110,7 @@ class Runner:
     def _logits(self, program: Generator, index: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
         forced."""
-        return np.asarray(processes.gathered(self._run_again(program, index, tokens)["logits"]))
+        return np.asarray(hosts.gathered(self._run_again(program, index, tokens)["logits"]))
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
@@ -118,7 +118,7 @@ class Runner:
 
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
-        if processes.is_first():
+        if hosts.is_first():
             batch_files.write(self.path(cell), self.store.work.digest, arrays, row)
 
     def results(self, cell: Cell) -> dict | None:
@@ -148,7 +148,7 @@ class Runner:
         stay; what was drawn of others is drawn anew.
         """
         full, cells = self.sweep.full, self.cells
-        there = [processes.is_first() and self.results(c) is not None for c in (full, *cells)]
+        there = [hosts.is_first() and self.results(c) is not None for c in (full, *cells)]
         stored, *finished = processes.from_first(np.array(there))
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
         self.finished = len(cells) - len(missing)
@@ -177,7 +177,7 @@ class Runner:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         count, size = len(self.sweep.condition), self.sweep.model.pixels
         found = {"tokens": self._unused, "images": np.zeros((count, *size, 3), np.float32)}
-        if processes.is_first():
+        if hosts.is_first():
             stored = self.results(self.sweep.full)
             found = {"tokens": stored["tokens"], "images": stored["pictures"]}
         return processes.from_first(found)

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 
-from experiments import train
+from experiments import processes, train
 from experiments.cli import command_line
-from varjax.parallel import processes
 from varjax.training.var_trainer import TransformerStage
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Real
 
+from experiments import processes
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
@@ -24,7 +25,7 @@ from varjax.logical_axes import IMAGES, make_mesh, mesh_spec
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Part
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.parallel.sharding import place
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
@@ -232,6 +233,6 @@ class Program:
         for arrays in itertools.chain(batches, [None]):
             begun = [(self.start(*arrays), len(arrays[0]))] if arrays is not None else []
             for found, count in ahead:
-                whole = processes.gathered(found)
+                whole = hosts.gathered(found)
                 yield {name: np.asarray(array)[:count] for name, array in whole.items()}
             ahead = begun

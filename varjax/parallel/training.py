@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from varjax.errors import UserError
 from varjax.logical_axes import IMAGES, by_longest, make_mesh, shardings
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.parallel.split import REST, axis_sizes
 
 AXES = {"data": "pictures", "fsdp": "pictures, parameters and optimizer state"}
@@ -41,13 +41,13 @@ class TrainingMesh:
         Without a text one process trains on one device, and many train on all of theirs.
         `UserError` for an unknown axis, no number of devices, more devices than there are, or of
         many processes fewer."""
-        if text is None and processes.count() > 1:
+        if text is None and hosts.count() > 1:
             text = f"{DATA}={REST}"
         found = cls(**axis_sizes(text, AXES, available))
-        takes = f"a mesh of {found} takes {found.size} devices, {processes.where()} has {available}"
+        takes = f"a mesh of {found} takes {found.size} devices, {hosts.where()} has {available}"
         if found.size > available:
             raise UserError(f"{takes}: choose smaller axes")
-        if processes.count() > 1 and found.size < available:
+        if hosts.count() > 1 and found.size < available:
             raise UserError(f"{takes}: the mesh has to take all, for example {DATA}={REST}")
         return found
 

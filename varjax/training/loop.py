@@ -22,9 +22,10 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from experiments import processes
+from experiments.processes import Stop
 from varjax.errors import UserError, some
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import write_text
@@ -68,7 +69,7 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
         if not isinstance(stored, dict):
             path = folder / SETTINGS
             raise UserError(f"{path} is damaged: it must hold a JSON object. Choose another folder")
-        if not processes.is_first():
+        if not hosts.is_first():
             # another machine may have the pictures elsewhere; their content is compared
             stored["data"] = wanted.get("data")
         names = [n for n in {**stored, **wanted} if stored.get(n) != wanted.get(n)]
@@ -91,7 +92,7 @@ class StageFolder(contextlib.AbstractContextManager):
         self._checkpoints = self.path / CHECKPOINTS
         self._advice = f"to train this stage from its start, remove {self.path}"
         with processes.together():
-            if processes.is_first():
+            if hosts.is_first():
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
                 write_text(self.path / SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(
@@ -119,7 +120,7 @@ class StageFolder(contextlib.AbstractContextManager):
             folder = self._checkpoints / str(step)
             try:
                 with processes.together():  # all go on from the same one
-                    if processes.is_first() and (known := self._records().get(str(step))):
+                    if hosts.is_first() and (known := self._records().get(str(step))):
                         checksums.check_files(folder, known["files"], self._advice)
                 with arrays.failed_reading(folder, self._advice):
                     ordinary.check_folder(folder)
@@ -157,7 +158,7 @@ class StageFolder(contextlib.AbstractContextManager):
         folder = self._checkpoints / str(step)
         with arrays.failed_writing(folder):
             self._manager.save(step, args=ocp.args.StandardSave(state))
-        if processes.is_first():
+        if hosts.is_first():
             own = {"files": checksums.file_records(folder), "window": values}
             known = self._records() | {str(step): own}
             steps = map(str, self._manager.all_steps())
@@ -169,7 +170,7 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def keep_history(self, up_to: int) -> None:
         """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
-        if not processes.is_first():
+        if not hosts.is_first():
             return
         path, kept = self.path / HISTORY, []
         data = ordinary.read(path, LARGEST_HISTORY) if path.exists() else b""
@@ -180,7 +181,7 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def append_history(self, entry: Mapping) -> None:
         """Add one line to the history."""
-        if processes.is_first():
+        if hosts.is_first():
             with ordinary.opened(self.path / HISTORY, "ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
 
@@ -211,7 +212,7 @@ def run(
             state = stage.first_state()
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
-        with Stop(start) as stop, processes.answering():
+        with Stop(start) as stop, hosts.answering():
             state = _loop(stage, folder, state, start, quiet, stop)
             if goes_on and stop.after_step():
                 raise Stopped(stage.name, stage.steps, stage.steps)
@@ -279,5 +280,5 @@ def _numbers(values: Mapping[str, float | list[float]]) -> str:
 
 def say(text: str, quiet: bool) -> None:
     """Print one line on standard error, in one process."""
-    if not quiet and processes.is_first():
+    if not quiet and hosts.is_first():
         print(text, file=sys.stderr, flush=True)

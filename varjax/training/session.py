@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import processes
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors
@@ -17,7 +18,7 @@ from varjax.evaluation.classifier import ClassifierConfig
 from varjax.models import registry
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint, manifest
 from varjax.storage.atomic import check_new_folder, check_place
@@ -132,7 +133,7 @@ def _pictures(settings: TrainingSettings, trained: tuple[str, ...]) -> data.Data
                     f"{name}_batch_size={size} given, but there are {len(pictures.train)} training"
                     f" pictures: choose at most {len(pictures.train)}"
                 )
-    if processes.count() > 1:
+    if hosts.count() > 1:
         where = type(pictures.train).__name__  # machines may differ in memory
         processes.agree({"loader": where, "data": pictures.digest()})
     return pictures
@@ -147,9 +148,9 @@ def _train_classifier(
         class_names=pictures.class_names,
     )
     stage = ClassifierStage(settings, config, pictures, mesh=mesh)
-    network = stage.model(processes.gathered(loop.run(stage, out, quiet)["ema"]))
+    network = stage.model(hosts.gathered(loop.run(stage, out, quiet)["ema"]))
     with processes.together():
-        if processes.is_first():
+        if hosts.is_first():
             part, parts = extractors.CATALOGUE.parts["classifier"], {"classifier": network}
             checkpoint.save(out / MODEL, part, parts, dtype="bfloat16", overwrite=True)
     return out / MODEL
@@ -172,7 +173,7 @@ def _train(
         codec_given = (lambda: parameters.named(start.load("codec"))) if start else None
         codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
         state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
-        codec = codec_stage.model(processes.gathered(state["ema"]))
+        codec = codec_stage.model(hosts.gathered(state["ema"]))
     else:
         with processes.together():
             codec = jax.device_put(start.load("codec"))
@@ -191,9 +192,9 @@ def _train(
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
     state = loop.run(transformer_stage, out, quiet)
-    transformer = transformer_stage.model(processes.gathered(state["ema"]))
+    transformer = transformer_stage.model(hosts.gathered(state["ema"]))
     with processes.together():
-        if processes.is_first():
+        if hosts.is_first():
             _save_model(settings, pictures, transformer, codec, out / MODEL)
     return out / MODEL
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from varjax.models import registry
 from varjax.nn import parameters
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.parallel.sharding import place
 from varjax.parallel.training import TrainingMesh
 from varjax.training.data import Dataset
@@ -118,11 +118,11 @@ class TrainingStage:
 
     def everywhere(self, tree: Tree) -> Tree:
         """Return arrays that every device of every process needs, for a compiled method."""
-        return place(tree, self.mesh.whole()) if processes.count() > 1 else tree
+        return place(tree, self.mesh.whole()) if hosts.count() > 1 else tree
 
     def seen(self, tree: Tree) -> Tree:
         """Return results of a compiled method so that every process can read them."""
-        if processes.count() == 1:
+        if hosts.count() == 1:
             return tree
         whole = self.mesh.whole()
         return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, whole), tree)
@@ -162,7 +162,7 @@ class TrainingStage:
         if not isinstance(self.data.train, InFiles):
             return None
         own = None
-        if processes.count() > 1:
+        if hosts.count() > 1:
             every = np.arange(self.batch_size)
             parts = self.mesh.batch().addressable_devices_indices_map((self.batch_size,))
             own = np.unique(np.concatenate([every[index] for index in parts.values()]))

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments import processes
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae import Quantizer
 from varjax.errors import UserError
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
@@ -165,7 +166,7 @@ def write_tokens(
         "val_labels": pictures.val_labels[:most],
     }
     with processes.together():
-        if processes.is_first():
+        if hosts.is_first():
             path.parent.mkdir(parents=True, exist_ok=True)
             with new_file(path) as file:
                 np.savez_compressed(file, **arrays)
@@ -176,12 +177,12 @@ def _tokens(
 ) -> np.ndarray:
     """Return tokens of pictures [1, N, L], or [2, N, L]: plain and mirrored."""
     size, found = min(batch_size, len(images)), []
-    together = size * processes.count()  # each process encodes a batch
+    together = size * hosts.count()  # each process encodes a batch
     batches = -(-len(images) // together)
 
     def rows_of(batch: int) -> np.ndarray:
         # copies of the last picture fill up the last batch, so that one program serves all
-        own = together * batch + size * processes.index()
+        own = together * batch + size * hosts.index()
         return np.minimum(np.arange(own, own + size), len(images) - 1)
 
     encode = jax.jit(type(codec).images_to_tokens)

@@ -2,10 +2,8 @@
 
 All processes run the same command in step, on one mesh of all their devices; the first one writes.
 `together` makes an error of one an error of all, `agree` compares what they were asked for. Without
-`start` there is one process, and all of this does nothing.
-
-A process that dies is noticed by the next exchange, when its connection closes, or by the
-heartbeats of `jax.distributed`, which then end the process.
+`start` there is one process, and all of this does nothing. `varjax.parallel.hosts` has what the
+programs and arrays of several processes take.
 """
 
 import contextlib
@@ -24,6 +22,7 @@ import jax
 import numpy as np
 
 from varjax.errors import UserError, some
+from varjax.parallel import hosts
 from varjax.storage import lock
 
 AUTO = "auto"
@@ -33,15 +32,10 @@ START_S, HEARTBEAT_S, STOP_S = 120, 45, 30  # seconds until somebody counts as l
 SEEN_WITHIN = 20.0  # seconds until a shared file system shows what another machine has written
 MOST = 10**5  # processes
 MESSAGE = 2000  # bytes of an error that other processes are told
-LOST = "another process is gone ({}): start the same command again, which goes on where it stopped"
 
 
 class AgreedError(UserError):
     """An error that all processes raise together."""
-
-
-class LostProcess(Exception):
-    """Another process does not answer any more."""
 
 
 def start(text: str) -> None:
@@ -89,26 +83,6 @@ def place(text: str) -> dict[str, str | int]:
     return found | {"cluster_detection_method": "deactivate"}
 
 
-def count() -> int:
-    """Number of processes."""
-    return jax.process_count() if jax.distributed.is_initialized() else 1
-
-
-def index() -> int:
-    """The number of this process."""
-    return jax.process_index() if jax.distributed.is_initialized() else 0
-
-
-def where() -> str:
-    """Whose devices `jax.devices()` are, for messages."""
-    return "this machine" if count() == 1 else f"the whole of {count()} processes"
-
-
-def is_first() -> bool:
-    """Whether this process writes results and progress."""
-    return index() == 0
-
-
 def wait() -> None:
     """Wait for all processes. `LostProcess` if one does not answer."""
     say_all(np.zeros(1))
@@ -121,7 +95,7 @@ def held(folder: Path, message: str, advice: str) -> Iterator[None]:
     folder (`advice`)."""
     with contextlib.ExitStack() as stack:
         with together():
-            if is_first():
+            if hosts.is_first():
                 stack.enter_context(lock.held(folder, message))
         with together():
             end = time.monotonic() + SEEN_WITHIN
@@ -137,53 +111,23 @@ def say_all(values: np.ndarray) -> np.ndarray:
     """Exchange arrays of one shape; return those of all processes, [processes, ...]. It waits for
     all. `LostProcess` if one does not answer."""
     values = np.asarray(values)
-    if count() == 1:
+    if hosts.count() == 1:
         return values[None]
     from jax.experimental import multihost_utils  # it registers what few commands need
 
-    with answering():
+    with hosts.answering():
         return np.asarray(multihost_utils.process_allgather(values))
 
 
 def from_first(tree: Tree) -> Tree:
     """Return the arrays of the first process, in all of them. The others give arrays of the same
     shapes and types, of at most 32 bits."""
-    if count() == 1:
+    if hosts.count() == 1:
         return tree
     from jax.experimental import multihost_utils
 
-    with answering():
+    with hosts.answering():
         return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
-
-
-def gathered(tree: Tree) -> Tree:
-    """Return arrays of all processes as every one of them can read them: in host memory, one after
-    the other. Arrays of one process stay where they are."""
-    if count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    def whole(array: jax.Array) -> np.ndarray:
-        if not array.is_fully_addressable:
-            array = multihost_utils.process_allgather(array, tiled=True)
-        return np.asarray(array)
-
-    with answering():
-        return jax.tree.map(whole, tree)
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Programs inside run on the devices of all processes. `LostProcess` if one fails, unless it is
-    for want of memory: the usual reason is that a connection was closed."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        ours = isinstance(error, ValueError) and "Gloo" not in reason  # whose errors may be so, too
-        if count() == 1 or ours or "RESOURCE_EXHAUSTED" in reason:
-            raise
-        raise LostProcess(LOST.format(f"{reason:.150}")) from None
 
 
 @contextlib.contextmanager
@@ -191,7 +135,7 @@ def together() -> Iterator[None]:
     """Context in which an error of one process is raised in all of them: `AgreedError` for a
     `UserError` or `OSError`. It ends when all have come here; `LostProcess` if one does not
     answer."""
-    if count() == 1:
+    if hosts.count() == 1:
         yield
         return
     mine = ""
@@ -232,7 +176,7 @@ def agree(asked: Mapping[str, object]) -> None:
 def leave(status: int) -> None:
     """End this process at once if it fails alone. Its connections close, so that the others notice;
     otherwise JAX would first wait for them."""
-    if status and count() > 1:
+    if status and hosts.count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -254,7 +198,7 @@ class Stop:
         self._done = done
 
     def __enter__(self) -> "Stop":
-        if count() == 1:
+        if hosts.count() == 1:
             with contextlib.suppress(ValueError):  # not in the main thread: nobody asks there
                 self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
@@ -268,7 +212,7 @@ class Stop:
 
     def after_step(self) -> bool:
         """Whether to end now, the same in all processes. All of them call it after every step."""
-        if count() > 1:
+        if hosts.count() > 1:
             from jax.experimental import multihost_utils  # it registers what few commands need
 
             self._done += 1

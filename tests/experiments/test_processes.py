@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from experiments import processes
 from varjax.errors import UserError
-from varjax.parallel import processes
+from varjax.parallel import hosts
 
 
 @pytest.mark.parametrize("text", ["", "x", "h:1", "h:1,2", "h:0,2,0", "h:99999,2,0", "h:1,2,2"])
@@ -20,9 +21,9 @@ def test_place():
 
 
 def test_alone_nothing_is_exchanged():
-    assert processes.count() == 1 and processes.is_first()
+    assert hosts.count() == 1 and hosts.is_first()
     np.testing.assert_array_equal(processes.say_all(np.arange(2)), [[0, 1]])
-    assert processes.from_first("x") == processes.gathered("x") == "x"
+    assert processes.from_first("x") == hosts.gathered("x") == "x"
     processes.agree({"flags": 1})
     with pytest.raises(UserError, match="^wrong$"), processes.together():
         raise UserError("wrong")
