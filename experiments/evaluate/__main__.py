@@ -41,6 +41,9 @@ from experiments.evaluate import inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
+from experiments.evaluation import extractors, protocols, references
+from experiments.evaluation.extractors import Program
+from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
@@ -48,9 +51,6 @@ from experiments.processes import Stop
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.errors import UserError, choose
-from varjax.evaluation import extractors, protocols, references
-from varjax.evaluation.extractors import Program
-from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import hosts
 from varjax.parallel.split import MeshSpec

@@ -10,7 +10,8 @@ from absl.flags import ArgumentParser, FlagHolder
 from experiments import budgets
 from experiments.budgets import Sizing
 from experiments.cli.flags import CommandFlags, about
-from varjax import metrics, own_modules
+from experiments.evaluation import metrics
+from varjax import own_modules
 from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan

@@ -8,18 +8,18 @@ from dataclasses import asdict
 import numpy as np
 
 from experiments import batch_files
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.parts import PartStore
 from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
-from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.metrics import METRICS
 from varjax.nn import parameters
 from varjax.nn.parameters import peak_bytes
 

@@ -14,17 +14,17 @@ import numpy as np
 
 from experiments import batch_files, judges, processes
 from experiments.batch_files import Damaged
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
 from experiments.processes import Stop
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
-from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.parallel import hosts
 from varjax.progress import Progress

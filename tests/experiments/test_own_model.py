@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import varjax
+from experiments.evaluation import metrics
 from tests.conftest import ROOT
-from varjax import metrics, own_modules
+from varjax import own_modules
 from varjax.errors import UserError
 from varjax.models import registry
 

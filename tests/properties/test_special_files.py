@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from experiments import batch_files, parts
+from experiments.evaluation import pictures as evaluated
 from experiments.prompts import layouts, sets
 from experiments.report import sweep_files
 from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
 from varjax.errors import UserError
-from varjax.evaluation import pictures as evaluated
 from varjax.io import pictures
 from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary
 from varjax.storage.atomic import new_file

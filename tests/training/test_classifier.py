@@ -4,10 +4,10 @@ reads."""
 import numpy as np
 import pytest
 
+from experiments.evaluation import extractors
+from experiments.evaluation.extractors import Program
 from tests.training.conftest import dies_at
 from varjax.errors import UserError
-from varjax.evaluation import extractors
-from varjax.evaluation.extractors import Program
 from varjax.training import classifier_trainer, data, session
 from varjax.training.classifier_trainer import ClassifierStage
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.evaluation.pictures import PictureFolder
 from varjax.errors import UserError
-from varjax.evaluation.pictures import PictureFolder
 from varjax.training import data
 from varjax.training import stage as data_order
 

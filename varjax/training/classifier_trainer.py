@@ -1,4 +1,4 @@
-"""Training of the classifier that judges the samples of a model (`varjax.evaluation`).
+"""Training of the classifier that judges the samples of a model (`experiments.evaluation`).
 
 The loss is cross entropy on pictures that are mirrored and shifted a little at random.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
-from varjax.evaluation.classifier import Classifier
+from varjax.models.judges.classifier import Classifier
 from varjax.training.decoding import moved
 from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 

@@ -13,9 +13,9 @@ import numpy as np
 from experiments import processes
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
-from varjax.evaluation import extractors
-from varjax.evaluation.classifier import ClassifierConfig
 from varjax.models import registry
+from varjax.models.judges import JUDGES
+from varjax.models.judges.classifier import ClassifierConfig
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
 from varjax.parallel import hosts
@@ -151,7 +151,7 @@ def _train_classifier(
     network = stage.model(hosts.gathered(loop.run(stage, out, quiet)["ema"]))
     with processes.together():
         if hosts.is_first():
-            part, parts = extractors.CATALOGUE.parts["classifier"], {"classifier": network}
+            part, parts = JUDGES.parts["classifier"], {"classifier": network}
             checkpoint.save(out / MODEL, part, parts, dtype="bfloat16", overwrite=True)
     return out / MODEL
 

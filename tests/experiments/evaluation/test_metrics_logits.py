@@ -4,8 +4,8 @@ import chex
 import numpy as np
 import pytest
 
+from experiments.evaluation.metrics import image_kl, kl_divergence
 from varjax.errors import UserError
-from varjax.metrics import image_kl, kl_divergence
 
 
 def oracle(a, b):

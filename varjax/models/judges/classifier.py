@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -110,14 +109,3 @@ def check_size(config: ClassifierConfig, height: int, width: int) -> None:
 def batch_size(height: int, width: int) -> int:
     """Pictures at a time, so that the first map stays below 256 MiB."""
     return max(1, PIXELS_PER_CALL // (height * width))
-
-
-def feature_distance(
-    a: Float[np.ndarray, "N D"], b: Float[np.ndarray, "N D"]
-) -> Float[np.ndarray, " N"]:
-    """1 - cosine of the features of each pair, in float64: 0 for equal pictures, at most 1, since
-    features are not negative."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    cosine = (a * b).sum(1) / np.maximum(lengths, 1e-12)
-    return np.where((a == b).all(1), 0.0, np.clip(1 - cosine, 0, 1))

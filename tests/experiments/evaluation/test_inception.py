@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.evaluation import recipe
+from experiments.evaluation import resizing
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
-from varjax.evaluation import resizing
-from varjax.evaluation.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
+from varjax.models.judges.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
 
 IMAGES = (0, 1, 2, 7, 8)
 BLOCKS = ("maxpool1", "maxpool2", "Mixed_6e")  # of pytorch-fid

@@ -263,7 +263,7 @@ OWN = own_modules.Kind(
     "metric",
     (METRICS,),
     lambda metric: getattr(metric.compare, "__module__", ""),
-    "call varjax.metrics.register(Metric(...))",
+    "call experiments.evaluation.metrics.register(Metric(...))",
 )
 load_module = OWN.load
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.evaluation import extractors
+from experiments.evaluation.extractors import Program
+from experiments.judges import feature_distance
 from varjax import model as models
 from varjax.errors import UserError
-from varjax.evaluation import extractors
-from varjax.evaluation.classifier import (
+from varjax.models.judges.classifier import (
     Classifier,
     ClassifierConfig,
     check_size,
-    feature_distance,
 )
-from varjax.evaluation.extractors import Program
 from varjax.storage import checkpoint
 
 TINY = ClassifierConfig(num_classes=3, image_size=16, widths=(8, 16))
@@ -96,7 +96,7 @@ def test_it_is_small_and_knows_the_demos_classes(demo):
 
 def test_it_knows_fruit(demo, shared_dir):
     """97 % at least of 256 validation pictures; the README says how many of all."""
-    from varjax.evaluation.pictures import PackedPictures
+    from experiments.evaluation.pictures import PackedPictures
 
     found = PackedPictures(shared_dir / "data" / "fruits64" / "val.npz")
     program, right = Program(demo, found.size, 64), 0

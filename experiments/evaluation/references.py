@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.evaluation.statistics import Gaussian
 from varjax.errors import UserError, some
-from varjax.evaluation.statistics import Gaussian
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 

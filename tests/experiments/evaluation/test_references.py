@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.evaluation import recipe
+from experiments.evaluation import references
+from experiments.evaluation.statistics import Gaussian, frechet
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
-from varjax.evaluation import references
-from varjax.evaluation.statistics import Gaussian, frechet
 
 
 def test_adms_files():

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.evaluation import recipe
-from varjax.evaluation import resizing
+from experiments.evaluation import resizing
+from tests.experiments.evaluation import recipe
 
 TOLERANCES = {"pfid": 2e-5, "tf1": 5e-3, "clean": 1e-3}  # pfid on values 0..1
 

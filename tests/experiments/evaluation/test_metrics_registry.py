@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS
 from experiments.sweep import tables
-from varjax import metrics
-from varjax.metrics import METRICS
 
 
 def test_every_metric_is_in_every_table():

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from ported_weights.convert import convert_part
 from tests.models_under_test import MODELS
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "eval"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "eval"
 
 
 def uniform(name: str, shape, salt: str) -> np.ndarray:

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from varjax.evaluation.resizing import PREPARATIONS, resized
+from experiments.evaluation.resizing import PREPARATIONS, resized
 
 SPLIT_SIZE = 5000  # of ADM's Inception score
 BY_FEATURES = {  # metrics of sets of pictures, by the extractor whose features they need

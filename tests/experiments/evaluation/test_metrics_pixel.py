@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.evaluation.metrics import psnr, ssim, token_agreement
 from varjax.errors import UserError
-from varjax.metrics import psnr, ssim, token_agreement
 
 
 def pairs(count=3, height=20, width=16):

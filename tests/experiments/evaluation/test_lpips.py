@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.evaluation import recipe
+from experiments.evaluation.extractors import open_lpips
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
-from varjax.evaluation import lpips
-from varjax.evaluation.extractors import open_lpips
+from varjax.models.judges import lpips
 
 PAIRS = {"alex": range(8), "vgg": range(6)}  # the last two have 96x128 pixels
 

@@ -16,28 +16,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Real
 
 from experiments import processes
+from experiments.evaluation import resizing
 from varjax.errors import UserError, about
-from varjax.evaluation import classifier, inception, lpips, resizing
-from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.evaluation.inception import Inception, InceptionConfig
-from varjax.evaluation.lpips import LPIPS, LPIPSConfig
 from varjax.logical_axes import IMAGES, make_mesh, mesh_spec
 from varjax.model import Model
+from varjax.models.judges import JUDGES, classifier, inception, lpips
 from varjax.nn import parameters
-from varjax.nn.families import Catalogue, Part
 from varjax.parallel import hosts
 from varjax.parallel.sharding import place
 from varjax.parallel.split import MeshSpec
 from varjax.storage import checkpoint
 
-# The networks that judge pictures, as parts of checkpoints: each has a folder of its own.
-CATALOGUE = Catalogue(
-    parts={
-        "inception": Part("Inception", InceptionConfig, Inception, own_folder=True),
-        "lpips": Part("LPIPS", LPIPSConfig, LPIPS, own_folder=True),
-        "classifier": Part("Classifier", ClassifierConfig, Classifier, own_folder=True),
-    }
-)
 USUAL_BATCH, CPU_BATCH = 64, 16  # the network of FID takes about 1 GiB for 16 pictures on CPU
 PUBLISHED = "6726825d"  # how the SHA-256 of the published network of FID begins
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
@@ -80,10 +69,10 @@ class Network:
 
 
 def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
-    """A network of `CATALOGUE` and what identifies it. where: where to get it, for the message."""
+    """A network of `JUDGES` and what identifies it. where: where to get it, for the message."""
     if not Path(folder).exists():
         raise UserError(f"there is no folder {folder}: {where}")
-    parts, content = checkpoint.load(Path(folder), CATALOGUE, {part: "float32"})
+    parts, content = checkpoint.load(Path(folder), JUDGES, {part: "float32"})
     module = parts[part]
     digest = hashlib.sha256()
     for name, array in sorted(parameters.named(module).items()):
@@ -158,7 +147,7 @@ def classifier_of(model: Model) -> Network | None:
         return found
     with contextlib.suppress(UserError):  # it is not installed
         embedded = checkpoint.embedded(*DEMO_CLASSIFIER)
-        config = checkpoint.describe(embedded, CATALOGUE)[0]["classifier"].config
+        config = checkpoint.describe(embedded, JUDGES)[0]["classifier"].config
         side, names = config.image_size, tuple(model.class_names or ())
         if size == (side, side) and config.class_names == names:
             return open_classifier(embedded)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Real, UInt8
 
 from varjax.errors import require
-from varjax.evaluation.inception import SIDE
+from varjax.models.judges.inception import SIDE
 
 BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
 

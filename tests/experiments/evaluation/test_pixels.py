@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experiments.evaluate import pairs
-from tests.evaluation import recipe
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
 
 KNOWN = recipe.expected()["psnr_ssim"]["per_pair"]

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.evaluation import recipe
-from varjax.evaluation.extractors import open_inception
+from experiments.evaluation.extractors import open_inception
+from tests.experiments.evaluation import recipe
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.evaluation import recipe
-from varjax.errors import UserError
-from varjax.evaluation import statistics
-from varjax.evaluation.statistics import (
+from experiments.evaluation import statistics
+from experiments.evaluation.statistics import (
     Gaussian,
     Moments,
     frechet,
@@ -16,6 +14,8 @@ from varjax.evaluation.statistics import (
     precision_recall,
     squared_radii,
 )
+from tests.experiments.evaluation import recipe
+from varjax.errors import UserError
 
 FID = recipe.expected()["fid"]
 SCORES = recipe.expected()["inception_score"]
