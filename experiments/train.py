@@ -22,12 +22,12 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
+from experiments.training import fine_tuning, loop, session
+from experiments.training.loop import Stopped
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import FAMILIES, TrainingSettings, shown
 from varjax.errors import UserError
 from varjax.parallel import hosts
-from varjax.parallel.training import TrainingMesh
-from varjax.training import fine_tuning, loop, session
-from varjax.training.loop import Stopped
-from varjax.training.settings import FAMILIES, TrainingSettings, shown
 
 FLAGS = CommandFlags(
     "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True

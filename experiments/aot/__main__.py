@@ -40,12 +40,12 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import ProgramOptions
 from experiments.output import FileFlags
+from experiments.training.mesh import TrainingMesh
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
 from varjax.model import Model
-from varjax.parallel.training import TrainingMesh
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags(

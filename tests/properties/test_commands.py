@@ -23,6 +23,7 @@ from experiments.cli import command_line
 from experiments.cli.reading import choices
 from experiments.prompts import condition
 from experiments.report import page
+from experiments.training import loop
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments import made_up_sweep
@@ -31,7 +32,6 @@ from varjax.errors import UserError
 from varjax.io.pictures import save_png
 from varjax.nn.families import Part
 from varjax.storage import checkpoint
-from varjax.training import loop
 
 HEAVY = "here it would begin"  # instead of the last step of a command
 FILES = ["prompts.txt", "four.jsonl", "junk.json", "list.json", "object.json", "junk.npz", "x.npz"]

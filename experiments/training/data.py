@@ -33,11 +33,11 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.training import decoding
 from varjax.errors import UserError, choose, some
 from varjax.io.pictures import fit_picture
 from varjax.storage import npz
 from varjax.storage.manifest import read_class_names
-from varjax.training import decoding
 
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))

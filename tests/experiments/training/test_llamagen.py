@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import varjax
-from tests.training.conftest import dies_at, history
+from experiments.training import session
+from experiments.training.settings import TrainingSettings
+from experiments.training.var_trainer import LlamaGenStage
+from tests.experiments.training.conftest import dies_at, history
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.nn import layers
 from varjax.storage import checkpoint
-from varjax.training import session
-from varjax.training.settings import TrainingSettings
-from varjax.training.var_trainer import LlamaGenStage
 
 TINY = {
     **{"image_size": 4, "ch": 32, "ch_mult": (1,), "vocab_size": 16, "z_channels": 4},

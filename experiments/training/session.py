@@ -11,6 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import processes
+from experiments.training import data, loop
+from experiments.training.classifier_trainer import ClassifierStage
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import TrainingSettings
+from experiments.training.var_trainer import LlamaGenStage, VARStage, read_tokens, write_tokens
+from experiments.training.vqvae_trainer import VQVAEStage
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
 from varjax.models import registry
@@ -19,14 +25,8 @@ from varjax.models.judges.classifier import ClassifierConfig
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
 from varjax.parallel import hosts
-from varjax.parallel.training import TrainingMesh
 from varjax.storage import checkpoint, manifest
 from varjax.storage.atomic import check_new_folder, check_place
-from varjax.training import data, loop
-from varjax.training.classifier_trainer import ClassifierStage
-from varjax.training.settings import TrainingSettings
-from varjax.training.var_trainer import LlamaGenStage, VARStage, read_tokens, write_tokens
-from varjax.training.vqvae_trainer import VQVAEStage
 
 STAGES = ("vqvae", "var", "both", "classifier")
 MODEL = "model"  # the folder of the finished checkpoint inside the run's folder

@@ -15,14 +15,14 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments.training.data import Dataset
+from experiments.training.decoding import Ahead, InFiles
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import TrainingSettings
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.parallel import hosts
 from varjax.parallel.sharding import place
-from varjax.parallel.training import TrainingMesh
-from varjax.training.data import Dataset
-from varjax.training.decoding import Ahead, InFiles
-from varjax.training.settings import TrainingSettings
 
 Tree = TypeVar("Tree")
 

@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 
-from varjax.training.data import Dataset
-from varjax.training.var_trainer import VARStage
-from varjax.training.vqvae_trainer import VQVAEStage
+from experiments.training.data import Dataset
+from experiments.training.var_trainer import VARStage
+from experiments.training.vqvae_trainer import VQVAEStage
 
 STEPS = 4
 

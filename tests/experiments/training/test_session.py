@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from tests.training.conftest import dies_at, history
+from experiments.training import loop, session
+from experiments.training.var_trainer import VARStage
+from experiments.training.vqvae_trainer import VQVAEStage
+from tests.experiments.training.conftest import dies_at, history
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.storage import checkpoint
-from varjax.training import loop, session
-from varjax.training.var_trainer import VARStage
-from varjax.training.vqvae_trainer import VQVAEStage
 
 EVERY = {"log_every": 2, "checkpoint_every": 16, "validate_every": 20}
 

@@ -16,6 +16,10 @@ import numpy as np
 import optax
 
 from experiments import processes
+from experiments.training.data import Dataset, to_float
+from experiments.training.decoding import Ahead, InFiles
+from experiments.training.settings import TrainingSettings
+from experiments.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae import Quantizer
 from varjax.errors import UserError
@@ -24,10 +28,6 @@ from varjax.models.var import VARConfig
 from varjax.parallel import hosts
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
-from varjax.training.data import Dataset, to_float
-from varjax.training.decoding import Ahead, InFiles
-from varjax.training.settings import TrainingSettings
-from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 TOKENS = ("train", "train_labels", "val", "val_labels")  # what the file of tokens holds
 

@@ -1,6 +1,6 @@
 """Training on eight CPU devices, in a process of its own: the losses of one device.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.training.sharded FOLDER
+JAX_NUM_CPU_DEVICES=8 python -m tests.experiments.training.sharded FOLDER
 """
 
 import json
@@ -11,10 +11,10 @@ import sys
 import jax
 import numpy as np
 
-from tests.training.conftest import _settings, _write_discs
-from varjax.parallel.training import TrainingMesh
-from varjax.training import session
-from varjax.training.var_trainer import VARStage
+from experiments.training import session
+from experiments.training.mesh import TrainingMesh
+from experiments.training.var_trainer import VARStage
+from tests.experiments.training.conftest import _settings, _write_discs
 
 ONE, EIGHT, TWO = TrainingMesh(), TrainingMesh(data=2, fsdp=4), TrainingMesh(fsdp=2)
 STEPS, DIES = 20, 12

@@ -24,12 +24,12 @@ import orbax.checkpoint as ocp
 
 from experiments import processes
 from experiments.processes import Stop
+from experiments.training.stage import TrainingStage
 from varjax.errors import UserError, some
 from varjax.parallel import hosts
 from varjax.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import write_text
-from varjax.training.stage import TrainingStage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"

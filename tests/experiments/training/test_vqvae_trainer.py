@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.training import vqvae_trainer as codebook
+from experiments.training import vqvae_trainer as codebook
 
 
 def _clusters(count=6, each=50):

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
+from experiments.training.decoding import moved
+from experiments.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 from varjax.models.judges.classifier import Classifier
-from varjax.training.decoding import moved
-from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 SHIFT = 1 / 16  # the largest move in every direction, as a part of the side
 

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from experiments.evaluation.pictures import PictureFolder
+from experiments.training import data
+from experiments.training import stage as data_order
 from varjax.errors import UserError
-from varjax.training import data
-from varjax.training import stage as data_order
 
 
 def _encoded(images, form="PNG") -> tuple[np.ndarray, np.ndarray]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
+from experiments.training.data import LOADERS
 from varjax.codecs.vq import VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError, choose
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
 from varjax.schedule import Schedule
-from varjax.training.data import LOADERS
 
 DTYPES = ("float32", "bfloat16")
 BOTH, SECOND, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)

@@ -13,8 +13,9 @@ import sys
 import numpy as np
 import pytest
 
-from tests.training.conftest import _write_discs
+from tests.experiments.training.conftest import _write_discs
 
+MANY = "tests.experiments.training.many"
 # a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
     "--image_size=4 --settings=patch_nums=1,2,4,vocab_size=32,z_channels=8,ch=8,norm_groups=4,"
@@ -36,7 +37,7 @@ def start(folder, out, each, *flags):
     port, started = free_port(), []
     for i, own in enumerate(each):
         notes = folder / f"notes-{out}-{i}"
-        command = [sys.executable, "-m", "tests.training.many", notes, own.get("when", "0")]
+        command = [sys.executable, "-m", MANY, notes, own.get("when", "0")]
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]

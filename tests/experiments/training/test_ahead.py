@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.training.conftest import _discs, dies_at, history
+from experiments.training import data, session
+from experiments.training.decoding import Ahead, InFiles
+from experiments.training.stage import pictures_of_step
+from experiments.training.vqvae_trainer import VQVAEStage
+from tests.experiments.training.conftest import _discs, dies_at, history
 from varjax.errors import MissingExtra, UserError
-from varjax.training import data, session
-from varjax.training.decoding import Ahead, InFiles
-from varjax.training.stage import pictures_of_step
-from varjax.training.vqvae_trainer import VQVAEStage
 
 SHORT = {"log_every": 2, "checkpoint_every": 4, "validate_every": 8, "var_steps": 4}
 SHORT |= {"vqvae_steps": 12, "autoencoder_steps": 0, "shifts": 2}

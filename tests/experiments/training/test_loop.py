@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.training import loop, session
+from experiments.training.data import Dataset
+from experiments.training.var_trainer import read_tokens
 from tests.often import often
 from varjax.errors import UserError
 from varjax.storage import lock
-from varjax.training import loop, session
-from varjax.training.data import Dataset
-from varjax.training.var_trainer import read_tokens
 
 
 def _state(step: int) -> dict:
@@ -114,7 +114,7 @@ def test_pictures_elsewhere(tmp_path, monkeypatch):
         pass
     with pytest.raises(UserError, match="data was /here, now /there"):
         loop.check_folder(tmp_path, {"var": settings | {"data": "/there"}})
-    monkeypatch.setattr(loop.processes, "is_first", lambda: False)
+    monkeypatch.setattr(loop.hosts, "is_first", lambda: False)
     loop.check_folder(tmp_path, {"var": settings | {"data": "/there"}})
     with pytest.raises(UserError, match="seed was 1, now 2"):
         loop.check_folder(tmp_path, {"var": settings | {"seed": 2}})
@@ -142,7 +142,7 @@ def test_tokens_of_other_pictures(tmp_path, tiny):
 
 ELSEWHERE = """
 import sys, jax
-from varjax.training import loop
+from experiments.training import loop
 state = jax.device_put({"a": jax.numpy.arange(3.0)}, jax.devices()[1])
 with loop.StageFolder(sys.argv[1], "var", {}) as folder:
     folder.save(4, state)

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
+from experiments.training import session
+from experiments.training.mesh import AXES, TrainingMesh
 from varjax.errors import UserError
 from varjax.logical_axes import by_longest, mesh_spec
-from varjax.parallel.training import AXES, TrainingMesh
-from varjax.training import session
 
 
 @pytest.mark.slow
 def test_losses_of_one_device(tmp_path):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     found = subprocess.run(
-        [sys.executable, "-m", "tests.training.sharded", str(tmp_path)],
+        [sys.executable, "-m", "tests.experiments.training.sharded", str(tmp_path)],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

@@ -9,15 +9,15 @@ import pytest
 from flax import nnx
 
 import varjax
+from experiments.training import data, fine_tuning, session
+from experiments.training.var_trainer import LlamaGenStage, TransformerStage, VARStage
+from tests.experiments.training import test_llamagen
+from tests.experiments.training.conftest import dies_at, history
 from tests.often import often
-from tests.training import test_llamagen
-from tests.training.conftest import dies_at, history
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.storage import checkpoint
-from varjax.training import data, fine_tuning, session
-from varjax.training.var_trainer import LlamaGenStage, TransformerStage, VARStage
 
 NAMES = ("red", "green", "blue", "yellow")
 STAGES = {"var": VARStage, "llamagen": LlamaGenStage}

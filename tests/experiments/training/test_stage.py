@@ -4,7 +4,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.training import stage as optimizer
+from experiments.training import stage as optimizer
 
 
 def test_learning_rate():

@@ -8,8 +8,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from varjax.training.settings import TrainingSettings
-from varjax.training.stage import TrainingStage
+from experiments.training.settings import TrainingSettings
+from experiments.training.stage import TrainingStage
 
 COLOURS = np.array([[220, 40, 40], [40, 200, 60], [40, 60, 220], [230, 220, 60]], np.uint8)
 

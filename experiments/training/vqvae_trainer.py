@@ -23,9 +23,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from experiments.training.data import to_float
+from experiments.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 from varjax.codecs.autoencoder import ImageCodec
-from varjax.training.data import to_float
-from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 CODES = "embedding"  # the end of the name of the codes among the parameters
 VECTORS_PER_CODE, ROUNDS = 16, 12  # of k-means

@@ -1,6 +1,6 @@
 """`experiments.train` as one of several processes, which may be killed on the way:
 
-    python -m tests.training.many NOTES SIGNAL:STEP --flag=...
+    python -m tests.experiments.training.many NOTES SIGNAL:STEP --flag=...
 
 It writes every step that it takes to the file NOTES, and sends itself the signal (SIGKILL, SIGTERM;
 0: none) when it comes to that step of the transformer.
@@ -12,7 +12,7 @@ import sys
 
 from experiments import processes, train
 from experiments.cli import command_line
-from varjax.training.var_trainer import TransformerStage
+from experiments.training.var_trainer import TransformerStage
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from operator import attrgetter
 import numpy as np
 from flax import nnx
 
+from experiments.training.data import Dataset
+from experiments.training.settings import FAMILIES, FIELDS, TrainingSettings, shown
 from varjax import model
 from varjax.calibration.files import model_digest
 from varjax.codecs.vq import VQConfig
@@ -21,8 +23,6 @@ from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.storage import checkpoint
-from varjax.training.data import Dataset
-from varjax.training.settings import FAMILIES, FIELDS, TrainingSettings, shown
 
 CLASSES = "class_embedding"  # the parameter of both families that has a row for each class
 # defaults: smaller steps than from nothing, and a codec that has its codes already
