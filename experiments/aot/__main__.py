@@ -39,12 +39,12 @@ from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import ProgramOptions
+from experiments.json_text import json_text
 from experiments.output import FileFlags
 from experiments.training.mesh import TrainingMesh
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
-from varjax.io.json_text import json_text
 from varjax.model import Model
 from varjax.storage.atomic import new_file
 

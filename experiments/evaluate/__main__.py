@@ -46,12 +46,12 @@ from experiments.evaluation.extractors import Program
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
+from experiments.json_text import json_safe, json_text
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.processes import Stop
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.errors import UserError, choose
-from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import hosts
 from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file, new_folder, write_text

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from varjax import own_modules
 from varjax.errors import UserError, require, show
+from varjax.storage import own_modules
 
 AnyArray = Array | np.ndarray
 Images = Float[AnyArray, "N H W C"]

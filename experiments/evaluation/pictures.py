@@ -23,9 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError, require, some
-from varjax.io import pictures
 from varjax.progress import Progress
-from varjax.storage import npz, ordinary
+from varjax.storage import npz, ordinary, pictures
 
 ARRAY = "arr_0"
 PACKED = ("data", "offsets", "labels")

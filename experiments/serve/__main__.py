@@ -24,6 +24,7 @@ from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import say
+from experiments.serve.subjects import subjects
 from varjax.cache.plan import CachePlan
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
@@ -32,7 +33,6 @@ from varjax.model import Model
 from varjax.policies import Policy, get_policy
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
-from varjax.subjects import subjects
 
 if TYPE_CHECKING:
     from experiments.serve.service import Service

@@ -24,10 +24,10 @@ from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.io import images
 from varjax.model import Model
 from varjax.parallel import hosts
 from varjax.progress import Progress
+from varjax.storage.pictures import to_uint8
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -188,9 +188,9 @@ class Runner:
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._time(self.full)
-        samples = images.to_uint8(pictures[: sweep.samples])
+        samples = to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep.full, self.full)
-        agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
+        agrees = sweep.judges.agreement(to_uint8(pictures), sweep.condition.numbers)
         if agrees is not None:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
@@ -205,9 +205,7 @@ class Runner:
         kept: list[np.ndarray] = []
         for index, results in self._drawn(program):
             close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
-            mine, full = (
-                images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
-            )
+            mine, full = (to_uint8(a) for a in (results.pop("images"), reference["images"][index]))
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay in memory beside the forced ones

@@ -16,7 +16,7 @@ One folder of pictures per class:
 
     DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp; other kinds of pictures are refused
 
-Pictures are read as everywhere (`varjax.io.pictures`), and what is hidden is left out.
+Pictures are read as everywhere (`varjax.storage.pictures`), and what is hidden is left out.
 
 The pictures of class folders can stay in their files (`decoding.InFiles`), which are then decoded
 when they are trained on.
@@ -35,9 +35,9 @@ import numpy as np
 
 from experiments.training import decoding
 from varjax.errors import UserError, choose, some
-from varjax.io.pictures import fit_picture
 from varjax.storage import npz
 from varjax.storage.manifest import read_class_names
+from varjax.storage.pictures import fit_picture
 
 # arrays of an .npz file, labels last
 NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))

@@ -29,9 +29,9 @@ from tests import text_encoder_under_test as encoder
 from tests.experiments import made_up_sweep
 from tests.properties.mutations import emptied
 from varjax.errors import UserError
-from varjax.io.pictures import save_png
 from varjax.nn.families import Part
 from varjax.storage import checkpoint
+from varjax.storage.pictures import save_png
 
 HEAVY = "here it would begin"  # instead of the last step of a command
 FILES = ["prompts.txt", "four.jsonl", "junk.json", "list.json", "object.json", "junk.npz", "x.npz"]

@@ -18,8 +18,7 @@ from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
 from varjax.errors import UserError
-from varjax.io import pictures
-from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary
+from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary, pictures
 from varjax.storage.atomic import new_file
 from varjax.text import t5
 from varjax.text.prompt_tokenizer import PromptTokenizer

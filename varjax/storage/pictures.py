@@ -1,9 +1,10 @@
-"""Pictures and masks that people hand in, and folders of pictures, read without trusting them.
+"""Pictures as bytes: drawn ones are rounded; those that people hand in are read without trusting
+them, as are masks and folders of pictures.
 
 A picture's size is read from its head and checked before a pixel is decoded, so that a small file
 cannot ask for gigabytes. What a file names or says beside its pixels is not looked at.
 
-Letters: H x W pixels.
+Letters: N images of H x W pixels.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Array, Bool, Float, UInt8
 
 from varjax.errors import UserError, require
 from varjax.storage import ordinary
@@ -31,6 +32,25 @@ MOST_PIXELS = 2**26  # 8192 x 8192
 MOST_BYTES = 2**28  # of a file
 BLACK, WHITE = 0, 255
 _QUIET = threading.Lock()  # filters of warnings belong to all threads
+
+
+def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
+    """Turns images in [0, 1] into bytes 0..255: 255 x rounded to the nearest, halves up, clipped.
+
+    `UserError` for values that are not finite, which would become arbitrary colours.
+    """
+    images = np.asarray(images, np.float32)
+    check_finite(images)
+    return np.floor(np.clip(images, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
+
+
+def check_finite(images: np.ndarray) -> None:
+    """`UserError` if a pixel is NaN or infinite."""
+    if not np.isfinite(images).all():
+        raise UserError(
+            "images hold values that are not finite: the numbers of this model leave the range of "
+            "their type, or its weights are damaged; try float32"
+        )
 
 
 def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> Iterator[Path]:

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.io.json_text import json_safe
+from experiments.json_text import json_safe
 
 
 def test_json_safe_is_strict_json_and_reads_back():

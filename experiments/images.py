@@ -1,4 +1,4 @@
-"""Pictures on the host: rounding to bytes, grids, PNG and the `.npz` layout of the ADM evaluator.
+"""Pictures that commands write: grids with captions, and the `.npz` layout of the ADM evaluator.
 
 Letters: N images, H and W pixels. Colours are RGB, last axis 3.
 """
@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import UInt8
 
 from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file
@@ -20,25 +20,6 @@ LINE_HEIGHT = 12  # pixels of a line of caption
 CAPTION_LINES = 2
 CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text are looked at
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
-
-
-def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
-    """Turns images in [0, 1] into bytes 0..255: 255 x rounded to the nearest, halves up, clipped.
-
-    `UserError` for values that are not finite, which would become arbitrary colours.
-    """
-    images = np.asarray(images, np.float32)
-    check_finite(images)
-    return np.floor(np.clip(images, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
-
-
-def check_finite(images: np.ndarray) -> None:
-    """`UserError` if a pixel is NaN or infinite."""
-    if not np.isfinite(images).all():
-        raise UserError(
-            "images hold values that are not finite: the numbers of this model leave the range of "
-            "their type, or its weights are damaged; try float32"
-        )
 
 
 def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
@@ -108,7 +89,7 @@ def _check(images: np.ndarray) -> None:
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not len(images):
         raise UserError(
             f"images have shape {images.shape} and type {images.dtype}: "
-            "give uint8 [N, H, W, 3] with at least one image (see to_uint8)"
+            "give uint8 [N, H, W, 3] with at least one image (see varjax.storage.pictures.to_uint8)"
         )
 
 

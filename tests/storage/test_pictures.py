@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
-from varjax.io import pictures
+from varjax.storage import pictures
 
 
 def file_of(array, mode=None, kind="PNG", **options):
@@ -132,3 +132,8 @@ def test_linked_folders_are_read_once(tmp_path):
     (other / "back").symlink_to(own)
     found = sorted(path.relative_to(own).as_posix() for path in pictures.picture_files([own]))
     assert found == ["a/x.png", "linked/x.png"]
+
+
+def test_values_that_are_not_finite_are_refused():
+    with pytest.raises(UserError, match="not finite"):
+        pictures.to_uint8(np.full((1, 2, 2, 3), np.nan))
