@@ -27,12 +27,10 @@ from experiments.cli import streams
 from experiments.cli.flags import CommandFlags
 from experiments.cli.help import help_text, version_text
 from experiments.cli.reading import HELP, VERSION, is_asked_for
-from experiments.processes import AgreedError
 from varjax import jax_settings
 from varjax.engine import compilation_cache
 from varjax.errors import UserError
 from varjax.parallel import hosts
-from varjax.parallel.hosts import LostProcess
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
@@ -82,11 +80,11 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
             status = main(argv[:1])
         sys.stdout.flush()
         return status or 0
-    except AgreedError as error:  # all processes end, so that none has to notice
+    except processes.AgreedError as error:  # all processes end, so that none has to notice
         sys.exit(_complain(str(error), 2))
     except UserError as error:
         return _complain(str(error), 2)
-    except LostProcess as error:
+    except hosts.LostProcess as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)

@@ -48,7 +48,6 @@ from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
 from experiments.json_text import json_safe, json_text
 from experiments.output import BatchStore, FolderFlags, Stopped, say
-from experiments.processes import Stop
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.errors import UserError, choose
@@ -271,7 +270,7 @@ def _mesh() -> MeshSpec:
     return mesh
 
 
-def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
+def compute(job: Evaluation, store: BatchStore, stop: processes.Stop) -> None:
     """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
     make = lambda network, size: Program(network, size, job.batch_size, job.mesh)  # noqa: E731
     program = functools.cache(make)  # of a network for pictures of a size
@@ -316,7 +315,7 @@ def main(argv: list[str]) -> None:
     store = OUT.open(stem, job.describe(), job.series())
     try:
         with store.working():
-            with Stop() as stop:
+            with processes.Stop() as stop:
                 compute(job, store, stop)
             with processes.together():
                 if hosts.is_first():

@@ -33,7 +33,6 @@ from experiments.generation import Run
 from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
-from experiments.processes import Stop
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
@@ -179,7 +178,7 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
 
 
 def generate_series(
-    run: Run, model: Model, store: BatchStore, series: str, stop: Stop
+    run: Run, model: Model, store: BatchStore, series: str, stop: processes.Stop
 ) -> Generator:
     """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
     "full" the full cache. `Stopped` after a batch if `stop` was asked."""
@@ -221,7 +220,7 @@ def generate_series(
 
 def draw(run: Run, model: Model, store: BatchStore) -> Generator:
     """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
-    with Stop() as stop:
+    with processes.Stop() as stop:
         generator = generate_series(run, model, store, "main", stop)
         if run.compare:
             generate_series(run, model, store, "full", stop)

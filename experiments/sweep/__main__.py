@@ -44,7 +44,6 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
-from experiments.processes import Stop
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
@@ -149,7 +148,7 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
     with processes.together():
         sweep = sweep.encoded()
     with store.working():
-        with Stop() as stop:
+        with processes.Stop() as stop:
             Runner(sweep, store, stop=stop).run()
         with processes.together():
             if hosts.is_first():
@@ -172,7 +171,7 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         return
     runner.sweep = sweep.encoded()
     with store.working():
-        with Stop() as runner.stop:
+        with processes.Stop() as runner.stop:
             runner.run()
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}

@@ -19,7 +19,6 @@ from experiments.evaluation.metrics import METRICS
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
-from experiments.processes import Stop
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax.errors import UserError
@@ -47,9 +46,9 @@ class Runner:
         sweep: Sweep,
         store: BatchStore,
         shard: Shard | None = None,
-        stop: Stop | None = None,
+        stop: processes.Stop | None = None,
     ):
-        self.sweep, self.store, self.stop = sweep, store, stop or Stop()
+        self.sweep, self.store, self.stop = sweep, store, stop or processes.Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = distinct[shard.index :: shard.count] if shard else distinct
         self.finished = 0  # of these cells

@@ -23,7 +23,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments import processes
-from experiments.processes import Stop
 from experiments.training.stage import TrainingStage
 from varjax.errors import UserError, some
 from varjax.parallel import hosts
@@ -212,7 +211,7 @@ def run(
             state = stage.first_state()
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
-        with Stop(start) as stop, hosts.answering():
+        with processes.Stop(start) as stop, hosts.answering():
             state = _loop(stage, folder, state, start, quiet, stop)
             if goes_on and stop.after_step():
                 raise Stopped(stage.name, stage.steps, stage.steps)
@@ -225,7 +224,7 @@ def _loop(
     state: dict,
     start: int,
     quiet: bool,
-    stop: Stop,
+    stop: processes.Stop,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
     last, progress = time.monotonic(), Progress(stage.name, stage.steps, first=start)

@@ -1,10 +1,6 @@
-"""The processes of a program whose devices lie on several hosts: which one this is, and arrays that
-they hold together.
-
-`jax.distributed` has joined them, or there is one process, and nothing is exchanged. A process that
-dies is noticed by the next exchange, when its connection closes, or by the heartbeats of
-`jax.distributed`, which then end the process.
-"""
+"""The processes of a program on several hosts, if `jax.distributed` has joined them; else there is
+one, which exchanges nothing. A process that dies is noticed by the next exchange, when its
+connection closes, or by the heartbeats of `jax.distributed`, which then end the process."""
 
 import contextlib
 from collections.abc import Iterator
