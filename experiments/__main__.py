@@ -40,7 +40,7 @@ def console() -> int:
     module = importlib.import_module(known[name])
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{known[name]}.__main__")
-    from varjax.cli import command_line  # importing it imports JAX
+    from experiments.cli import command_line  # importing it imports JAX
 
     sys.argv = [f"varjax {name}", *sys.argv[2:]]
     command_line.run(module.main)
@@ -61,7 +61,7 @@ def _answer(name: str, caller: str, known: Mapping[str, str]) -> int:
         _show("\n".join([" ".join((__doc__ or "").split()), "", *lines]))
         return 0
     if name == "--version":
-        from varjax.cli.help import version_text  # importing it imports JAX
+        from experiments.cli.help import version_text  # importing it imports JAX
 
         _show(version_text())
         return 0

@@ -15,6 +15,8 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.program import batch_size_flag, dtype_flag
@@ -24,8 +26,6 @@ from experiments.prompts import condition as text_condition
 from varjax import measure_calibration
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.model import default_dtype
 from varjax.progress import Progress
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from experiments import images
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -28,22 +31,21 @@ from experiments.generation import (
     policy_arguments,
     time_report,
 )
+from experiments.json_text import json_text
 from experiments.output import BatchStore, FolderFlags
 from experiments.prompts.condition import Text
 from varjax import arguments
 from varjax.cache.plan import CachePlan
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Edited, Editor, both_texts
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.io import images, pictures
-from varjax.io.json_text import json_text
 from varjax.model import Model
 from varjax.policies import Policy
 from varjax.progress import Progress
+from varjax.storage import pictures
 from varjax.storage.atomic import new_folder, write_text
+from varjax.storage.pictures import to_uint8
 from varjax.text import features as text_features
 
 FLAGS = CommandFlags(
@@ -290,8 +292,8 @@ def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -
         "files": ["edit.png", "reconstruction.png", "report.json"],
     }
     with new_folder(store.out, replaces=store.replaces) as out:
-        images.save_grid(out / "edit.png", images.to_uint8(edited.images))
-        images.save_grid(out / "reconstruction.png", images.to_uint8(edited.reconstruction[:1]))
+        images.save_grid(out / "edit.png", to_uint8(edited.images))
+        images.save_grid(out / "reconstruction.png", to_uint8(edited.reconstruction[:1]))
         write_text(out / "report.json", json_text(report))
     return report
 

@@ -12,12 +12,12 @@ prompts than --prompt_tokens are cut, with a warning that names the line.
 
 import pathlib
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.prompts import PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import default_dtype, describe
 from varjax.progress import Progress

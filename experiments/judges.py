@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from absl.flags import FlagHolder
-from jaxtyping import Integer, UInt8
+from jaxtyping import Float, Integer, UInt8
 
-from varjax import metrics
-from varjax.cli.flags import about
-from varjax.evaluation import classifier, extractors
-from varjax.evaluation.extractors import Network, Program
+from experiments.cli.flags import about
+from experiments.evaluation import extractors, metrics
+from experiments.evaluation.extractors import Network, Program
 from varjax.model import Model
 
 Pictures = UInt8[np.ndarray, "N H W 3"]
@@ -48,7 +47,7 @@ class Judges:
         if self.classifier:
             ours, theirs = self._run(self.classifier, mine), self._run(self.classifier, full)
             found[AGREEMENT] = (ours["logits"].argmax(1) == labels).astype(np.float64)
-            found[DISTANCE] = classifier.feature_distance(ours["pool"], theirs["pool"])
+            found[DISTANCE] = feature_distance(ours["pool"], theirs["pool"])
         return found
 
     def agreement(self, pictures: Pictures, labels: np.ndarray) -> np.ndarray | None:
@@ -88,3 +87,14 @@ def of_model(
             network.check_size(height, width)
     known = None if side else extractors.classifier_of(model)
     return Judges(network, known, batch_size)
+
+
+def feature_distance(
+    a: Float[np.ndarray, "N D"], b: Float[np.ndarray, "N D"]
+) -> Float[np.ndarray, " N"]:
+    """1 - cosine of the features of each pair, in float64: 0 for equal pictures, at most 1, since
+    features are not negative."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosine = (a * b).sum(1) / np.maximum(lengths, 1e-12)
+    return np.where((a == b).all(1), 0.0, np.clip(1 - cosine, 0, 1))

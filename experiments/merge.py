@@ -18,15 +18,15 @@ import numpy as np
 
 from experiments import batch_files, parts
 from experiments.batch_files import Damaged, Series
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
+from experiments.evaluation import metrics
 from experiments.output import BatchStore
 from experiments.parts import Part, PartStore
 from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
 from experiments.sweep import cells, tables
-from varjax import metrics
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.storage.atomic import check_place
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from experiments import batch_files
+from experiments import batch_files, processes
 from experiments.batch_files import Damaged, Series, WorkFolder
+from experiments.cli.flags import CommandFlags
 from experiments.prompts.layouts import MANIFEST, image_files
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.storage import lock
 from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json
@@ -59,7 +59,7 @@ class Stopped(Exception):
 
 def say(line: str) -> None:
     """Print a line of progress, in one process."""
-    if processes.is_first():
+    if hosts.is_first():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -98,7 +98,7 @@ class BatchStore:
         # description of the folders that `check_new_folder` may replace; None: none
         self.replaces: Written | None = written if overwrite else None
         self._files: dict[str, Files] = {name: {} for name in self.series}  # sound ones
-        if processes.is_first():  # the others touch no file
+        if hosts.is_first():  # the others touch no file
             self._check_out()
             self.work = WorkFolder(work or partial_folder(out), description)
             self.check()
@@ -137,7 +137,7 @@ class BatchStore:
         written."""
         with contextlib.ExitStack() as stack:
             with processes.together():
-                if processes.is_first():
+                if hosts.is_first():
                     stack.callback(self._leave_results)
                     stack.enter_context(self.work.held())
                     self.check()  # again: another process may have been here since
@@ -197,7 +197,7 @@ class BatchStore:
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep consecutive images. All processes have the same ones."""
-        if not processes.is_first():
+        if not hosts.is_first():
             return
         start, arrays = int(index[0]), {"index": index, **results}
         self.series[series].check(start, arrays)
@@ -293,8 +293,8 @@ class FolderFlags:
         `UserError`, in all processes, unless the first one may write there."""
         with processes.together():
             out, overwrite = self.path, self.overwrite.value
-            if processes.is_first() and out is None:
+            if hosts.is_first() and out is None:
                 return BatchStore.fresh(stem, description, series)
-            if processes.is_first() and os.path.lexists(out) and not overwrite:
+            if hosts.is_first() and os.path.lexists(out) and not overwrite:
                 raise UserError(f"{out} exists already: choose another folder or add --overwrite")
             return BatchStore(out or RESULTS, description, overwrite=overwrite, series=series)

@@ -27,10 +27,10 @@ from experiments.batch_files import (
     Series,
     WorkFolder,
 )
+from experiments.cli.flags import CommandFlags
 from experiments.output import BatchStore, FolderFlags, written
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, some
-from varjax.parallel import processes
+from varjax.parallel import hosts
 from varjax.storage.atomic import DESKTOP, check_place
 from varjax.storage.manifest import read_json
 
@@ -95,7 +95,7 @@ class ShardFlag:
         `UserError` also if other parts were made with other settings."""
         if (shard := self.shard) is None:
             return folder.open(stem, description, series)
-        if processes.count() > 1:
+        if hosts.count() > 1:
             raise UserError(
                 f"--shard={self._flag.value} and --distributed: parts know nothing of each other, "
                 "processes do: leave out one of them"

@@ -41,6 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.budgets import Sizing
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
@@ -50,8 +52,6 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError

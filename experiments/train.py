@@ -17,16 +17,17 @@ import dataclasses
 
 import jax
 
+from experiments import processes
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
+from experiments.training import fine_tuning, loop, session
+from experiments.training.loop import Stopped
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import FAMILIES, TrainingSettings, shown
 from varjax.errors import UserError
-from varjax.parallel import processes
-from varjax.parallel.training import TrainingMesh
-from varjax.training import fine_tuning, loop, session
-from varjax.training.loop import Stopped
-from varjax.training.settings import FAMILIES, TrainingSettings, shown
+from varjax.parallel import hosts
 
 FLAGS = CommandFlags(
     "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     with processes.together():
         settings = read_settings()
         # without a mesh one process takes one device, and asks for none before checks
-        devices = len(jax.devices()) if MESH.value or processes.count() > 1 else 1
+        devices = len(jax.devices()) if MESH.value or hosts.count() > 1 else 1
         with about(MESH):
             mesh = TrainingMesh.parse(MESH.value, devices)
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
@@ -119,7 +120,7 @@ def main(argv: list[str]) -> None:
     except Stopped as stopped:
         loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
         return
-    if processes.is_first():
+    if hosts.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 
 

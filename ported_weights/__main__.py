@@ -32,10 +32,10 @@ import dataclasses
 import shlex
 from pathlib import Path
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from ported_weights import convert, hub
 from ported_weights.configurations import PublishedModel
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.storage.names import converted
 

@@ -17,7 +17,7 @@ from ported_weights.readers import sources
 from ported_weights.tables import evaluation
 from ported_weights.tables.registry import RULE_TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
-from varjax.evaluation import extractors
+from varjax.models.judges import JUDGES
 from varjax.nn import parameters
 from varjax.nn.families import Family, Part
 from varjax.progress import Progress
@@ -111,7 +111,7 @@ def convert_part(
         part, opened = TEXT_ENCODER, _open_text_encoder(source)
         files = {name: {SPIECE_FILE: Path(source) / SPIECE_FILE}}
     else:
-        part, files = extractors.CATALOGUE.parts[name], {}
+        part, files = JUDGES.parts[name], {}
         opened = _open_network(part, model, source, heads_source)
     modules, described = _read_parts({name: opened}, dtype, say)
     metadata = {"sources": described}

@@ -71,3 +71,16 @@ def test_parts_of_varjax_do_not_import_each_other_in_circles():
     assert {"api", "engine", "models", "storage"} <= graph.keys()
     found = circles(graph)
     assert not found, "imports in a circle:\n" + "\n".join(found)
+
+
+def test_packages_point_one_way():
+    """A command may stand above its package, since nobody imports it: that of ported_weights has
+    flags as all commands do."""
+    order, upwards = ("pallas_kernels", "varjax", "ported_weights", "experiments"), []
+    for rank, package in enumerate(order):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            names = imported(ast.parse(file.read_text(encoding="utf-8")))
+            above = () if file.name == "__main__.py" else order[rank + 1 :]
+            wrong = {name for name in names if name.split(".")[0] in above or "__main__" in name}
+            upwards += [f"{file.relative_to(ROOT)} imports {name}" for name in sorted(wrong)]
+    assert not upwards, "\n".join(upwards)

@@ -25,7 +25,7 @@ from varjax.engine.program import BuildOptions
 from varjax.errors import UserError, choose
 from varjax.model import Model, check_model
 from varjax.nn import stacked
-from varjax.parallel import processes, sharding
+from varjax.parallel import hosts, sharding
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -231,9 +231,9 @@ class Generator(Runner):
         """The results of at most a batch of images, by their numbers, on the host. options:
         seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
         alike, and all of them have all results."""
-        with processes.answering():
+        with hosts.answering():
             results, _ = self.run_images(condition, index, keep_cache=False, **options)
-            return jax.tree.map(np.asarray, processes.gathered(results))
+            return jax.tree.map(np.asarray, hosts.gathered(results))
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
@@ -259,5 +259,5 @@ def _check_mesh(mesh: MeshSpec, plan: CachePlan, batch_size: int) -> None:
         batch_size=batch_size,
         num_heads=plan.geometry.num_heads,
         available=len(jax.devices()),
-        where=processes.where(),
+        where=hosts.where(),
     )

@@ -19,10 +19,9 @@ from varjax.editing.edit import source_tokens
 from varjax.engine.given import Given
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.io import pictures
-from varjax.io.images import to_uint8
 from varjax.model import Model
 from varjax.previews import Watched
+from varjax.storage import pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +142,7 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
         kept = generator.plan.at_the_end(results.get("contents", state))
     for item, image, own in zip(items, images, tokens, strict=False):
         image = image if item.patch is None else item.patch.finish(image)
-        found.append(Drawn(to_uint8(image[None])[0], own, seconds, batch, kept))
+        found.append(Drawn(pictures.to_uint8(image[None])[0], own, seconds, batch, kept))
     return found
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from varjax.generator import Generator
-from varjax.io.images import to_uint8
 from varjax.model import Model
+from varjax.storage.pictures import to_uint8
 
 LINES = 2  # of a token model, between two previews
 GREY = np.uint8(128)

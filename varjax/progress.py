@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from varjax.errors import UserError, show
-from varjax.parallel import processes
+from varjax.parallel import hosts
 
 RECENT = 10  # reports that an estimate uses
 
@@ -71,7 +71,7 @@ class Progress:
     def note(self, message: str) -> None:
         """Print one line outside the count, for example that a compilation started, in the first
         process."""
-        if processes.is_first():
+        if hosts.is_first():
             print(message, file=self.stream, flush=True)
 
 

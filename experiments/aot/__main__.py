@@ -32,20 +32,20 @@ from experiments.aot import listing, worker
 from experiments.aot.program import Workload
 from experiments.aot.training import TrainingStep
 from experiments.budgets import Sizing
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import ProgramOptions
+from experiments.json_text import json_text
 from experiments.output import FileFlags
+from experiments.training.mesh import TrainingMesh
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
-from varjax.io.json_text import json_text
 from varjax.model import Model
-from varjax.parallel.training import TrainingMesh
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags(

@@ -1,8 +1,8 @@
 """Compile a training step for chips that are not here, over a mesh of them, and measure it.
 
-`experiments.train` runs the same step (`varjax.training`): forward, gradients, clipping, AdamW and
-the average of the weights. Its arguments are shapes here; nothing is allocated. All bytes and FLOPs
-are those of one device.
+`experiments.train` runs the same step (`experiments.training`): forward, gradients, clipping, AdamW
+and the average of the weights. Its arguments are shapes here; nothing is allocated. All bytes and
+FLOPs are those of one device.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from jax.sharding import Mesh
 
 from experiments.aot import floor
 from experiments.aot.program import compile_program, num_bytes, on
+from experiments.training import session
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import TrainingSettings
+from experiments.training.var_trainer import TransformerStage
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.nn import parameters
-from varjax.parallel.training import TrainingMesh
-from varjax.training import session
-from varjax.training.settings import TrainingSettings
-from varjax.training.var_trainer import TransformerStage
 
 NO_DATA = "none"  # a folder is asked for, and never opened
 STEP = "a step"  # the program's name in the report
@@ -75,7 +75,7 @@ class TrainingStep:
         )
 
     def stage(self, chip: Chip) -> TransformerStage:
-        """The stage of `varjax.training` on a mesh of this chip, without data."""
+        """The stage of `experiments.training` on a mesh of this chip, without data."""
         made = session.TRANSFORMERS[self.model.family.name]
         settings = TrainingSettings.for_family(
             family=self.model.family.name,

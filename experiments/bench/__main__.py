@@ -35,12 +35,12 @@ import jax
 
 import varjax
 from experiments.bench import draw, measured
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import tune
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
 from varjax.progress import Progress
 from varjax.storage.atomic import write_text

@@ -33,25 +33,25 @@ import jax
 import numpy as np
 import scipy
 
+from experiments import processes
 from experiments.batch_files import Series
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.evaluate import inputs, pairs, sets
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
+from experiments.evaluation import extractors, protocols, references
+from experiments.evaluation.extractors import Program
+from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
+from experiments.json_text import json_safe, json_text
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
-from varjax.evaluation import extractors, protocols, references
-from varjax.evaluation.extractors import Program
-from varjax.evaluation.protocols import PROTOCOLS
-from varjax.io.json_text import json_safe, json_text
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file, new_folder, write_text
 
@@ -258,19 +258,19 @@ def _asked() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _mesh() -> MeshSpec:
     """Return the devices that pictures are split over: of many processes all."""
-    available, many = len(jax.devices()), processes.count() > 1
+    available, many = len(jax.devices()), hosts.count() > 1
     with about(MESH):
         mesh = MeshSpec.parse(MESH.value or ("data=-1" if many else None), available)
         if mesh.model > 1:
             raise UserError("networks of evaluation are not divided: use data alone")
-        batch, where = BATCH_SIZE.value or mesh.data, processes.where()
+        batch, where = BATCH_SIZE.value or mesh.data, hosts.where()
         mesh.check(batch_size=batch, num_heads=1, available=available, where=where)
         if many and mesh.data < available:
             raise UserError(f"{mesh} leaves out devices of {where}: use all, as with data=-1")
     return mesh
 
 
-def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
+def compute(job: Evaluation, store: BatchStore, stop: processes.Stop) -> None:
     """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
     make = lambda network, size: Program(network, size, job.batch_size, job.mesh)  # noqa: E731
     program = functools.cache(make)  # of a network for pictures of a size
@@ -309,16 +309,16 @@ def write(job: Evaluation, store: BatchStore) -> None:
 
 def main(argv: list[str]) -> None:
     job = DISTRIBUTED.resolve(resolve)
-    if processes.is_first():
+    if hosts.is_first():
         print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
     try:
         with store.working():
-            with Stop() as stop:
+            with processes.Stop() as stop:
                 compute(job, store, stop)
             with processes.together():
-                if processes.is_first():
+                if hosts.is_first():
                     write(job, store)
     except Stopped as stopped:
         say(f"ended by SIGTERM: {stopped}")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.errors import UserError, some
-from varjax.evaluation import references
-from varjax.evaluation.pictures import (
+from experiments.evaluation import references
+from experiments.evaluation.pictures import (
     ARRAY,
     PACKED,
     Fit,
@@ -19,7 +18,8 @@ from varjax.evaluation.pictures import (
     Pictures,
     file_digest,
 )
-from varjax.evaluation.references import Statistics
+from experiments.evaluation.references import Statistics
+from varjax.errors import UserError, some
 from varjax.storage import npz
 from varjax.storage.manifest import read_json
 

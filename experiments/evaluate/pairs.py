@@ -13,13 +13,13 @@ from scipy import ndimage
 from experiments.evaluate import sets
 from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.evaluate.sets import ProgramOf
+from experiments.evaluation import metrics
+from experiments.evaluation.extractors import Network
+from experiments.evaluation.pictures import paired
 from experiments.output import BatchStore
-from varjax import metrics
+from experiments.processes import Stop
 from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
-from varjax.evaluation.extractors import Network
-from varjax.evaluation.pictures import paired
-from varjax.parallel.processes import Stop
 from varjax.storage import npz
 
 # If these entries of two reports and the models are equal, pictures of one number differ by the

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.evaluate.inputs import PictureSet
-from experiments.output import BatchStore, Stopped
-from varjax import metrics
-from varjax.errors import UserError, about
-from varjax.evaluation import references
-from varjax.evaluation.extractors import WHERE_INCEPTION, Network, Program
-from varjax.evaluation.statistics import (
+from experiments.evaluation import metrics, references
+from experiments.evaluation.extractors import WHERE_INCEPTION, Network, Program
+from experiments.evaluation.statistics import (
     NEIGHBOURS,
     Gaussian,
     Moments,
@@ -20,7 +17,9 @@ from varjax.evaluation.statistics import (
     inception_scores,
     precision_recall,
 )
-from varjax.parallel.processes import Stop
+from experiments.output import BatchStore, Stopped
+from experiments.processes import Stop
+from varjax.errors import UserError, about
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file

@@ -10,12 +10,12 @@ import re
 import numpy as np
 from absl.flags import FlagHolder
 
+from experiments.cli.flags import CommandFlags
 from experiments.flags.prompts import PromptFlags, plain
 from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, warn
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax import arguments
-from varjax.cli.flags import CommandFlags
 from varjax.conditions import MOST_IMAGES, Condition
 from varjax.errors import MissingExtra, UserError
 from varjax.model import Model

@@ -1,4 +1,4 @@
-"""--distributed: many processes that work as one (`varjax.parallel.processes`)."""
+"""--distributed: many processes that work as one (`experiments.processes`)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from experiments import processes
+from experiments.cli.flags import CommandFlags, about
 from experiments.generation import Generation, environment
-from varjax.cli.flags import CommandFlags, about
-from varjax.parallel import processes
 
 Job = TypeVar("Job", bound=Generation)
 SHARED = ("batch_size", "mesh")

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from absl.flags import FlagHolder
 
+from experiments.cli.flags import CommandFlags
 from experiments.prompts.condition import Text, TokenizedPrompts
-from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.model import Model, describe

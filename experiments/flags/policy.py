@@ -9,20 +9,21 @@ from absl.flags import ArgumentParser, FlagHolder
 
 from experiments import budgets
 from experiments.budgets import Sizing
-from varjax import metrics, own_modules
+from experiments.cli.flags import CommandFlags, about
+from experiments.evaluation import metrics
 from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models.registry import OWN as own_models
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies.registry import OWN as own_policies
 from varjax.sampling import Sampling
+from varjax.storage import own_modules
 
 UNMEASURED = (
     "ranking   without --calibration layers and heads count as alike: what each of them keeps is "

@@ -8,13 +8,13 @@ import jax
 from absl.flags import FlagHolder
 
 from experiments.budgets import Sizing
+from experiments.cli.flags import CommandFlags, about
 from experiments.generation import ProgramOptions
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
 from varjax import arguments, errors
 from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan
-from varjax.cli.flags import CommandFlags, about
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
 from varjax.engine import memory
@@ -26,7 +26,7 @@ from varjax.generator import MATMUL_PRECISIONS
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
-from varjax.parallel import processes, sharding, weights
+from varjax.parallel import hosts, sharding, weights
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -195,7 +195,7 @@ class ProgramFlags:
         return model.quantized(name)
 
     def _mesh_here(self, model: Model) -> MeshSpec:
-        many = not self._elsewhere and processes.count() > 1
+        many = not self._elsewhere and hosts.count() > 1
         if self._mesh is None:
             return MeshSpec(data=len(jax.devices())) if many else MeshSpec()
         text = self._mesh.value or ("data=-1" if many else None)
@@ -208,7 +208,7 @@ class ProgramFlags:
                     "of them, as with data=-1, or start fewer processes"
                 )
         if not self._elsewhere:
-            self.check_mesh(found, model, found.data, devices, processes.where())
+            self.check_mesh(found, model, found.data, devices, hosts.where())
         return found
 
     def check_mesh(

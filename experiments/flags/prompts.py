@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from absl.flags import FlagHolder
 
+from experiments.cli.flags import CommandFlags
 from experiments.prompts import sets
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.text.encoder import negative_texts
 

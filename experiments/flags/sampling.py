@@ -2,7 +2,7 @@
 
 from absl.flags import FlagHolder
 
-from varjax.cli.flags import CommandFlags
+from experiments.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.sampling import Sampling, check_seed

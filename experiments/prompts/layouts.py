@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from experiments.json_text import json_text
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.errors import UserError, about, require
-from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
 from varjax.storage.manifest import read_json
 from varjax.storage.names import check_distinct, inside

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.cli.flags import CommandFlags
 from varjax import errors
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.models import registry

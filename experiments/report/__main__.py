@@ -15,11 +15,11 @@ Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of the rank
 import pathlib
 import sys
 
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.output import FileFlags
 from experiments.sweep import tables
 from varjax.calibration.files import load as load_calibration
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file

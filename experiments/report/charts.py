@@ -11,8 +11,8 @@ import altair as alt
 import numpy as np
 import vl_convert
 
+from experiments.evaluation.metrics import METRICS, Metric
 from varjax import sequence
-from varjax.metrics import METRICS, Metric
 from varjax.schedule import Schedule
 
 MEBI = 2.0**20

@@ -19,8 +19,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments import judges, parts
+from experiments import judges, parts, processes
 from experiments.batch_files import Series
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -34,13 +36,10 @@ from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, require, some
 from varjax.generator import Generator
 from varjax.model import Model
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -179,7 +178,7 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
 
 
 def generate_series(
-    run: Run, model: Model, store: BatchStore, series: str, stop: Stop
+    run: Run, model: Model, store: BatchStore, series: str, stop: processes.Stop
 ) -> Generator:
     """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
     "full" the full cache. `Stopped` after a batch if `stop` was asked."""
@@ -221,7 +220,7 @@ def generate_series(
 
 def draw(run: Run, model: Model, store: BatchStore) -> Generator:
     """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
-    with Stop() as stop:
+    with processes.Stop() as stop:
         generator = generate_series(run, model, store, "main", stop)
         if run.compare:
             generate_series(run, model, store, "full", stop)
@@ -256,7 +255,7 @@ def make(run: Run, store: BatchStore) -> None:
     with store.working():
         generator = draw(run, model, store)
         with processes.together():
-            if processes.is_first():
+            if hosts.is_first():
                 say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")
                 report = run_results.finish(run, store, generator)
                 print(run_results.summary(report, store.out))

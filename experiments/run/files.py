@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments import images
 from experiments.batch_files import PIXELS
+from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.errors import MissingExtra
-from varjax.io import images
-from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_folder, write_text
+from varjax.storage.pictures import to_uint8
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
@@ -79,7 +80,7 @@ def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
         with open(path, "xb") as file:  # follows no link
             for index, results in store.batches("main"):
                 some = results["images"]
-                some = some if some.dtype == np.uint8 else images.to_uint8(some)
+                some = some if some.dtype == np.uint8 else to_uint8(some)
                 if not index[0]:
                     shape = (count, *some.shape[1:])
                     header = {"descr": "|u1", "fortran_order": False, "shape": shape}

@@ -8,20 +8,20 @@ from dataclasses import asdict
 import numpy as np
 
 from experiments import batch_files
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS
 from experiments.generation import Run, aligned, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.parts import PartStore
 from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
-from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory
 from varjax.generator import Generator
-from varjax.io import images
-from varjax.metrics import METRICS
 from varjax.nn import parameters
 from varjax.nn.parameters import peak_bytes
+from varjax.storage.pictures import check_finite, to_uint8
 
 Arrays = dict[str, np.ndarray]
 FIDELITY = "fidelity/"  # names of per-image numbers in a part begin so
@@ -32,7 +32,7 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays of a batch that are stored. Images are resized as by torch's bicubic mode
     without antialiasing, and stored as bytes, unless the run needs exact ones. `UserError` for
     images that are not finite: the first batch already tells."""
-    images.check_finite(results["images"])
+    check_finite(results["images"])
     if run.resize:
         pictures, side = results["images"], run.resize
         rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
@@ -46,7 +46,7 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             tokens = model.token_arrays.tokens_to_file(found["tokens"])
             found[model.transformer.token_name] = tokens
         return found
-    exact = results["images"] if run.compare else images.to_uint8(results["images"])
+    exact = results["images"] if run.compare else to_uint8(results["images"])
     return {"images": exact, "tokens": results["tokens"]}
 
 
@@ -125,7 +125,7 @@ def compared(run: Run, store: BatchStore) -> Arrays:
     found, labels = [], run.condition.numbers
     for index, mine, full in _both(store.batches("main"), store.batches("full")):
         close = metrics.compare_images(full, mine)
-        theirs, ours = images.to_uint8(full["images"]), images.to_uint8(mine["images"])
+        theirs, ours = to_uint8(full["images"]), to_uint8(mine["images"])
         found.append(close | run.judges.numbers(theirs, ours, labels[index]))
         if (agrees := run.judges.agreement(theirs, labels[index])) is not None:
             found[-1][OF_FULL] = agrees

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 
 import varjax
 from experiments.budgets import images_at_once, parse_bytes
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import say
+from experiments.serve.subjects import subjects
 from varjax.cache.plan import CachePlan
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags, about
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.generator import Generator
@@ -32,7 +33,6 @@ from varjax.model import Model
 from varjax.policies import Policy, get_policy
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
-from varjax.subjects import subjects
 
 if TYPE_CHECKING:
     from experiments.serve.service import Service

@@ -17,8 +17,8 @@ from experiments.serve.guard import Refused
 from experiments.serve.programs import Choice
 from experiments.serve.service import LEVEL, Service
 from varjax.errors import UserError
-from varjax.io import pictures
 from varjax.mixed_batch import Item
+from varjax.storage import pictures
 
 SEED, FULL = 0, "full"
 SECONDS, MOST = 20.0, 256  # of drawing for all pictures, and pictures

@@ -18,9 +18,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from experiments.serve.guard import MOST_FORM, MOST_JSON, Refused
+from experiments.serve.subjects import MOST_CHARACTERS
 from varjax.errors import nearest, show
 from varjax.storage.manifest import parse_json
-from varjax.subjects import MOST_CHARACTERS
 
 FILES = ("image", "mask")
 _read = lambda given: json.loads(given) if isinstance(given, str) else given  # noqa: E731

@@ -32,7 +32,9 @@ import sys
 
 import numpy as np
 
-from experiments import batch_files, judges, parts
+from experiments import batch_files, judges, parts, processes
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -47,11 +49,8 @@ from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, require
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.policies import HeatKV
 from varjax.storage import ordinary
 
@@ -149,10 +148,10 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
     with processes.together():
         sweep = sweep.encoded()
     with store.working():
-        with Stop() as stop:
+        with processes.Stop() as stop:
             Runner(sweep, store, stop=stop).run()
         with processes.together():
-            if processes.is_first():
+            if hosts.is_first():
                 results = Runner(sweep, store).all_results()
                 made = tables.frame(sweep), results, calibration
                 report = tables.write(store.out, store.replaces, *made)
@@ -172,7 +171,7 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         return
     runner.sweep = sweep.encoded()
     with store.working():
-        with Stop() as runner.stop:
+        with processes.Stop() as runner.stop:
             runner.run()
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}

@@ -12,22 +12,21 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from experiments import batch_files, judges
+from experiments import batch_files, judges, processes
 from experiments.batch_files import Damaged
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
-from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.io import images
-from varjax.metrics import METRICS
 from varjax.model import Model
-from varjax.parallel import processes
-from varjax.parallel.processes import Stop
+from varjax.parallel import hosts
 from varjax.progress import Progress
+from varjax.storage.pictures import to_uint8
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -47,9 +46,9 @@ class Runner:
         sweep: Sweep,
         store: BatchStore,
         shard: Shard | None = None,
-        stop: Stop | None = None,
+        stop: processes.Stop | None = None,
     ):
-        self.sweep, self.store, self.stop = sweep, store, stop or Stop()
+        self.sweep, self.store, self.stop = sweep, store, stop or processes.Stop()
         distinct = list({cell.key: cell for cell in sweep.cells if cell.plan}.values())
         self.cells = distinct[shard.index :: shard.count] if shard else distinct
         self.finished = 0  # of these cells
@@ -110,7 +109,7 @@ class Runner:
     def _logits(self, program: Generator, index: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
         forced."""
-        return np.asarray(processes.gathered(self._run_again(program, index, tokens)["logits"]))
+        return np.asarray(hosts.gathered(self._run_again(program, index, tokens)["logits"]))
 
     def path(self, cell: Cell) -> pathlib.Path:
         """Return the file of a finished cell."""
@@ -118,7 +117,7 @@ class Runner:
 
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
-        if processes.is_first():
+        if hosts.is_first():
             batch_files.write(self.path(cell), self.store.work.digest, arrays, row)
 
     def results(self, cell: Cell) -> dict | None:
@@ -148,7 +147,7 @@ class Runner:
         stay; what was drawn of others is drawn anew.
         """
         full, cells = self.sweep.full, self.cells
-        there = [processes.is_first() and self.results(c) is not None for c in (full, *cells)]
+        there = [hosts.is_first() and self.results(c) is not None for c in (full, *cells)]
         stored, *finished = processes.from_first(np.array(there))
         missing = [cell for cell, found in zip(cells, finished, strict=True) if not found]
         self.finished = len(cells) - len(missing)
@@ -177,7 +176,7 @@ class Runner:
         """Return tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         count, size = len(self.sweep.condition), self.sweep.model.pixels
         found = {"tokens": self._unused, "images": np.zeros((count, *size, 3), np.float32)}
-        if processes.is_first():
+        if hosts.is_first():
             stored = self.results(self.sweep.full)
             found = {"tokens": stored["tokens"], "images": stored["pictures"]}
         return processes.from_first(found)
@@ -188,9 +187,9 @@ class Runner:
         parts = [(r["tokens"], r["images"]) for _, r in self._drawn(self.full)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._time(self.full)
-        samples = images.to_uint8(pictures[: sweep.samples])
+        samples = to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep.full, self.full)
-        agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
+        agrees = sweep.judges.agreement(to_uint8(pictures), sweep.condition.numbers)
         if agrees is not None:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
@@ -205,9 +204,7 @@ class Runner:
         kept: list[np.ndarray] = []
         for index, results in self._drawn(program):
             close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
-            mine, full = (
-                images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
-            )
+            mine, full = (to_uint8(a) for a in (results.pop("images"), reference["images"][index]))
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay in memory beside the forced ones

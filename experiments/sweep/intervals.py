@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from varjax import metrics
-from varjax.metrics import METRICS, Metric
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS, Metric
 
 PER_IMAGE = "per_image/"  # prefix of a metric's array in a cell's file: numbers of all images
 RESAMPLES, SEED = 10_000, 0

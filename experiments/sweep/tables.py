@@ -8,14 +8,14 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
+from experiments.evaluation import metrics
+from experiments.evaluation.metrics import METRICS, Metric
 from experiments.generation import environment
+from experiments.json_text import json_text
 from experiments.sweep import intervals
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Sweep
-from varjax import metrics
 from varjax.errors import MissingExtra, require
-from varjax.io.json_text import json_text
-from varjax.metrics import METRICS, Metric
 from varjax.storage.atomic import Written, new_folder, write_text
 
 FORMAT_VERSION = 1

@@ -1,12 +1,12 @@
-"""Rules for the tensors of the networks of evaluation: `varjax.evaluation.inception.Inception` and
-`varjax.evaluation.lpips.LPIPS`. The tensors' shapes tell the widths."""
+"""Rules for the tensors of `Inception` and `LPIPS`, networks that judge pictures
+(`varjax.models.judges`). The tensors' shapes tell the widths."""
 
 from collections.abc import Collection, Iterable, Mapping
 
 from ported_weights.rules import Ignore, Rule, linear
 from varjax.errors import UserError, some
-from varjax.evaluation.inception import CONVOLUTIONS, InceptionConfig
-from varjax.evaluation.lpips import LPIPSConfig, layers_of
+from varjax.models.judges.inception import CONVOLUTIONS, InceptionConfig
+from varjax.models.judges.lpips import LPIPSConfig, layers_of
 
 HEADS = ("lin0.model.1.weight", "lin1.model.1.weight")  # LPIPS: they have a file of their own
 _STATISTICS = {

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT
-from tests.evaluation import recipe
+from tests.experiments.evaluation import recipe
 
 PAGE = ROOT / "docs" / "howto" / "many_processes.md"
 BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)

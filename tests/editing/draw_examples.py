@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import varjax
-from varjax.io.images import save_grid, to_uint8
+from experiments.images import save_grid
+from varjax.storage.pictures import to_uint8
 
 ROOT = Path(__file__).parents[2]
 FRUIT, OTHERS, SEED = (22, 6, 26), (38, 17, 12), 4  # lemon, red apple, orange; their replacements

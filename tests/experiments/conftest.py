@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from experiments.cli import command_line
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
-from varjax.cli import command_line
 from varjax.generator import Generator
 
 

@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 
+from experiments.cli import command_line
 from experiments.output import BatchStore
 from experiments.sweep.cells import Runner
-from varjax.cli import command_line
-from varjax.parallel import processes
+from varjax.parallel import hosts
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     add, keep, stored = BatchStore.add, Runner.keep, []
 
     def note(*lines):
-        if processes.is_first():
+        if hosts.is_first():
             with open(notes, "a", encoding="ascii") as file:
                 file.writelines(f"{line}\n" for line in lines)
         before = len(stored)
@@ -33,7 +33,7 @@ def main() -> None:
             os.kill(os.getpid(), getattr(signal, name))
 
     def added(self, series, index, results):
-        if processes.is_first():
+        if hosts.is_first():
             add(self, series, index, results)
         note(*(f"{series} {i}" for i in index))
 

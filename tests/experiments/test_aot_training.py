@@ -75,7 +75,7 @@ from experiments.aot import training
 from experiments.aot.training import TrainingStep
 from pallas_kernels import chips
 from tests import models_under_test as models
-from varjax.parallel.training import TrainingMesh
+from experiments.training.mesh import TrainingMesh
 chips.compile_only_devices = lambda name, count: jax.devices()[:count]
 model = models.fixture_model("b_k6_sharedaln")
 step = TrainingStep(model=model, mesh=TrainingMesh(2, 4), batch_size=16, dtype="float32",

@@ -11,9 +11,9 @@ import pytest
 
 from experiments.batch_files import Series
 from experiments.evaluate import sets as evaluated
+from experiments.evaluation.statistics import Moments
 from experiments.output import BatchStore
 from tests.experiments.together import loaded, start, stored
-from varjax.evaluation.statistics import Moments
 
 RUN = ("--policy=swa", "--budget=0.5", "--segments=1", "--num_images=8")
 EVALUATE = ("--features=demo",)

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests import models_under_test as models
-from varjax.io import pictures
+from varjax.storage import pictures
 
 MODEL = "c_k5_nol2norm"
 QUICK = "--segments=1"

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from experiments.evaluate import inputs, sets
-from tests.evaluation import recipe
-from varjax.evaluation import extractors
-from varjax.evaluation.extractors import Program
-from varjax.evaluation.statistics import Moments, frechet
+from experiments.evaluation import extractors
+from experiments.evaluation.extractors import Program
+from experiments.evaluation.statistics import Moments, frechet
+from tests.experiments.evaluation import recipe
 
 EXACT = recipe.expected()["e2e"]
 IMAGES = recipe.arrays("e2e")

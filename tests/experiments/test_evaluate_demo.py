@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from experiments.evaluate import inputs
+from experiments.evaluation import extractors
+from experiments.evaluation.extractors import Program
+from experiments.evaluation.pictures import PackedPictures
+from experiments.evaluation.statistics import Gaussian, frechet
 from varjax.errors import UserError
-from varjax.evaluation import extractors
-from varjax.evaluation.extractors import Program
-from varjax.evaluation.pictures import PackedPictures
-from varjax.evaluation.statistics import Gaussian, frechet
 
 
 @pytest.mark.slow

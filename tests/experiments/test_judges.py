@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.evaluation import extractors
+from experiments.evaluation.extractors import Program
 from experiments.report import page, sweep_files
 from experiments.sweep import tables
 from tests import models_under_test as models
-from tests.evaluation import recipe
-from varjax.evaluation import extractors
-from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.evaluation.extractors import CATALOGUE, Program
+from tests.experiments.evaluation import recipe
+from varjax.models.judges import JUDGES
+from varjax.models.judges.classifier import Classifier, ClassifierConfig
 from varjax.storage import checkpoint
 
 
@@ -27,7 +28,7 @@ def judged(tmp_path_factory):
     classes = json.loads((folder / "model" / "model.json").read_text())["num_classes"]
     config = ClassifierConfig(num_classes=classes, image_size=16, widths=(8, 16))
     parts = {"classifier": Classifier(config, rngs=nnx.Rngs(3))}
-    checkpoint.save(folder / "model" / "classifier", CATALOGUE.parts["classifier"], parts)
+    checkpoint.save(folder / "model" / "classifier", JUDGES.parts["classifier"], parts)
     return f"--checkpoint={folder / 'model'}", f"--lpips={recipe.converted('lpips-vgg')}"
 
 
@@ -103,7 +104,7 @@ def test_a_classifier_of_other_pictures(call, judged, tmp_path):
     for side, problem in ((32, "was trained on pictures of 32x32"), (16, "it knows 4 classes")):
         shutil.rmtree(own)
         parts = {"classifier": Classifier(_config(side), rngs=nnx.Rngs(0))}
-        checkpoint.save(own, CATALOGUE.parts["classifier"], parts)
+        checkpoint.save(own, JUDGES.parts["classifier"], parts)
         for command in (("sweep", *given), ("run", "--compare", given[-1])):
             status, _, err = call(command[0], f"--checkpoint={tmp_path / 'model'}", *command[1:])
             assert status == 2 and problem in err, err

@@ -12,11 +12,11 @@ from absl.testing import flagsaver
 
 from experiments import __main__ as overview
 from experiments.aot import worker
+from experiments.cli import command_line
+from experiments.cli.flags import CommandFlags
+from experiments.cli.help import WIDTH
+from experiments.cli.reading import bare
 from tests.conftest import ROOT
-from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
-from varjax.cli.help import WIDTH
-from varjax.cli.reading import bare
 
 COMMANDS = overview.commands()
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import varjax
+from experiments.evaluation import metrics
 from tests.conftest import ROOT
-from varjax import metrics, own_modules
 from varjax.errors import UserError
 from varjax.models import registry
+from varjax.storage import own_modules
 
 EXAMPLE = ROOT / "docs" / "howto" / "own_model.py"
 PAGE = (ROOT / "docs" / "howto" / "own_model.md").read_text("utf-8")

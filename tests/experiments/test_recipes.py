@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from experiments.evaluate import __main__ as evaluate
+from experiments.evaluation import protocols
 from experiments.recipes import recipe as recipes
 from experiments.run import __main__ as run
 from tests import models_under_test as models
 from varjax.errors import UserError
-from varjax.evaluation import protocols
 from varjax.model import describe
 from varjax.models import registry
 from varjax.policies import get_policy

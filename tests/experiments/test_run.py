@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.evaluation import metrics
 from experiments.run import __main__ as run_module
 from experiments.run import files, results
 from experiments.run.files import Shown
 from tests.experiments.conftest import flags_as_text
-from varjax import metrics, policies
+from varjax import policies
 
 FIELDS = (
     "policy",

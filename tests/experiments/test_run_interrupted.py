@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.output import BatchStore, written
-from experiments.run import results
+from experiments.run import files
 from tests import models_under_test as models
 from varjax import policies
 from varjax.api import Generator
@@ -93,7 +93,7 @@ def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkey
     monkeypatch.setattr(Generator, "run_batch", counted)
     flags += ("--policy=swa", "--budget=0.5", "--segments=1", f"--out={out}")
     with monkeypatch.context() as patched:
-        patched.setattr(results.images, "save_samples_npz", full)
+        patched.setattr(files.images, "save_samples_npz", full)
         status, _, err = call("run", *flags)
     assert status == 2 and err.count("error: No space left on device") == 1 and len(ran) == 6
     assert "Traceback" not in err and [path.name for path in tmp_path.iterdir()] == ["out.partial"]

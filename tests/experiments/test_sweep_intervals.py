@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from experiments.evaluation.metrics import METRICS
 from experiments.sweep import intervals, tables
-from varjax.metrics import METRICS
 
 
 def made_up(images, budgets=(0.1, 0.1, 0.5), seed=0):

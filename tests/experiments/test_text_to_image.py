@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
+from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments.conftest import flags_as_text
 from varjax.api import Generator
-from varjax.cli.flags import CommandFlags
 from varjax.model import describe
 
 CASE = "infinity_A_gen_1.5_b2"

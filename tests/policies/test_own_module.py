@@ -10,11 +10,12 @@ import pytest
 from tests.policies.observations import DEMO
 from tests.policies.test_docs import EXAMPLE
 from tests.policies.test_registry import markdown_table
-from varjax import own_modules, policies
+from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
 from varjax.policies.scale_rule import ScaleRule
+from varjax.storage import own_modules
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from varjax.storage import manifest
 
 def _run(capsys, monkeypatch, *arguments):
     """(exit status, standard output, standard error) of the command, in this process."""
+    from experiments.cli import command_line
     from ported_weights import __main__ as command  # defines flags, so only when needed
-    from varjax.cli import command_line
 
     monkeypatch.setattr(sys, "argv", ["ported_weights", *arguments])
     with pytest.raises(SystemExit) as stopped:

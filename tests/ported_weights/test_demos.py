@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 import varjax
+from experiments.evaluation import extractors
 from experiments.judges import Judges
 from ported_weights import convert
 from ported_weights.configurations import PublishedModel
 from varjax.errors import UserError
-from varjax.evaluation import extractors
-from varjax.io.images import to_uint8
 from varjax.model import describe
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.policies import HeatKV
 from varjax.storage import checkpoint, manifest
+from varjax.storage.pictures import to_uint8
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from experiments.evaluation.extractors import open_inception, open_lpips
 from ported_weights.convert import convert_part
-from tests.evaluation import recipe
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
-from varjax.evaluation.extractors import open_inception, open_lpips
 from varjax.nn import parameters
 
 HEADS = {net: str(recipe.FIXTURES / f"{net}_heads.pth") for net in ("alex", "vgg")}

@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _headers
 
+from experiments.cli import command_line
 from ported_weights import __main__ as command
 from ported_weights import hub
 from tests import models_under_test as models
 from tests.conftest import ROOT
 from tests.ported_weights.hub_server import Hub, serving
-from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.model import load
 from varjax.models import registry

@@ -7,7 +7,7 @@ import pytest
 
 from ported_weights.readers.legacy import MAGIC
 from ported_weights.readers.sources import open_source
-from tests.evaluation import recipe
+from tests.experiments.evaluation import recipe
 from varjax.errors import UserError
 
 PROTOCOL = b"\x80\x02"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from experiments.cli import command_line
 from ported_weights import convert
 from tests import text_encoder_under_test as small
-from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.nn import parameters
 from varjax.storage import manifest

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import varjax
 from experiments import plan as plan_command
+from experiments.cli import command_line
 from experiments.flags.policy import stand_in
 from tests.properties.limits import GIB, run_limited
 from tests.properties.mutations import hostile_values
@@ -21,7 +22,6 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.calibration.data import AXES, Calibration
-from varjax.cli import command_line
 from varjax.engine.segments import padded_tokens, plan_segments
 from varjax.errors import UserError
 from varjax.generator import Generator

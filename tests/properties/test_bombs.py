@@ -95,7 +95,7 @@ from varjax.errors import UserError
 from varjax.policies import Table, get_policy
 from varjax.storage import npz
 from varjax.text import features
-from varjax.training import data, var_trainer
+from experiments.training import data, var_trainer
 from tests.policies.test_registry import GEOMETRY as model
 
 pictures = data.Dataset(*np.zeros((4, 8), np.uint8), 2)

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 
 from experiments import __main__ as overview
 from experiments.aot import worker
+from experiments.cli import command_line
+from experiments.cli.reading import choices
 from experiments.prompts import condition
 from experiments.report import page
+from experiments.training import loop
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments import made_up_sweep
 from tests.properties.mutations import emptied
-from varjax.cli import command_line
-from varjax.cli.reading import choices
 from varjax.errors import UserError
-from varjax.io.pictures import save_png
 from varjax.nn.families import Part
 from varjax.storage import checkpoint
-from varjax.training import loop
+from varjax.storage.pictures import save_png
 
 HEAVY = "here it would begin"  # instead of the last step of a command
 FILES = ["prompts.txt", "four.jsonl", "junk.json", "list.json", "object.json", "junk.npz", "x.npz"]

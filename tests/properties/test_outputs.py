@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import batch_files, output
+from experiments import batch_files, images, output
 from experiments.batch_files import Damaged
 from experiments.prompts import layouts
 from experiments.prompts.sets import KINDS, Kind, read_prompts
 from tests import unfinished_runs as runs
 from tests.properties import mutations
 from varjax.errors import UserError
-from varjax.io import images
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.names import check_distinct, inside
 

@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from experiments import batch_files, parts
+from experiments.evaluation import pictures as evaluated
 from experiments.prompts import layouts, sets
 from experiments.report import sweep_files
+from experiments.training import loop
 from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
 from varjax.errors import UserError
-from varjax.evaluation import pictures as evaluated
-from varjax.io import pictures
-from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary
+from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary, pictures
 from varjax.storage.atomic import new_file
 from varjax.text import t5
 from varjax.text.prompt_tokenizer import PromptTokenizer
-from varjax.training import loop
 
 # {what reads: (name of the file, how it is read from its path)}
 READERS = {

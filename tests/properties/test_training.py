@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.training import data, loop
 from tests.properties import mutations
 from tests.properties.test_checkpoints import FEWER
 from varjax.errors import UserError
-from varjax.training import data, loop
 
 
 def _state(step: int) -> dict:

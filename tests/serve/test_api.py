@@ -15,10 +15,10 @@ from PIL import Image
 from tests import models_under_test as models
 from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
 from varjax.generator import Generator
-from varjax.io import pictures
-from varjax.io.images import to_uint8
 from varjax.models.labels import Labels
 from varjax.policies import get_policy
+from varjax.storage import pictures
+from varjax.storage.pictures import to_uint8
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")

@@ -29,7 +29,7 @@ from tests.serve.server import (  # noqa: E402
     raw,
     service_of,
 )
-from varjax.io import pictures  # noqa: E402
+from varjax.storage import pictures  # noqa: E402
 
 FORM = "multipart/form-data; boundary=b"
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.serve.process import process
-from varjax.io import pictures
+from varjax.storage import pictures
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -151,7 +151,7 @@ def test_drawing(visit):
     # the same, as `run` draws it
     from varjax import load
     from varjax.generator import Generator
-    from varjax.io.images import to_uint8
+    from varjax.storage.pictures import to_uint8
 
     model = load()
     kiwi = model.class_names.index("kiwi")

@@ -17,7 +17,7 @@ from tests import text_encoder_under_test as encoder
 from tests.often import often
 from tests.serve.server import programs_of, service_of
 from varjax.generator import Generator
-from varjax.io.images import to_uint8
+from varjax.storage.pictures import to_uint8
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 testclient = pytest.importorskip("fastapi.testclient", reason="needs the extra serve")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from varjax.storage import arrays
 from varjax.storage.atomic import new_folder
-from varjax.training.loop import StageFolder
+from experiments.training.loop import StageFolder
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 draw = np.random.default_rng(0).standard_normal

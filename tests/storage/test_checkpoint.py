@@ -13,9 +13,9 @@ import pytest
 
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
-from varjax.evaluation import extractors
 from varjax.model import describe
 from varjax.models import registry
+from varjax.models.judges import JUDGES
 from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var import VARConfig
 from varjax.nn import parameters
@@ -359,5 +359,5 @@ def test_a_network_of_evaluation_is_no_model(name, tmp_path):
 
 
 def test_own_folders_are_those_of_all_catalogues():
-    known = registry.CATALOGUE.parts | extractors.CATALOGUE.parts
+    known = registry.CATALOGUE.parts | JUDGES.parts
     assert set(known) == set(checkpoint.OWN_FOLDERS)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from flax import nnx
 
-from varjax import own_modules
 from varjax.codecs import bsq as bsq
 from varjax.codecs.vq import VQ, ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
@@ -19,6 +18,7 @@ from varjax.models.transformer import Transformer
 from varjax.nn import parameters
 from varjax.nn.families import Catalogue, Family, Part
 from varjax.nn.published import Configuration
+from varjax.storage import own_modules
 from varjax.storage.names import converted
 from varjax.text.encoder import TEXT, TEXT_ENCODER
 from varjax.text.prompt_ids import PROMPT_IDS

@@ -1,7 +1,7 @@
 """Parts, and the families of models that they make together: what a checkpoint may hold.
 
 Which families there are is not said here: `varjax.models.registry` lists the models,
-`varjax.evaluation.extractors` the networks that judge pictures.
+`varjax.models.judges` the networks that judge pictures.
 """
 
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ from varjax.cache.plan import CachePlan
 from varjax.errors import UserError
 from varjax.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_spec
 from varjax.nn.stored import Leaf
-from varjax.parallel import processes, weights
+from varjax.parallel import hosts, weights
 from varjax.parallel.split import MeshSpec
 
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
@@ -139,7 +139,7 @@ def _state_names(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
 def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:
     """Put arrays on a mesh. With several processes each of them has all of every array, and hands
     over its own devices' parts."""
-    if processes.count() == 1:
+    if hosts.count() == 1:
         return jax.device_put(arrays, shardings)
 
     def placed(array: Leaf, where: NamedSharding) -> Leaf:

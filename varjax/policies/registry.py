@@ -5,11 +5,11 @@ import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from varjax import own_modules
 from varjax.arguments import text
 from varjax.cache.policy import Policy
 from varjax.errors import UserError, choose, show
 from varjax.policies import text_arguments
+from varjax.storage import own_modules
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}

@@ -1,0 +1,76 @@
+"""The network of FID, converted, against the original's activations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.evaluation import resizing
+from tests.experiments.evaluation import recipe
+from varjax.errors import UserError
+from varjax.models.judges.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
+
+IMAGES = (0, 1, 2, 7, 8)
+BLOCKS = ("maxpool1", "maxpool2", "Mixed_6e")  # of pytorch-fid
+
+
+@pytest.fixture(scope="module")
+def outputs(inception):
+    """{path: (features, activations)} of the pictures of the fixtures."""
+    run = jax.jit(lambda module, x: (module(x), module.activations(x)))
+    known, found = recipe.arrays("inception"), {}
+    for path in resizing.PREPARATIONS:
+        images = [known[f"image_{i}"][None] for i in IMAGES]
+        x = jnp.concatenate([resizing.prepare(jnp.asarray(image), path) for image in images])
+        found[path] = jax.device_get(run(inception.module, x))
+    return found
+
+
+def known(name: str) -> np.ndarray:
+    return recipe.arrays("inception")[f"out.{name}"]
+
+
+@pytest.mark.parametrize("path", resizing.PREPARATIONS)
+def test_features(outputs, path):
+    found = outputs[path][0]["pool"]
+    np.testing.assert_allclose(found, known(f"{path}_feat"), atol=1e-4)
+
+
+def test_logits_and_spatial_features(outputs, inception):
+    bias = np.asarray(inception.module.fc.bias[...])
+    unbiased = outputs["tf1"][0]["logits"]
+    np.testing.assert_allclose(unbiased, known("tf1_logits_unbiased"), atol=5e-4)
+    np.testing.assert_allclose(unbiased + bias, known("tf1_logits"), atol=5e-4)
+    np.testing.assert_allclose(outputs["pfid"][0]["logits"] + bias, known("pfid_logits"), atol=5e-4)
+    spatial = outputs["tf1"][0]["spatial"].reshape(-1, SPATIAL_SIDE, SPATIAL_SIDE, 7)
+    np.testing.assert_allclose(spatial, known("tf1_spatial"), atol=4e-4)
+
+
+def test_every_block(outputs):
+    """Means and deviations of all modules on one picture; some pixels of three blocks on all."""
+    activations = outputs["pfid"][1]
+    names = [n[10:] for n in recipe.arrays("inception") if n.startswith("out.stats.")]
+    assert set(names) | set(BLOCKS) == activations.keys()
+    for name in names:
+        x = activations[name][0].astype(np.float64)
+        found = np.stack([x.mean((0, 1)), x.std((0, 1))])
+        np.testing.assert_allclose(found, known(f"stats.{name}"), atol=5e-5, err_msg=name)
+    for number, name in enumerate(BLOCKS):
+        channel, pixel = known("block_strides")[number]
+        x = activations[name].transpose(0, 3, 1, 2)[:, ::channel, ::pixel, ::pixel]
+        np.testing.assert_allclose(x, known(f"pfid_block{number}"), atol=5e-4)
+
+
+def test_configurations():
+    widths = [8] * len(CONVOLUTIONS)
+    config = InceptionConfig.from_published({"widths": widths, "num_classes": 5})
+    assert InceptionConfig.from_published(config.to_published()) == config
+    assert config.block_width("Mixed_7c", 0) == 6 * 8
+    for wrong, problem in (
+        ({"widths": widths[1:]}, "93 widths for 94"),
+        ({"widths": [0, *widths[1:]]}, "width of Conv2d_1a_3x3 is 0"),
+        ({"widths": [4] * len(widths)}, "Mixed_6d.branch1x1 is 4, it must be at least 7"),
+        ({"widths": widths, "num_classes": 0}, "num_classes is 0"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            InceptionConfig.from_published(wrong)
