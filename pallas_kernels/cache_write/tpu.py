@@ -30,11 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import estimates, tpu_operands
+from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.refs import Ref, Scalar
-from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
-from pallas_kernels.tpu_operands import (
+from pallas_kernels.shared import tpu_operands
+from pallas_kernels.shared.tpu_operands import (
     BLOCK_SIZES,
     LANES,
     block_of,
@@ -42,7 +42,8 @@ from pallas_kernels.tpu_operands import (
     in_parts,
     rounded,
 )
-from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
+from pallas_kernels.shared.tpu_projection import Heads, OwnTokens, operands
+from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
 
 CHUNK = 128  # tokens that are converted at once
 KINDS = 2**KIND_BITS - 1  # the bits of an entry that are its kind

@@ -37,29 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import mosaic_gpu as cache_write
-from pallas_kernels.mosaic_products import (
-    LAYOUT,
-    PER_COLUMN,
-    PER_ROW,
-    ROWS,
-    Add,
-    Multiply,
-    Wgmma,
-    across,
-    down,
-    products,
-)
-from pallas_kernels.mosaic_projection import (
-    TURNED,
-    TileMemory,
-    Unfinished,
-    finished,
-    finished_and_stored,
-    turn_scratch,
-    turn_widths,
-)
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import (
@@ -72,6 +50,28 @@ from pallas_kernels.ragged_attention.mosaic_keys import (
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
 from pallas_kernels.ragged_attention.reference import in_turn
 from pallas_kernels.refs import Ref, Scalar, one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import (
+    LAYOUT,
+    PER_COLUMN,
+    PER_ROW,
+    ROWS,
+    Add,
+    Multiply,
+    Wgmma,
+    across,
+    down,
+    products,
+)
+from pallas_kernels.shared.mosaic_projection import (
+    TURNED,
+    TileMemory,
+    Unfinished,
+    finished,
+    finished_and_stored,
+    turn_scratch,
+    turn_widths,
+)
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.refs import Operand, Ref, Scalar, one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import LAYOUT
 from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.

@@ -15,8 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import (
+from pallas_kernels.projection import K, Q, V
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, Part, StoredBlocks
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import (
     LAYOUT,
     PER_COLUMN,
     PER_ROW,
@@ -27,10 +30,7 @@ from pallas_kernels.mosaic_products import (
     down,
     products,
 )
-from pallas_kernels.mosaic_projection import finished
-from pallas_kernels.projection import K, Q, V
-from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, Part, StoredBlocks
+from pallas_kernels.shared.mosaic_projection import finished
 
 LOG2_E = math.log2(math.e)
 

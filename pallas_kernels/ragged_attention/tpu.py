@@ -50,8 +50,8 @@ from pallas_kernels.ragged_attention.config import tpu_vmem_limit
 from pallas_kernels.ragged_attention.reference import dot, in_turn
 from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks
 from pallas_kernels.refs import Ref
-from pallas_kernels.tpu_operands import LANES, balanced, rounded
-from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
+from pallas_kernels.shared.tpu_operands import LANES, balanced, rounded
+from pallas_kernels.shared.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):

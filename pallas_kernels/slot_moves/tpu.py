@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates, tpu_slots
+from pallas_kernels import estimates
+from pallas_kernels.shared import tpu_slots
+from pallas_kernels.shared.tpu_operands import pools, rounded
 from pallas_kernels.token_attention import tpu_call
 from pallas_kernels.token_attention.tpu_row import iota
-from pallas_kernels.tpu_operands import pools, rounded
 
 MOST_BYTES = 2**21  # of the pool in a grid step; there four times, in 16 MiB of vector memory
 MOST_NUMBERS = 2**20  # of a head, which may lie there in 32 bits

@@ -37,8 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
+from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,

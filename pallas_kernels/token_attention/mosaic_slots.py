@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.refs import one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.token_attention.operands import (
     HeadSlots,
     NewToken,

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels.shared.tpu_operands import LANES
 from pallas_kernels.token_attention import tpu_call, tpu_row
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
-from pallas_kernels.tpu_operands import LANES
 
 PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are finite as well

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.cache_write.tpu import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
+from pallas_kernels.shared import tpu_projection
 from tests.often import often
 from tests.pallas_kernels import tpu_simulation
 from tests.pallas_kernels.test_kernels import (

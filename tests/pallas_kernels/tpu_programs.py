@@ -43,9 +43,9 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
+from pallas_kernels.shared.tpu_operands import rounded  # noqa: E402
 from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, reference  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
-from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 from tests.pallas_kernels.token_shapes import abstract_token_arguments, only  # noqa: E402
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.projection import K, Projection, Q, V
 from pallas_kernels.refs import Ref, Scalar
+from pallas_kernels.shared.tpu_operands import LANES
 from pallas_kernels.tables import BlockTable, BlockWrites
-from pallas_kernels.tpu_operands import LANES
 
 # Tokens of all heads of a grid step. Every step costs time of its own, so heads of small scales
 # share one.
