@@ -19,7 +19,7 @@ import numpy as np
 from experiments import batch_files, parts
 from experiments.batch_files import Damaged, Series
 from experiments.output import BatchStore
-from experiments.parts import Part, PartStore
+from experiments.parts import FinishedPart, PartStore
 from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
@@ -45,7 +45,7 @@ class JoinedStore(BatchStore):
     """The batches of all parts, as `experiments.run.files` takes them. `UserError` unless all
     images are there."""
 
-    def __init__(self, out: pathlib.Path, found: Sequence[Part]):
+    def __init__(self, out: pathlib.Path, found: Sequence[FinishedPart]):
         self.out, self.work, self.replaces = out, found[0].work, parts.files_of_parts
         said = found[0].content
         count, size = said["count"], said["batch_size"]
@@ -72,7 +72,7 @@ class JoinedStore(BatchStore):
         """The parts went when the results took their place."""
 
 
-def join_run(out: pathlib.Path, found: list[Part]) -> str:
+def join_run(out: pathlib.Path, found: list[FinishedPart]) -> str:
     """Write the results of a run in place of its parts; return the lines to print."""
     store = JoinedStore(out, found)
     # the report of the first part that drew images, with the devices and the runs of all
@@ -97,7 +97,7 @@ def join_run(out: pathlib.Path, found: list[Part]) -> str:
 # --- parts of a sweep ---
 
 
-def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
+def join_sweep(out: pathlib.Path, found: list[FinishedPart]) -> str:
     """Write the results of a sweep in place of its parts; return the table."""
     first, frame = found[0], found[0].content["frame"] | {"device": parts.device_of(found)}
     held: dict[str, dict] = {}

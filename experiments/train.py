@@ -25,7 +25,7 @@ from varjax.errors import UserError
 from varjax.parallel import processes
 from varjax.parallel.training import TrainingMesh
 from varjax.training import fine_tuning, loop, session
-from varjax.training.loop import Stopped
+from varjax.training.loop import TrainingStopped
 from varjax.training.settings import FAMILIES, TrainingSettings, shown
 
 FLAGS = CommandFlags(
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
     try:
         model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-    except Stopped as stopped:
+    except TrainingStopped as stopped:
         loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
         return
     if processes.is_first():

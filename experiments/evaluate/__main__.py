@@ -47,7 +47,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols, references
-from varjax.evaluation.extractors import Program
+from varjax.evaluation.extractors import CompiledNetwork
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe, json_text
 from varjax.parallel import processes
@@ -272,7 +272,7 @@ def _mesh() -> MeshSpec:
 
 def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
     """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
-    make = lambda network, size: Program(network, size, job.batch_size, job.mesh)  # noqa: E731
+    make = lambda network, size: CompiledNetwork(network, size, job.batch_size, job.mesh)  # noqa: E731
     program = functools.cache(make)  # of a network for pictures of a size
     for name in store.series:
         if store.missing(name):

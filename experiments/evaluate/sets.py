@@ -11,7 +11,7 @@ from experiments.output import BatchStore, Stopped
 from varjax import metrics
 from varjax.errors import UserError, about
 from varjax.evaluation import references
-from varjax.evaluation.extractors import WHERE_INCEPTION, Network, Program
+from varjax.evaluation.extractors import WHERE_INCEPTION, CompiledNetwork, Network
 from varjax.evaluation.statistics import (
     NEIGHBOURS,
     Gaussian,
@@ -30,7 +30,7 @@ AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
 NEEDED = DISTANCES | dict.fromkeys(NEIGHBOURHOODS, "pool") | {"is": "logits", AGREEMENT: "logits"}
 BLOCK = 2048  # rows that are added to the moments at a time
-ProgramOf = Callable[[Network, tuple[int, int]], Program]  # for pictures of a size (height, width)
+ProgramOf = Callable[[Network, tuple[int, int]], CompiledNetwork]  # of a size (height, width)
 
 
 @dataclass(frozen=True, eq=False)

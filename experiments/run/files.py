@@ -16,7 +16,7 @@ import numpy as np
 from experiments.batch_files import PIXELS
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from varjax.errors import MissingExtra
 from varjax.io import images
 from varjax.io.json_text import json_text
@@ -48,7 +48,7 @@ class Shown:
         found = {**content, "numbers": np.array(content["numbers"], np.int32)}
         if prompts := content["prompts"]:
             texts = tuple(Prompt(**prompt) for prompt in prompts["prompts"])
-            kind = Kind(prompts["kind"])
+            kind = PromptFormat(prompts["kind"])
             found["prompts"] = PromptSet(texts, kind, prompts["images_per_prompt"])
         return cls(**found)
 

@@ -43,7 +43,7 @@ from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
@@ -150,10 +150,10 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
         sweep = sweep.encoded()
     with store.working():
         with Stop() as stop:
-            Runner(sweep, store, stop=stop).run()
+            CellRunner(sweep, store, stop=stop).run()
         with processes.together():
             if processes.is_first():
-                results = Runner(sweep, store).all_results()
+                results = CellRunner(sweep, store).all_results()
                 made = tables.frame(sweep), results, calibration
                 report = tables.write(store.out, store.replaces, *made)
                 store.close()
@@ -164,7 +164,7 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
 def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None:
     """Run the cells of one part, and keep them for `experiments.merge`. Every part runs the full
     cache, which its cells are compared with."""
-    runner = Runner(sweep, store, store.shard)
+    runner = CellRunner(sweep, store, store.shard)
     said = f"{store.shard}: {len(runner.cells)} cells"
     every = (sweep.full, *runner.cells)
     if parts.is_written(store) and all(runner.results(cell) is not None for cell in every):

@@ -38,7 +38,7 @@ def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
     return folder / f"cell-{key}.npz"
 
 
-class Runner:
+class CellRunner:
     """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all. stop:
     whether the system asks to end; None: nobody listens."""
 

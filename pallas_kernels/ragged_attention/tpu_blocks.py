@@ -23,7 +23,7 @@ from pallas_kernels.ragged_attention import config as tiles_of
 from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.shared import tpu_operands
 from pallas_kernels.shared.tpu_operands import block_of, block_shape, in_parts
-from pallas_kernels.shared.tpu_projection import Heads, Operands
+from pallas_kernels.shared.tpu_projection import HeadGroups, Operands
 from pallas_kernels.tables import RANGE_BITS
 
 HEAD_DIMS = (64, 128, 256)
@@ -52,7 +52,7 @@ def call(
     given: Operands,
     results: list[tuple],
     *,
-    heads: Heads,
+    heads: HeadGroups,
     blocks: int,
     scratch: list,
     steps: int,

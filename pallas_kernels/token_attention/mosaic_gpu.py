@@ -47,8 +47,8 @@ from pallas_kernels.token_attention.mosaic_slots import (
     FlatOperands,
     Layouts,
     Number,
+    PlaceRing,
     Places,
-    Ring,
     line,
     slots_of_step,
 )
@@ -155,7 +155,7 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
     program = jax.lax.axis_index("program")
     total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
-    ring, (joined, *waiting) = Ring(given, places, first, last - first, each), late
+    ring, (joined, *waiting) = PlaceRing(given, places, first, last - first, each), late
     # static: a program may have fewer steps than places, which `start` sees
     for number in range(given.buffers):
         ring.start(jnp.int32(number))
@@ -201,7 +201,7 @@ class _Head:
     asked: shared memory in which these wait until they are written in whole sectors.
     """
 
-    ring: Ring
+    ring: PlaceRing
     place: tuple[Number, Number]
     newest: Int[Array, ""]
     reach: Int[Array, ""]

@@ -201,7 +201,7 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring:
+class PlaceRing:
     """A ring of places in shared memory. A program's steps use them in turn, head after head.
 
     first: number of the program's first head.

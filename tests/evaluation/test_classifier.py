@@ -15,7 +15,7 @@ from varjax.evaluation.classifier import (
     check_size,
     feature_distance,
 )
-from varjax.evaluation.extractors import Program
+from varjax.evaluation.extractors import CompiledNetwork
 from varjax.storage import checkpoint
 
 TINY = ClassifierConfig(num_classes=3, image_size=16, widths=(8, 16))
@@ -99,7 +99,7 @@ def test_it_knows_fruit(demo, shared_dir):
     from varjax.evaluation.pictures import PackedPictures
 
     found = PackedPictures(shared_dir / "data" / "fruits64" / "val.npz")
-    program, right = Program(demo, found.size, 64), 0
+    program, right = CompiledNetwork(demo, found.size, 64), 0
     for first in range(0, 256, 64):
         (arrays,) = program.over(iter([(found.read(first, first + 64),)]))
         right += (arrays["logits"].argmax(1) == found.labels[first : first + 64]).sum()

@@ -13,7 +13,7 @@ import signal
 import sys
 
 from experiments.output import BatchStore
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from varjax.cli import command_line
 from varjax.parallel import processes
 
@@ -21,7 +21,7 @@ from varjax.parallel import processes
 def main() -> None:
     notes, when, verb = sys.argv[1:4]
     name, _, after = when.partition(":")
-    add, keep, stored = BatchStore.add, Runner.keep, []
+    add, keep, stored = BatchStore.add, CellRunner.keep, []
 
     def note(*lines):
         if processes.is_first():
@@ -42,7 +42,7 @@ def main() -> None:
         note(f"cell {cell.label} {cell.budget:g}")
 
     BatchStore.add = added
-    Runner.keep = kept
+    CellRunner.keep = kept
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])
 

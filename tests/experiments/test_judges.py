@@ -15,7 +15,7 @@ from tests import models_under_test as models
 from tests.evaluation import recipe
 from varjax.evaluation import extractors
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.evaluation.extractors import CATALOGUE, Program
+from varjax.evaluation.extractors import CATALOGUE, CompiledNetwork
 from varjax.storage import checkpoint
 
 
@@ -34,7 +34,7 @@ def judged(tmp_path_factory):
 def labels_found(folder, pictures):
     """What the checkpoint's classifier says of pictures."""
     network = extractors.open_classifier(folder / "classifier")
-    (found,) = Program(network, (16, 16), 16).over(iter([(pictures,)]))
+    (found,) = CompiledNetwork(network, (16, 16), 16).over(iter([(pictures,)]))
     return found["logits"].argmax(1), found["pool"].astype(np.float64)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.report import sweep_files
 from experiments.sweep import plan, tables
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.api import Generator
@@ -27,7 +27,7 @@ def report_of(folder):
 def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch):
     """Without the full cache, and those that compute the same once."""
     end = lambda self: (_ for _ in ()).throw(self._stopped())  # noqa: E731, the system asks to end
-    monkeypatch.setattr(Runner, "_run_full", end)
+    monkeypatch.setattr(CellRunner, "_run_full", end)
     policies = "--policies=swa,streaming:sinks=5,swa:accounting=bytes"
     flags = (checkpoint, "--labels=3", policies, "--budgets=0.05,1", f"--out={tmp_path / 'out'}")
     status, _, err = call("sweep", *flags)

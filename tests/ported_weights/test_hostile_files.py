@@ -237,7 +237,7 @@ class _Lazy:
 @pytest.mark.parametrize("digits", ["²", "٣", "9" * 1000])
 def test_digits_that_are_none(digits):
     """Python's \\d and isdigit know more digits than those of ASCII."""
-    table = [rules.Rule(r"blocks\.(\d+)\.w", r"w", stack=1)]
+    table = [rules.Take(r"blocks\.(\d+)\.w", r"w", stack=1)]
     name = f"blocks.{digits}.w"
     with pytest.raises(UserError, match=rf"surplus: {name}"):
         rules.check(table, {name: _Lazy()}, {"w": np.zeros((5, 1), "f4")})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experiments import batch_files, output
 from experiments.batch_files import Damaged
 from experiments.prompts import layouts
-from experiments.prompts.sets import KINDS, Kind, read_prompts
+from experiments.prompts.sets import KINDS, PromptFormat, read_prompts
 from tests import unfinished_runs as runs
 from tests.properties import mutations
 from varjax.errors import UserError
@@ -269,7 +269,7 @@ def test_prompts_that_are_accepted_can_be_written(tmp_path, draw):
     after = runs.tree(place)
     assert {n: c for n, c in after.items() if not n.startswith("out/")} == before
     files = [n for n in after if Path(n).suffix in (".png", ".jpg")]
-    images_each = 1 if found.kind is Kind.DPG else each
+    images_each = 1 if found.kind is PromptFormat.DPG else each
     assert len(files) == len(found) * images_each
     assert all(n.startswith("out/images/") for n in files)
     manifest = json.loads((place / "out/manifest.json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from varjax.errors import UserError, require
 from varjax.storage import ordinary
-from varjax.text.prompt_set import is_known
+from varjax.text.prompt_condition import is_known
 
 FOLDER, FILE = "prompt_tokenizer", "tokenizer.json"  # in a checkpoint
 LARGEST_FILE = 2**27  # bytes; released ones have up to 10 MiB
@@ -70,7 +70,7 @@ class PromptTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def knows(self, text: str) -> bool:
-        """Whether it knows a word of a text (`prompt_set.is_known`)."""
+        """Whether it knows a word of a text (`prompt_condition.is_known`)."""
         return is_known(self.ids(text), self._unknown, self._tokenizer.decode)
 
     def id_of(self, token: str) -> int:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
-from varjax.text.prompt_set import is_known
+from varjax.text.prompt_condition import is_known
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -234,5 +234,5 @@ class Tokenizer:
         return [*self._processor.encode(text), END]
 
     def knows(self, ids: Sequence[int]) -> bool:
-        """Whether it knows a word of a text with these ids (`prompt_set.is_known`)."""
+        """Whether it knows a word of a text with these ids (`prompt_condition.is_known`)."""
         return is_known(ids[:-1], self._processor.unk_id(), self._processor.decode)

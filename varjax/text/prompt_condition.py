@@ -64,7 +64,7 @@ def read_arrays(
     return arrays
 
 
-class PromptSet:
+class PromptCondition:
     """Base of conditions that are P prompts for N images.
 
     lens: tokens of each prompt [P]. prompts: the texts, where known. numbers: the prompt of every
