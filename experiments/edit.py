@@ -274,7 +274,7 @@ def draw(edit: Edit, generator: Generator) -> Edited:
     return editor.in_masks(edit.condition, edit.pictures, edit.drawn, seed=edit.seed, **how)
 
 
-def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:
+def write_edit(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:
     """Write all results into the final folder and return the report."""
     kept = edited.kept
     order = edit.plan.geometry.schedule
@@ -305,7 +305,7 @@ def main(argv: list[str]) -> None:
     with store.working():
         generator = edit.generator(model, edit.plan, edit.program.kv_dtype, keep_logits=False)
         edited = draw(edit, generator)
-        report = write(edit, edited, generator, store)
+        report = write_edit(edit, edited, generator, store)
     same = report["tokens_of_the_picture"]
     print(f"{len(edit.pictures)} edits, {same:.1%} of the tokens are the picture's")
     print(f"written to {store.out}")

@@ -90,7 +90,7 @@ def join_run(out: pathlib.Path, found: list[FinishedPart]) -> str:
     ]
     if arrays[0]:
         report["fidelity"] = results.fidelity(metrics.joined(arrays), drawn[0].content["judges"])
-    files.write(store, Shown.from_json(found[0].content["shown"]), report)
+    files.write_run(store, Shown.from_json(found[0].content["shown"]), report)
     return results.summary(report, out)
 
 
@@ -125,13 +125,13 @@ def join_sweep(out: pathlib.Path, found: list[FinishedPart]) -> str:
             )
     calibration = first.arrays.get("calibration")
     copy = None if calibration is None else calibration.tobytes()
-    report = tables.write(out, parts.files_of_parts, frame, held, copy)
+    report = tables.write_tables(out, parts.files_of_parts, frame, held, copy)
     return tables.markdown_rows(report)
 
 
 def main(argv: list[str]) -> None:
     out = check_place(OUT.value, flag="OUT")
-    found = parts.read(out)
+    found = parts.read_parts(out)
     join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
     with contextlib.ExitStack() as stack:  # keeps other processes out of all parts
         for part in found:

@@ -174,7 +174,7 @@ def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | Non
 def is_written(store: PartStore) -> bool:
     """Return whether a part says that it is finished."""
     with contextlib.suppress(Damaged, OSError):
-        batch_files.read(store.work.path / PART)
+        batch_files.read_batch(store.work.path / PART)
         return batch_files.settings_of(store.work.path / PART) == store.work.digest
     return False
 
@@ -189,7 +189,7 @@ class FinishedPart:
     arrays: Mapping[str, np.ndarray]
 
 
-def read(out: pathlib.Path) -> list[FinishedPart]:
+def read_parts(out: pathlib.Path) -> list[FinishedPart]:
     """Return all parts of a folder, in order.
 
     Raises:

@@ -282,7 +282,7 @@ def compute(job: Evaluation, store: BatchStore, stop: Stop) -> None:
                 sets.extract(job.comparison, name, store, program, stop)
 
 
-def write(job: Evaluation, store: BatchStore) -> None:
+def write_metrics(job: Evaluation, store: BatchStore) -> None:
     """Write metrics.json and per_image.npz from what is computed, and print the summary."""
     found: dict = {}
     per_image = None
@@ -292,7 +292,8 @@ def write(job: Evaluation, store: BatchStore) -> None:
         figures, summaries = sets.measure(job.comparison, store)
         found |= figures
         if STATISTICS.value:
-            references.write(pathlib.Path(STATISTICS.value), summaries, job.comparison.notes)
+            file = pathlib.Path(STATISTICS.value)
+            references.write_statistics(file, summaries, job.comparison.notes)
     recipe = job.recipe() | environment(scipy)
     files = ["metrics.json", *(["per_image.npz"] if per_image is not None else [])]
     content = {**found, "remarks": list(job.remarks), "recipe": recipe, "files": files}
@@ -319,7 +320,7 @@ def main(argv: list[str]) -> None:
                 compute(job, store, stop)
             with processes.together():
                 if processes.is_first():
-                    write(job, store)
+                    write_metrics(job, store)
     except Stopped as stopped:
         say(f"ended by SIGTERM: {stopped}")
 

@@ -251,7 +251,7 @@ def _text_lines(path: Path) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        data = ordinary.read(path, LARGEST_FILE)
+        data = ordinary.read_file(path, LARGEST_FILE)
     except OSError as error:
         raise UserError(f"cannot read the prompts in {path}: {error.strerror}") from None
     try:

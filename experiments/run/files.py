@@ -53,7 +53,7 @@ class Shown:
         return cls(**found)
 
 
-def write(store: BatchStore, shown: Shown, report: dict) -> None:
+def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)

@@ -134,7 +134,7 @@ def resolve() -> Sweep:
 def main(argv: list[str]) -> None:
     sweep = DISTRIBUTED.resolve(resolve)
     say(plan.show_sizes(sweep))
-    calibration = sweep.calibration and ordinary.read(
+    calibration = sweep.calibration and ordinary.read_file(
         sweep.calibration, calibration_lib.LARGEST_FILE
     )  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
@@ -155,7 +155,7 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
             if processes.is_first():
                 results = CellRunner(sweep, store).all_results()
                 made = tables.frame(sweep), results, calibration
-                report = tables.write(store.out, store.replaces, *made)
+                report = tables.write_tables(store.out, store.replaces, *made)
                 store.close()
                 print(tables.markdown_rows(report))
                 print(f"written to {store.out}", file=sys.stderr)
@@ -177,8 +177,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}
         held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}
-        content = {**part, "frame": tables.frame(sweep)}
-        batch_files.write(store.work.path / batch_files.PART, store.work.digest, held, content)
+        told = {**part, "frame": tables.frame(sweep)}
+        batch_files.write_batch(store.work.path / batch_files.PART, store.work.digest, held, told)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 

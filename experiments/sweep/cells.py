@@ -119,7 +119,7 @@ class CellRunner:
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
         if processes.is_first():
-            batch_files.write(self.path(cell), self.store.work.digest, arrays, row)
+            batch_files.write_batch(self.path(cell), self.store.work.digest, arrays, row)
 
     def results(self, cell: Cell) -> dict | None:
         """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must

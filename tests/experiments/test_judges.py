@@ -56,7 +56,7 @@ def test_run_sweep_and_report(call, judged, tmp_path):
     sweep = ("--policies=streaming", "--budgets=0.3", "--samples=4", f"--out={out}")
     status, text, err = call("sweep", *shared, *sweep)
     assert status == 0 and "| LPIPS | class agreement | feature distance |" in text, err
-    report, samples, _ = sweep_files.read(out)
+    report, samples, _ = sweep_files.read_sweep(out)
     guessed, theirs = labels_found(_path(model), samples["full"])
     assert close["class_agreement_full"] == (guessed == [3, 7, 7, 1]).mean()
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)

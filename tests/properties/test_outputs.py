@@ -94,7 +94,7 @@ def sound_batches(work: Path) -> set[tuple[str, int]]:
             drawn = {**runs.batch(name, index), "index": index}
             path = work / f"{name}-{start:08d}.npz"
             with contextlib.suppress(Damaged, OSError):
-                arrays = batch_files.read(path)
+                arrays = batch_files.read_batch(path)
                 if arrays.keys() == drawn.keys() and all(
                     same(arrays[key], drawn[key]) for key in drawn
                 ):
@@ -145,7 +145,7 @@ def test_batches_are_read_as_they_were_written_or_not_at_all(example, draw):
     sound = (example.sound[6] / "full-00000000.npz").read_bytes()
     path.write_bytes(draw.draw(mutations.damaged_bytes(sound) | mutations.damaged_zip(sound)))
     try:
-        arrays = batch_files.read(path)
+        arrays = batch_files.read_batch(path)
         runs.SERIES["full"].check(0, arrays)
     except Damaged:
         return

@@ -39,7 +39,7 @@ class PromptTokenizer:
             )
         module = require("tokenizers", extra="text", purpose="turning prompts into token ids")
         try:
-            text = ordinary.read(self.path, LARGEST_FILE).decode("utf-8")
+            text = ordinary.read_file(self.path, LARGEST_FILE).decode("utf-8")
             self._tokenizer = module.Tokenizer.from_str(text)
             model = json.loads(text)["model"]  # a Unigram names its unknown token by the id
             token = model.get("unk_token")

@@ -211,7 +211,7 @@ class Tokenizer:
             raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
         self._processor = module.SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(ordinary.read(path, LARGEST_FILE))
+            self._processor.LoadFromSerializedProto(ordinary.read_file(path, LARGEST_FILE))
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(

@@ -172,7 +172,7 @@ class StageFolder(contextlib.AbstractContextManager):
         if not processes.is_first():
             return
         path, kept = self.path / HISTORY, []
-        data = ordinary.read(path, LARGEST_HISTORY) if path.exists() else b""
+        data = ordinary.read_file(path, LARGEST_HISTORY) if path.exists() else b""
         for line in data.decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
