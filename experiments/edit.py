@@ -106,13 +106,14 @@ class Edit(Generation):
 
     def describe(self) -> dict:
         if self.by_text:
-            how = vars(self.by_text)
+            asked = vars(self.by_text)
         else:
-            how = {
+            asked = {
                 "mask_sha256": hashlib.sha256(self.drawn[0].tobytes()).hexdigest(),
                 "drawn_pixels": float(self.drawn[0].mean()),
+                "paste": PASTE.value,
+                "feather": FEATHER.value,
             }
-            how |= {"paste": PASTE.value, "feather": FEATHER.value}
         return {
             **super().describe(),
             "policy": self.policy.name,
@@ -121,7 +122,7 @@ class Edit(Generation):
             "edit": {
                 "image_sha256": hashlib.sha256(self.pictures[0].tobytes()).hexdigest(),
                 "edits": len(self.pictures),
-                **how,
+                **asked,
             },
         }
 
@@ -270,8 +271,10 @@ def draw(edit: Edit, generator: Generator) -> Edited:
     if edit.by_text:
         features = edit.condition.features
         return editor.by_text(features, edit.pictures, edit.by_text, seed=edit.seed)
-    how = {"paste": PASTE.value, "feather": FEATHER.value}
-    return editor.in_masks(edit.condition, edit.pictures, edit.drawn, seed=edit.seed, **how)
+    paste, feather = PASTE.value, FEATHER.value
+    return editor.in_masks(
+        edit.condition, edit.pictures, edit.drawn, seed=edit.seed, paste=paste, feather=feather
+    )
 
 
 def write_edit(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:

@@ -97,9 +97,10 @@ class CellRunner:
     ) -> dict[str, jax.Array]:
         """Return the results of images `index` with tokens [N, L, ...] of the first scales given;
         None: of all."""
-        options = {"given": given, "given_scales": scales, "keep_cache": False}
-        options |= {"seed": self.sweep.seed}
-        return program.run_images(self.sweep.condition, index, **options)[0]
+        condition, seed = self.sweep.condition, self.sweep.seed
+        return program.run_images(
+            condition, index, seed=seed, given=given, given_scales=scales, keep_cache=False
+        )[0]
 
     def _time(self, program: Generator) -> None:
         """Run a program until it was timed often enough."""

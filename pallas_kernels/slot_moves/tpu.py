@@ -143,9 +143,10 @@ def _product(comes, buffer):
     """int32 [C, W]: the lower 16 bits are those of what comes to every slot; 0: nothing comes."""
     pair = [(buffer >> 8) & 0xFF, buffer & 0xFF, jnp.ones_like(buffer)]
     pair = jnp.concatenate([a.astype(jnp.float32) for a in pair]).astype(jnp.bfloat16)
-    # one pass is exact; a precision that the user set would not compile
-    options = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
-    found = jax.lax.dot_general(comes, pair, (((1,), (0,)), ((), ())), **options)
+    once = jax.lax.Precision.DEFAULT  # is exact; a precision that the user set would not compile
+    found = jax.lax.dot_general(
+        comes, pair, (((1,), (0,)), ((), ())), precision=once, preferred_element_type=jnp.float32
+    )
     return jax.lax.bitcast_convert_type(found, jnp.int32)
 
 

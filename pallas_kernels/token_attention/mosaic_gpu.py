@@ -80,13 +80,10 @@ def store_and_attend(
     may take."""
     elsewhere = query.probe is not None and not scores_on_the_way(slots)
     if elsewhere or slots.scale is not None or query.q.shape[-1] not in STORED:
-        options = {"interpret": interpret, "step": step, "programs": programs}
-        return _in_two_steps(query, slots, token, **options)
+        alone = partial(attend, interpret=interpret, step=step, programs=programs)
+        return reference.in_two_steps(alone, reference.scores)(query, slots, token)
     out, mass, pool, scores = _attend(query, slots, token, interpret, step, programs)
     return out, replace(slots, pool=pool, mass=mass, scores=scores)
-
-
-_in_two_steps = reference.in_two_steps(attend, reference.scores)
 
 
 def _attend(query, slots, token, interpret, step: int | None, programs: int | None):

@@ -184,8 +184,10 @@ class T5Encoder(nnx.Module):
 
     def _einsum(self, subscripts: str, *factors: Array) -> Array:
         """A product of factors in the type of the weights, with float32 sums."""
-        how = {"precision": self._precision, "preferred_element_type": jnp.float32}
-        return jnp.einsum(subscripts, *(a.astype(self.dtype) for a in factors), **how)
+        cast = (a.astype(self.dtype) for a in factors)
+        return jnp.einsum(
+            subscripts, *cast, precision=self._precision, preferred_element_type=jnp.float32
+        )
 
     @property
     def _precision(self) -> jax.lax.Precision | None:
