@@ -1,5 +1,5 @@
 """Rules for the tensors of language models of the Llama family:
-`varjax.models.llama.decoder.Block`, whose layers are stacked.
+`varjax.models.llama.decoder.LlamaBlock`, whose layers are stacked.
 
 Published queries, keys and values are one product here, and so are gates and what they let through.
 """

@@ -34,7 +34,7 @@ def products(request, monkeypatch):
     def few(self, implementation):
         return TokenProducts(self.config, self.dtype, request.param, self.halves)
 
-    monkeypatch.setattr(decoder.Decoder, "token_products", few)
+    monkeypatch.setattr(decoder.LlamaDecoder, "token_products", few)
     jax.clear_caches()  # programs of other tests are not those of these products
 
 

@@ -119,7 +119,7 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends)
 
 
-class Block(nnx.Module):
+class VARBlock(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `VAR`."""
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
@@ -166,7 +166,7 @@ class VAR(NextScaleTransformer):
         self.word_embedding = linear(config.z_channels, width, kernel_init=_normal(std))
         if config.shared_aln:
             self.shared_modulation = linear(width, 6 * width, kernel_init=_normal(std))
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: VARBlock(config, rngs=r), config.depth, rngs)
         self.head_modulation = linear(width, 2 * width, kernel_init=_normal(0.5 * std))
         self.head = linear(width, config.vocab_size, kernel_init=_normal(0.02 * std))
 
@@ -227,7 +227,7 @@ class VAR(NextScaleTransformer):
 
     def project(
         self,
-        block: Block,
+        block: VARBlock,
         modulation: Float[Array, "R 6 D"],
         shared: None,
         x: Float[Array, "R T D"],
@@ -245,11 +245,11 @@ class VAR(NextScaleTransformer):
         bits = self.bits
         return bits is None or (self.model_axis is None and bits.dtype != np.int8)
 
-    def project_stream(self, block: Block, vectors: Vectors, x: Stream):
+    def project_stream(self, block: VARBlock, vectors: Vectors, x: Stream):
         h, x = x.normalized(vectors, 2, 4, self.config.norm_eps)
         return self._projection(block, h), x
 
-    def _projection(self, block: Block, h: Float[Array, "R T D"] | Rows8) -> Projection:
+    def _projection(self, block: VARBlock, h: Float[Array, "R T D"] | Rows8) -> Projection:
         config = self.config
         projection = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
@@ -258,7 +258,7 @@ class VAR(NextScaleTransformer):
 
     def post_attention(
         self,
-        block: Block,
+        block: VARBlock,
         modulation: Float[Array, "R 6 D"] | Vectors,
         shared: None,
         x: Float[Array, "R T D"] | Stream,
