@@ -35,7 +35,7 @@ class Damaged(Exception):
     """Description of what is wrong with a file."""
 
 
-def write(
+def write_batch(
     path: pathlib.Path,
     settings: str,
     arrays: Mapping[str, np.ndarray],
@@ -52,11 +52,11 @@ def write(
         np.savez(file, **arrays, **{SEAL: np.array(_seal(arrays))})
 
 
-def read(path: pathlib.Path) -> dict[str, np.ndarray]:
+def read_batch(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Return the arrays of a file.
 
     Raises:
-      Damaged: `write` did not write this file under this name, or it was changed since.
+      Damaged: `write_batch` did not write this file under this name, or it was changed since.
       OSError: there is no file.
     """
     arrays = _load(path)
@@ -69,14 +69,14 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def read_with(path: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return (JSON data, arrays) of a file. Raises the errors of `read`."""
-    arrays = read(path)
+    """Return (JSON data, arrays) of a file. Raises the errors of `read_batch`."""
+    arrays = read_batch(path)
     return parse_json(bytes(arrays.pop(CONTENT)).decode("utf-8", "surrogatepass")), arrays
 
 
 def settings_of(path: pathlib.Path) -> str:
     """Return the digest of the settings that a file was made with; no other array is read. Raises
-    the errors of `read`."""
+    the errors of `read_batch`."""
     found = _load(path, {SETTINGS})
     if SETTINGS not in found:
         raise Damaged("it does not say what it is")

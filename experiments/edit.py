@@ -108,13 +108,14 @@ class Edit(Generation):
 
     def describe(self) -> dict:
         if self.by_text:
-            how = vars(self.by_text)
+            asked = vars(self.by_text)
         else:
-            how = {
+            asked = {
                 "mask_sha256": hashlib.sha256(self.drawn[0].tobytes()).hexdigest(),
                 "drawn_pixels": float(self.drawn[0].mean()),
+                "paste": PASTE.value,
+                "feather": FEATHER.value,
             }
-            how |= {"paste": PASTE.value, "feather": FEATHER.value}
         return {
             **super().describe(),
             "policy": self.policy.name,
@@ -123,7 +124,7 @@ class Edit(Generation):
             "edit": {
                 "image_sha256": hashlib.sha256(self.pictures[0].tobytes()).hexdigest(),
                 "edits": len(self.pictures),
-                **how,
+                **asked,
             },
         }
 
@@ -272,11 +273,13 @@ def draw(edit: Edit, generator: Generator) -> Edited:
     if edit.by_text:
         features = edit.condition.features
         return editor.by_text(features, edit.pictures, edit.by_text, seed=edit.seed)
-    how = {"paste": PASTE.value, "feather": FEATHER.value}
-    return editor.in_masks(edit.condition, edit.pictures, edit.drawn, seed=edit.seed, **how)
+    paste, feather = PASTE.value, FEATHER.value
+    return editor.in_masks(
+        edit.condition, edit.pictures, edit.drawn, seed=edit.seed, paste=paste, feather=feather
+    )
 
 
-def write(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:
+def write_edit(edit: Edit, edited: Edited, generator: Generator, store: BatchStore) -> dict:
     """Write all results into the final folder and return the report."""
     kept = edited.kept
     order = edit.plan.geometry.schedule
@@ -307,7 +310,7 @@ def main(argv: list[str]) -> None:
     with store.working():
         generator = edit.generator(model, edit.plan, edit.program.kv_dtype, keep_logits=False)
         edited = draw(edit, generator)
-        report = write(edit, edited, generator, store)
+        report = write_edit(edit, edited, generator, store)
     same = report["tokens_of_the_picture"]
     print(f"{len(edit.pictures)} edits, {same:.1%} of the tokens are the picture's")
     print(f"written to {store.out}")

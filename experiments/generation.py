@@ -96,7 +96,7 @@ class ProgramOptions:
         name = self.attention or implementations.preferred()
         kernels = name in implementations.PLATFORMS
         if self.attention is None and name == "tpu":
-            from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
+            from pallas_kernels.shared.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
             kernels = plan.block_size >= min(BLOCK_SIZES)
         text = getattr(condition, "padded_length", None)

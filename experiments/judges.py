@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer, UInt8
 
 from experiments.cli.flags import about
 from experiments.evaluation import extractors, metrics
-from experiments.evaluation.extractors import Network, Program
+from experiments.evaluation.extractors import CompiledNetwork, Network
 from varjax.model import Model
 
 Pictures = UInt8[np.ndarray, "N H W 3"]
@@ -28,7 +28,7 @@ class Judges:
     lpips: Network | None = None
     classifier: Network | None = None
     batch_size: int = extractors.CPU_BATCH
-    _programs: dict[tuple[Network, tuple[int, int]], Program] = field(default_factory=dict)
+    _programs: dict[tuple[Network, tuple[int, int]], CompiledNetwork] = field(default_factory=dict)
 
     def describe(self) -> dict:
         """Return which networks they are, for reports."""
@@ -61,7 +61,7 @@ class Judges:
     def _run(self, network: Network, *pictures: Pictures) -> dict[str, np.ndarray]:
         key = network, pictures[0].shape[1:3]
         if key not in self._programs:
-            self._programs[key] = Program(*key, self.batch_size)
+            self._programs[key] = CompiledNetwork(*key, self.batch_size)
         program = self._programs[key]
         starts = range(0, len(pictures[0]), program.batch_size)
         batches = (tuple(x[i : i + program.batch_size] for x in pictures) for i in starts)

@@ -22,7 +22,7 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags
 from experiments.evaluation import metrics
 from experiments.output import BatchStore
-from experiments.parts import Part, PartStore
+from experiments.parts import FinishedPart, PartStore
 from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
@@ -45,7 +45,7 @@ class JoinedStore(BatchStore):
     """The batches of all parts, as `experiments.run.files` takes them. `UserError` unless all
     images are there."""
 
-    def __init__(self, out: pathlib.Path, found: Sequence[Part]):
+    def __init__(self, out: pathlib.Path, found: Sequence[FinishedPart]):
         self.out, self.work, self.replaces = out, found[0].work, parts.files_of_parts
         said = found[0].content
         count, size = said["count"], said["batch_size"]
@@ -72,7 +72,7 @@ class JoinedStore(BatchStore):
         """The parts went when the results took their place."""
 
 
-def join_run(out: pathlib.Path, found: list[Part]) -> str:
+def join_run(out: pathlib.Path, found: list[FinishedPart]) -> str:
     """Write the results of a run in place of its parts; return the lines to print."""
     store = JoinedStore(out, found)
     # the report of the first part that drew images, with the devices and the runs of all
@@ -90,14 +90,14 @@ def join_run(out: pathlib.Path, found: list[Part]) -> str:
     ]
     if arrays[0]:
         report["fidelity"] = results.fidelity(metrics.joined(arrays), drawn[0].content["judges"])
-    files.write(store, Shown.from_json(found[0].content["shown"]), report)
+    files.write_run(store, Shown.from_json(found[0].content["shown"]), report)
     return results.summary(report, out)
 
 
 # --- parts of a sweep ---
 
 
-def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
+def join_sweep(out: pathlib.Path, found: list[FinishedPart]) -> str:
     """Write the results of a sweep in place of its parts; return the table."""
     first, frame = found[0], found[0].content["frame"] | {"device": parts.device_of(found)}
     held: dict[str, dict] = {}
@@ -125,13 +125,13 @@ def join_sweep(out: pathlib.Path, found: list[Part]) -> str:
             )
     calibration = first.arrays.get("calibration")
     copy = None if calibration is None else calibration.tobytes()
-    report = tables.write(out, parts.files_of_parts, frame, held, copy)
+    report = tables.write_tables(out, parts.files_of_parts, frame, held, copy)
     return tables.markdown_rows(report)
 
 
 def main(argv: list[str]) -> None:
     out = check_place(OUT.value, flag="OUT")
-    found = parts.read(out)
+    found = parts.read_parts(out)
     join = {"run": join_run, "sweep": join_sweep}[found[0].content["command"]]
     with contextlib.ExitStack() as stack:  # keeps other processes out of all parts
         for part in found:

@@ -174,7 +174,7 @@ class BatchStore:
         return found
 
     def _read(self, series: str, start: int) -> dict[str, np.ndarray]:
-        arrays = batch_files.read(self._path(series, start))
+        arrays = batch_files.read_batch(self._path(series, start))
         self.series[series].check(start, arrays)
         return arrays
 
@@ -201,7 +201,7 @@ class BatchStore:
             return
         start, arrays = int(index[0]), {"index": index, **results}
         self.series[series].check(start, arrays)
-        batch_files.write(self._path(series, start), self.work.digest, arrays)
+        batch_files.write_batch(self._path(series, start), self.work.digest, arrays)
         self._files[series][start] = range(start, start + len(index))
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:

@@ -174,13 +174,13 @@ def check_parts_folder(out: pathlib.Path, count: int | None = None) -> int | Non
 def is_written(store: PartStore) -> bool:
     """Return whether a part says that it is finished."""
     with contextlib.suppress(Damaged, OSError):
-        batch_files.read(store.work.path / PART)
+        batch_files.read_batch(store.work.path / PART)
         return batch_files.settings_of(store.work.path / PART) == store.work.digest
     return False
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FinishedPart:
     """A finished part. content: JSON data that it says, and arrays."""
 
     shard: Shard
@@ -189,7 +189,7 @@ class Part:
     arrays: Mapping[str, np.ndarray]
 
 
-def read(out: pathlib.Path) -> list[Part]:
+def read_parts(out: pathlib.Path) -> list[FinishedPart]:
     """Return all parts of a folder, in order.
 
     Raises:
@@ -233,7 +233,7 @@ def again(folder: pathlib.Path) -> str:
     return f"start its command again (--shard={index}/{count}), which makes what is missing"
 
 
-def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
+def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> FinishedPart:
     work = WorkFolder(folder, settings)
     work.check(overwrite=True)  # nothing else than files of runs
     if conflict := work.conflict():
@@ -249,10 +249,10 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> Part:
         raise UserError(
             f"{folder / PART} is damaged ({error!s:.200}): remove it and {again(folder)}"
         ) from None
-    return Part(shard, work, content, arrays)
+    return FinishedPart(shard, work, content, arrays)
 
 
-def device_of(parts: list[Part]) -> str:
+def device_of(parts: list[FinishedPart]) -> str:
     """Return the devices that made the parts, each kind once."""
     return "; ".join(dict.fromkeys(part.content["environment"]["device"] for part in parts))
 

@@ -131,8 +131,8 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
         sizing = replace(sizing, available=chip.memory, device=chip.name)
     else:
         sizing = replace(sizing, available=memory.available_bytes())
-    how = {"kernels": kernels, "platform": platform}
-    predict = partial(memory.predict, model, dtype=dtype, kv_dtype=kv_dtype, **how)
+    predict = partial(memory.predict, model, dtype=dtype, kv_dtype=kv_dtype)
+    predict = partial(predict, kernels=kernels, platform=platform)
     return replace(sizing, predict=lambda plan: predict(plan=plan, batch_size=batch_size).total)
 
 

@@ -23,7 +23,7 @@ from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
 from experiments.training import fine_tuning, loop, session
-from experiments.training.loop import Stopped
+from experiments.training.loop import TrainingStopped
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import FAMILIES, TrainingSettings, shown
 from varjax.errors import UserError
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> None:
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
     try:
         model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-    except Stopped as stopped:
+    except TrainingStopped as stopped:
         loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
         return
     if hosts.is_first():

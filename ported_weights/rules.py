@@ -1,6 +1,6 @@
 """The rule engine: rule tables say where every tensor of a checkpoint goes.
 
-A rule table is a list of `Rule`, `Ignore` and `Refuse`. Each source name matches exactly one entry.
+A rule table is a list of `Take`, `Ignore` and `Refuse`. Each source name matches exactly one entry.
 Each target parameter, and each slot and section of it, is filled exactly once. All problems are
 collected and reported in one error, first those of names and shapes, then those of values.
 """
@@ -33,7 +33,7 @@ MAX_CHECKED = 2**27  # elements of the largest ignored tensor whose values are r
 
 
 @dataclass(frozen=True)
-class Rule:
+class Take:
     r"""A tensor whose name matches `pattern` goes to the parameter `target`.
 
     Attributes:
@@ -149,16 +149,16 @@ class Rule:
         return name if re.fullmatch(self.pattern, name) else None
 
 
-def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
+def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Take]:
     """Return the rules for weight and bias of a linear layer."""
     return layer(pattern, target, "kernel", "linear", stack)
 
 
 def product(
     pattern: str, target: str, stack: Stack | None = None, section: Section | None = None
-) -> Rule:
+) -> Take:
     """Return the rule for a linear layer without bias."""
-    return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
+    return Take(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
 
 
 def layer(
@@ -168,11 +168,11 @@ def layer(
     transform: str | None,
     stack: Stack | None = None,
     section: Section | None = None,
-) -> list[Rule]:
+) -> list[Take]:
     """Return the rules for weight and bias of a layer. weight: what the target calls the weight."""
     return [
-        Rule(rf"{pattern}\.weight", f"{target}/{weight}", transform, stack, section=section),
-        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack, section=section),
+        Take(rf"{pattern}\.weight", f"{target}/{weight}", transform, stack, section=section),
+        Take(rf"{pattern}\.bias", f"{target}/bias", None, stack, section=section),
     ]
 
 
@@ -218,7 +218,7 @@ class Refuse:
         placement.problems.append(f"surplus: {match.string} ({self.reason})")
 
 
-Entry = Rule | Ignore | Refuse
+Entry = Take | Ignore | Refuse
 
 
 def path_of(pattern: str) -> str:
@@ -251,7 +251,7 @@ class Placement:
     """
 
     targets: Mapping
-    moves: list[tuple[str, Rule, str, int | None]] = field(default_factory=list)
+    moves: list[tuple[str, Take, str, int | None]] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -276,7 +276,7 @@ class Placement:
             if len(names) > 1:
                 self.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
         for target, leaf in self.targets.items():
-            makers = [r for r in rules if isinstance(r, Rule) and r.source_name(target)]
+            makers = [r for r in rules if isinstance(r, Take) and r.source_name(target)]
             if not makers:
                 self.problems.append(f"missing: {target} (no rule leads to it)")
                 continue

@@ -26,7 +26,7 @@ class Shape:
         return np.broadcast_to(np.zeros((), self.dtype), self.shape)
 
 
-def read(path: Path, name: str) -> dict[str, Shape]:
+def read_shapes(path: Path, name: str) -> dict[str, Shape]:
     """{parameter name: tensor} of one model in a `released_shapes.json.gz`."""
     shapes = json.loads(gzip.open(path).read())[name]
     return {n: Shape(tuple(shape)) for n, shape in shapes.items()}

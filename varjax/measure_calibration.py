@@ -1,5 +1,5 @@
 """Measure a model with the full cache: everything that policies calibrate with, in one pass over a
-few generated images. `Probe` is the policy that records it: it keeps everything."""
+few generated images. `CalibrationProbe` is the policy that records it: it keeps everything."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def measure(
     runs = integer("runs", runs, 1, 10**6)
     seed = check_seed(seed, runs)
     sampling = model.resolve_sampling(sampling)
-    generator = Generator(model, Probe(), sampling=sampling, batch_size=batch_size)
+    generator = Generator(model, CalibrationProbe(), sampling=sampling, batch_size=batch_size)
     means = []
     for run in range(runs):
         total = None
@@ -152,7 +152,7 @@ class ProbeRule(ScaleRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(Policy):
+class CalibrationProbe(Policy):
     """The full cache; every layer's state holds what was seen.
 
     Not registered: it is what `experiments.calibrate` runs.

@@ -44,7 +44,7 @@ class Kernel:
     copied: float = 0.0
 
 
-def read(module: Module) -> list[Kernel]:
+def read_kernels(module: Module) -> list[Kernel]:
     """All kernels of a program."""
     found = []
     for i, times in module.runs():
@@ -61,7 +61,7 @@ def counts(module: Module, cost: Cost) -> dict:
     """The kernels of a program as content of a JSON file: how many are started, the operations that
     start most of them, kernels of ours with FLOPs and bytes as they estimate full tables, and bytes
     of weights that are copied."""
-    found, sources, ours = read(module), Counter(), {}
+    found, sources, ours = read_kernels(module), Counter(), {}
     for k in found:
         sources[k.source] += 0 if k.ours else k.times
     for work, calls in cost.kernels.items():

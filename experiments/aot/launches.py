@@ -50,10 +50,10 @@ def read_dump(folder: Path, trips: Sequence[int | None]) -> Launches | None:
         return None
     recorded = path.with_name(f"{path.stem}_after_thunk_passes.txt")
     # without it nothing was recorded
-    return read((recorded if recorded.exists() else path).read_text(), trips)
+    return read_launches((recorded if recorded.exists() else path).read_text(), trips)
 
 
-def read(text: str, trips: Sequence[int | None]) -> Launches | None:
+def read_launches(text: str, trips: Sequence[int | None]) -> Launches | None:
     """The starts that a text lists, loops counted by their rounds; None if it lists other loops
     than `trips` has. A loop of unknown length counts once. Of branches the one counts that starts
     most."""

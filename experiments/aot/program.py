@@ -62,7 +62,7 @@ class DoesNotFit(Exception):
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """One compiled program; bytes are those of one device.
 
     memory: `jax.stages.Compiled.memory_analysis()`.
@@ -92,7 +92,7 @@ def compile_program(
     options: Mapping[str, bool | str],
     carried: Sequence[Carried],
     mesh: Mesh,
-) -> Program:
+) -> CompiledProgram:
     """Compile and measure a program.
 
     Args:
@@ -124,7 +124,7 @@ def compile_program(
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads, cost = times_read(traced.jaxpr)[: len(weights)], program_cost(traced.jaxpr)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
-    return Program(
+    return CompiledProgram(
         memory=stats,
         formats=compiled.input_formats,
         times_read=reads,
@@ -205,8 +205,8 @@ class Compilation:
     and `NotImplementedError` where a kernel cannot take the shapes.
     """
 
-    codes: Program
-    pixels: Program
+    codes: CompiledProgram
+    pixels: CompiledProgram
 
     def __init__(self, workload: Workload, chip: Chip, batch_size: int):
         self.workload, self.chip, self.batch_size = workload, chip, batch_size

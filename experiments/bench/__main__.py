@@ -162,14 +162,14 @@ def show_timings(name: str) -> int:
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
     print(measured.table(rows))
-    write({"device": device, "rows": rows})
+    write_results({"device": device, "rows": rows})
     failures = [row for row in rows if row["way"] == name and row["seconds"] is None]
     for row in failures:
         print("error: {way}: {operation} {shape}: {note}".format(**row), file=sys.stderr)
     return 1 if failures else 0
 
 
-def write(contents: dict) -> None:
+def write_results(contents: dict) -> None:
     """Put results into the file of --json, if it is given."""
     if JSON.path:
         told = {"jax": jax.__version__, "command": sys.argv} | contents
@@ -204,7 +204,7 @@ def show_check(name: str) -> int:
     right, refused = verdicts.count(measured.OK), verdicts.count(measured.REFUSED)
     told = f"{right} of {len(rows)} right" + f", {refused} refused" * bool(refused)
     print(f"{name} on {jax.devices()[0].device_kind}: {told}")
-    write({"implementation": name, "errors": rows})
+    write_results({"implementation": name, "errors": rows})
     return 0 if right and measured.WRONG not in verdicts else 1
 
 

@@ -42,7 +42,7 @@ from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.evaluation import extractors, protocols, references
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
@@ -272,7 +272,7 @@ def _mesh() -> MeshSpec:
 
 def compute(job: Evaluation, store: BatchStore, stop: processes.Stop) -> None:
     """Compute everything that is missing. `Stopped` if `stop` was asked meanwhile."""
-    make = lambda network, size: Program(network, size, job.batch_size, job.mesh)  # noqa: E731
+    make = lambda network, size: CompiledNetwork(network, size, job.batch_size, job.mesh)  # noqa: E731
     program = functools.cache(make)  # of a network for pictures of a size
     for name in store.series:
         if store.missing(name):
@@ -282,7 +282,7 @@ def compute(job: Evaluation, store: BatchStore, stop: processes.Stop) -> None:
                 sets.extract(job.comparison, name, store, program, stop)
 
 
-def write(job: Evaluation, store: BatchStore) -> None:
+def write_metrics(job: Evaluation, store: BatchStore) -> None:
     """Write metrics.json and per_image.npz from what is computed, and print the summary."""
     found: dict = {}
     per_image = None
@@ -292,7 +292,8 @@ def write(job: Evaluation, store: BatchStore) -> None:
         figures, summaries = sets.measure(job.comparison, store)
         found |= figures
         if STATISTICS.value:
-            references.write(pathlib.Path(STATISTICS.value), summaries, job.comparison.notes)
+            file = pathlib.Path(STATISTICS.value)
+            references.write_statistics(file, summaries, job.comparison.notes)
     recipe = job.recipe() | environment(scipy)
     files = ["metrics.json", *(["per_image.npz"] if per_image is not None else [])]
     content = {**found, "remarks": list(job.remarks), "recipe": recipe, "files": files}
@@ -319,7 +320,7 @@ def main(argv: list[str]) -> None:
                 compute(job, store, stop)
             with processes.together():
                 if hosts.is_first():
-                    write(job, store)
+                    write_metrics(job, store)
     except Stopped as stopped:
         say(f"ended by SIGTERM: {stopped}")
 

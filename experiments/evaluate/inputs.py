@@ -110,7 +110,7 @@ def _of_file(flag: str, path: pathlib.Path, fit: Fit | None) -> PictureSet:
     if set(PACKED) <= set(held):
         packed = PackedPictures(path, fit)
         return PictureSet(str(path), "npz file of packed pictures", packed)
-    statistics = references.read(path)
+    statistics = references.read_statistics(path)
     pictures = PictureArray(path) if ARRAY in held else None
     if pictures is None and statistics is None:
         raise UserError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.evaluate.inputs import PictureSet
 from experiments.evaluation import metrics, references
-from experiments.evaluation.extractors import WHERE_INCEPTION, Network, Program
+from experiments.evaluation.extractors import WHERE_INCEPTION, CompiledNetwork, Network
 from experiments.evaluation.statistics import (
     NEIGHBOURS,
     Gaussian,
@@ -29,7 +29,7 @@ AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
 NEEDED = DISTANCES | dict.fromkeys(NEIGHBOURHOODS, "pool") | {"is": "logits", AGREEMENT: "logits"}
 BLOCK = 2048  # rows that are added to the moments at a time
-ProgramOf = Callable[[Network, tuple[int, int]], Program]  # for pictures of a size (height, width)
+ProgramOf = Callable[[Network, tuple[int, int]], CompiledNetwork]  # of a size (height, width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,7 +172,7 @@ def _unit(images):
     return images.astype(np.float32) / 255
 
 
-class Program:
+class CompiledNetwork:
     """A network compiled for batches of pictures of one size, over the devices of a mesh.
 
     size: (height, width).

@@ -73,7 +73,7 @@ class Statistics:
         return found
 
 
-def read(path: Path) -> Statistics | None:
+def read_statistics(path: Path) -> Statistics | None:
     """Read the statistics of a file; None if it holds none.
 
     Raises:
@@ -117,7 +117,9 @@ def _gaussian(path: Path, name: str, mean, other: str, covariance) -> Gaussian:
     return Gaussian(mean, (covariance + covariance.T) / 2)
 
 
-def write(path: Path, gaussians: Mapping[str, Gaussian], notes: Mapping[str, str]) -> None:
+def write_statistics(
+    path: Path, gaussians: Mapping[str, Gaussian], notes: Mapping[str, str]
+) -> None:
     """Write a file that this module and the published evaluators read."""
     arrays: dict[str, np.ndarray] = {}
     for name, gaussian in gaussians.items():

@@ -8,11 +8,11 @@ from absl.flags import FlagHolder
 
 from experiments.cli.flags import CommandFlags
 from experiments.prompts import sets
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from varjax.errors import UserError
 from varjax.text.encoder import negative_texts
 
-_OF_KIND = re.compile(rf"({'|'.join(kind.value for kind in Kind)}):(?=.)")
+_OF_KIND = re.compile(rf"({'|'.join(kind.value for kind in PromptFormat)}):(?=.)")
 _PATH = re.compile(r"\S*(/\S*|\.[A-Za-z]\w*)")  # no text of several words
 
 
@@ -24,7 +24,7 @@ class PromptFlags:
             "prompts",
             None,
             "Prompts: texts, or one file with a prompt per line, or a published set (KIND:FILE for "
-            f"another kind than it looks like: {', '.join(kind.value for kind in Kind)}).",
+            f"another kind than it looks like: {', '.join(kind.value for kind in PromptFormat)}).",
         )
         self._negative = flags.texts(
             "negative_prompts", None, "Texts, or a file, that guidance leads away from: one or all."
@@ -39,7 +39,7 @@ class PromptFlags:
     def read_negative(self, prompts: PromptSet) -> PromptSet | None:
         """Return one text for each prompt or one for all; None if none are given. Raises the errors
         of `sets.read_prompts` and `negative_texts`."""
-        found = _read(self._negative, Kind.LINES)
+        found = _read(self._negative, PromptFormat.LINES)
         if found is not None:
             negative_texts(found.texts, len(prompts), found.names)
         return found
@@ -75,7 +75,7 @@ def plain(texts: Sequence[str], names: Sequence[str]) -> PromptSet:
     """Return texts that come from no file as a prompt set. names: how messages call them."""
     given = enumerate(zip(texts, names, strict=True))
     prompts = (Prompt(text, f"{i:05d}", name) for i, (text, name) in given)
-    return PromptSet(tuple(prompts), Kind.LINES, 1)
+    return PromptSet(tuple(prompts), PromptFormat.LINES, 1)
 
 
 def _read(holder: FlagHolder[list[str]], kind: str = sets.AUTO) -> PromptSet | None:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from experiments.json_text import json_text
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from varjax.errors import UserError, about, require
 from varjax.storage.atomic import new_file, write_text
 from varjax.storage.manifest import read_json
@@ -33,9 +33,9 @@ MANIFEST = "manifest.json"
 METADATA = "metadata.jsonl"
 JPEG_QUALITY = 95
 FILES = {
-    Kind.GENEVAL: "{name}/samples/{sample:04d}.png",
-    Kind.DPG: "{name}.png",
-    Kind.HPSV2: "{name}.jpg",
+    PromptFormat.GENEVAL: "{name}/samples/{sample:04d}.png",
+    PromptFormat.DPG: "{name}.png",
+    PromptFormat.HPSV2: "{name}.jpg",
 }
 TILES = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) in the order in which DPG-Bench cuts
 
@@ -55,12 +55,12 @@ def check_layout(
         name cannot be the name of a file, or is the name of another prompt.
       MissingExtra: without pillow.
     """
-    most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
+    most = {PromptFormat.HPSV2: 1, PromptFormat.DPG: len(TILES)}.get(prompt_set.kind)
     if most and images_per_prompt > most:
         raise UserError(
             f"{images_per_prompt} images per prompt: {prompt_set.kind} takes 1 to {most}"
         )
-    if prompt_set.kind is Kind.DPG and height != width:
+    if prompt_set.kind is PromptFormat.DPG and height != width:
         raise UserError(
             f"images of {height}x{width} pixels: the scorer of DPG-Bench cuts squares; choose a"
             " square aspect"
@@ -118,7 +118,7 @@ def image_files(folder: Path) -> set[str]:
         for file in (entry["file"] for entry in content["images"]):
             if file.startswith(f"{FOLDER}/"):
                 found.add(file)
-                if content["kind"] == Kind.GENEVAL:
+                if content["kind"] == PromptFormat.GENEVAL:
                     found.add(f"{file.rsplit('/', 2)[0]}/{METADATA}")
     except (UserError, KeyError, TypeError, AttributeError):  # none, or damaged
         return set()
@@ -126,12 +126,12 @@ def image_files(folder: Path) -> set[str]:
 
 
 def _write_prompt(
-    folder: Path, kind: Kind, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
+    folder: Path, kind: PromptFormat, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
 ) -> None:
     """Write the files of one prompt; of DPG-Bench a grid, where places without an image are
     black."""
     each, side = len(images), images.shape[1]
-    if kind is Kind.DPG and each > 1:
+    if kind is PromptFormat.DPG and each > 1:
         grid = np.zeros((2 * side, 2 * side, 3), np.uint8)
         for image, (row, column) in zip(images, TILES, strict=False):
             grid[row * side :, column * side :][:side, :side] = image
@@ -144,12 +144,12 @@ def _write_prompt(
         options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
         with new_file(path) as file:
             pillow.fromarray(image).save(file, **(options if is_jpeg else {"format": "PNG"}))
-    if kind is Kind.GENEVAL:
+    if kind is PromptFormat.GENEVAL:
         path = inside(folder, f"{prompt.name}/{METADATA}")
         write_text(path, json.dumps(prompt.metadata))
 
 
-def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
+def _file(kind: PromptFormat, prompt: Prompt, sample: int, each: int) -> str:
     """Return the path of an image below `images/`."""
     usual = "{name}.png" if each == 1 else "{name}_{sample}.png"
     return FILES.get(kind, usual).format(name=prompt.name, sample=sample)

@@ -28,7 +28,7 @@ from varjax.storage import ordinary
 from varjax.storage.manifest import parse_json
 
 
-class Kind(enum.StrEnum):
+class PromptFormat(enum.StrEnum):
     """Formats of prompt files; the values are those of the flag."""
 
     LINES = "lines"
@@ -40,8 +40,8 @@ class Kind(enum.StrEnum):
 
 
 AUTO = "auto"
-KINDS = (AUTO, *(kind.value for kind in Kind))
-IMAGES_PER_PROMPT = {Kind.GENEVAL: 4, Kind.DPG: 4}  # as published; others 1
+KINDS = (AUTO, *(kind.value for kind in PromptFormat))
+IMAGES_PER_PROMPT = {PromptFormat.GENEVAL: 4, PromptFormat.DPG: 4}  # as published; others 1
 HPSV2_STYLES = ("anime", "concept-art", "paintings", "photo")  # in the published order
 LARGEST_FILE = 2**27  # bytes; COCO's captions are 2**26
 MOST_PROMPTS = 10**6
@@ -67,7 +67,7 @@ class PromptSet:
     """Prompts in the order of their file."""
 
     prompts: tuple[Prompt, ...]
-    kind: Kind
+    kind: PromptFormat
     images_per_prompt: int
 
     def __len__(self) -> int:
@@ -95,10 +95,10 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
     choose("kind of prompts", kind, KINDS)
     if not path.exists():
         raise UserError(f"there is no prompt file or folder {path}")
-    found = _recognise(path) if kind == AUTO else Kind(kind)
-    if path.is_dir() and found not in (Kind.DPG, Kind.HPSV2):
+    found = _recognise(path) if kind == AUTO else PromptFormat(kind)
+    if path.is_dir() and found not in (PromptFormat.DPG, PromptFormat.HPSV2):
         raise UserError(f"{path} is a folder: prompts of the kind {found} are a file")
-    if path.is_file() and found is Kind.DPG:
+    if path.is_file() and found is PromptFormat.DPG:
         raise UserError(f"{path} is a file: prompts of DPG-Bench are a folder of .txt files")
     prompts = tuple(islice(_READERS[found](path), MOST_PROMPTS + 1))
     if not prompts:
@@ -108,9 +108,10 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
     return PromptSet(prompts, found, IMAGES_PER_PROMPT.get(found, 1))
 
 
-def _recognise(path: Path) -> Kind:
+def _recognise(path: Path) -> PromptFormat:
     if path.is_dir():
-        kinds = [Kind.DPG] * bool(_dpg_files(path)) + [Kind.HPSV2] * bool(_styles(path))
+        found = {PromptFormat.DPG: _dpg_files(path), PromptFormat.HPSV2: _styles(path)}
+        kinds = [kind for kind, files in found.items() if files]
         if len(kinds) == 1:
             return kinds[0]
         both, joint = ("both", "and") if kinds else ("neither", "nor")
@@ -121,13 +122,13 @@ def _recognise(path: Path) -> Kind:
     if path.suffix == ".json":
         content = _json(_read(path), path)
         if isinstance(content, list):
-            return Kind.HPSV2
+            return PromptFormat.HPSV2
         if isinstance(content, dict) and "annotations" in content:
-            return Kind.COCO
+            return PromptFormat.COCO
         raise UserError(
             f"{path} is neither a list of prompts (HPSv2) nor a COCO file with `annotations`"
         )
-    return Kind.GENEVAL if path.suffix == ".jsonl" else Kind.LINES
+    return PromptFormat.GENEVAL if path.suffix == ".jsonl" else PromptFormat.LINES
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -213,13 +214,13 @@ def _coco_captions(path: Path) -> list[Prompt]:
     return [prompts[key] for key in sorted(prompts)]
 
 
-_READERS: Mapping[Kind, Callable[[Path], Iterable[Prompt]]] = {
-    Kind.LINES: _lines,
-    Kind.GENEVAL: _geneval,
-    Kind.DPG: _dpg,
-    Kind.HPSV2: _hpsv2,
-    Kind.COCO: _coco,
-    Kind.COCO_CAPTIONS: _coco_captions,
+_READERS: Mapping[PromptFormat, Callable[[Path], Iterable[Prompt]]] = {
+    PromptFormat.LINES: _lines,
+    PromptFormat.GENEVAL: _geneval,
+    PromptFormat.DPG: _dpg,
+    PromptFormat.HPSV2: _hpsv2,
+    PromptFormat.COCO: _coco,
+    PromptFormat.COCO_CAPTIONS: _coco_captions,
 }
 
 
@@ -250,7 +251,7 @@ def _text_lines(path: Path) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        data = ordinary.read(path, LARGEST_FILE)
+        data = ordinary.read_file(path, LARGEST_FILE)
     except OSError as error:
         raise UserError(f"cannot read the prompts in {path}: {error.strerror}") from None
     try:

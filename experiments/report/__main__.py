@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         text = page.build_leaderboard(LEADERBOARD.value)
     else:
         folder = pathlib.Path(SWEEP.value)
-        report, samples, geometry = sweep_files.read(folder)
+        report, samples, geometry = sweep_files.read_sweep(folder)
         copy = folder / tables.CALIBRATION_COPY
         path = CALIBRATION.value or (copy if copy.is_file() else None)
         calibration = load_calibration(path, geometry) if path else None

@@ -152,7 +152,7 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
 def rows_of(folder: pathlib.Path) -> tuple[dict[str, str], list[dict]]:
     """Return ({what decides the numbers: its JSON}, rows of the table that have run) of a sweep.
     Bytes are per image. `UserError`: it is not finished, of another version, or damaged."""
-    report, _, _ = sweep_files.read(folder)
+    report, _, _ = sweep_files.read_sweep(folder)
     settings, versions = report["settings"], report["versions"]
     decides = {
         what: json.dumps({name: settings.get(name) for name in of}, sort_keys=True)

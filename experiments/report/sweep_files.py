@@ -23,12 +23,12 @@ LARGEST_REPORT = 2**26  # bytes of sweep.json
 LARGEST_SIDE = 16383  # pixels; the most that WebP takes
 
 
-def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
+def read_sweep(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     """Return (content of sweep.json, arrays of samples.npz, the model's geometry) of a sweep.
     `UserError` if it is not finished, was written by another version, or has damaged files."""
     name = REPORT
     try:
-        report = parse_json(ordinary.read(folder / REPORT, LARGEST_REPORT).decode("utf-8"))
+        report = parse_json(ordinary.read_file(folder / REPORT, LARGEST_REPORT).decode("utf-8"))
         json.dumps(report, ensure_ascii=False).encode()  # no page holds half of a surrogate pair
         version = report.get("format_version") if isinstance(report, dict) else None
         if version != tables.FORMAT_VERSION:

@@ -207,9 +207,10 @@ def generate_series(
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)
-    options = {"seed": run.seed, "given": given, "given_scales": run.given_scales}
     for index in missing:
-        results = generator.draw(run.condition, index, **options)
+        results = generator.draw(
+            run.condition, index, seed=run.seed, given=given, given_scales=run.given_scales
+        )
         store.add(series, index, run_results.kept(run, results))
         done += len(index)
         progress.update(done)

@@ -18,7 +18,7 @@ from experiments.batch_files import PIXELS
 from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from varjax.errors import MissingExtra
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.pictures import to_uint8
@@ -49,12 +49,12 @@ class Shown:
         found = {**content, "numbers": np.array(content["numbers"], np.int32)}
         if prompts := content["prompts"]:
             texts = tuple(Prompt(**prompt) for prompt in prompts["prompts"])
-            kind = Kind(prompts["kind"])
+            kind = PromptFormat(prompts["kind"])
             found["prompts"] = PromptSet(texts, kind, prompts["images_per_prompt"])
         return cls(**found)
 
 
-def write(store: BatchStore, shown: Shown, report: dict) -> None:
+def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)

@@ -70,7 +70,7 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     report = report_of(run, generator, store)
     if run.compare:
         report["fidelity"] = fidelity(compared(run, store), run.judges.describe())
-    files.write(store, shown(run), report)
+    files.write_run(store, shown(run), report)
     return report
 
 
@@ -174,7 +174,7 @@ def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
         "batch_size": main.batch_size,
         "series": list(store.series),
     }
-    batch_files.write(store.work.path / batch_files.PART, store.work.digest, arrays, content)
+    batch_files.write_batch(store.work.path / batch_files.PART, store.work.digest, arrays, content)
 
 
 # --- text -----------------------------------------------------------------------------------------

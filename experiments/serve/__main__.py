@@ -73,7 +73,8 @@ def read_key() -> str | None:
     if not API_KEY.value:
         return None
     with about(API_KEY):
-        lines = ordinary.read(API_KEY.value, LONGEST_KEY).decode("ascii", "replace").splitlines()
+        data = ordinary.read_file(API_KEY.value, LONGEST_KEY)
+        lines = data.decode("ascii", "replace").splitlines()
         key = lines[0].strip() if lines else ""
         if not key or not key.isascii() or not key.isprintable():
             raise UserError("its first line must be the key, printable ASCII")

@@ -127,8 +127,8 @@ class Programs:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _new_program(self, choice: Choice) -> Watched:
-        plan, options = self.plan_of(choice), {"keep_contents": True}
-        make = functools.partial(self._make, plan, choice.sampling, 1, **options)
+        plan = self.plan_of(choice)
+        make = functools.partial(self._make, plan, choice.sampling, 1, keep_contents=True)
         found = Watched(make)
         draw_nothing(found.generator)
         self._compiled += 1

@@ -45,7 +45,7 @@ from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
@@ -133,7 +133,7 @@ def resolve() -> Sweep:
 def main(argv: list[str]) -> None:
     sweep = DISTRIBUTED.resolve(resolve)
     say(plan.show_sizes(sweep))
-    calibration = sweep.calibration and ordinary.read(
+    calibration = sweep.calibration and ordinary.read_file(
         sweep.calibration, calibration_lib.LARGEST_FILE
     )  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
@@ -149,12 +149,12 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
         sweep = sweep.encoded()
     with store.working():
         with processes.Stop() as stop:
-            Runner(sweep, store, stop=stop).run()
+            CellRunner(sweep, store, stop=stop).run()
         with processes.together():
             if hosts.is_first():
-                results = Runner(sweep, store).all_results()
+                results = CellRunner(sweep, store).all_results()
                 made = tables.frame(sweep), results, calibration
-                report = tables.write(store.out, store.replaces, *made)
+                report = tables.write_tables(store.out, store.replaces, *made)
                 store.close()
                 print(tables.markdown_rows(report))
                 print(f"written to {store.out}", file=sys.stderr)
@@ -163,7 +163,7 @@ def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:
 def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None:
     """Run the cells of one part, and keep them for `experiments.merge`. Every part runs the full
     cache, which its cells are compared with."""
-    runner = Runner(sweep, store, store.shard)
+    runner = CellRunner(sweep, store, store.shard)
     said = f"{store.shard}: {len(runner.cells)} cells"
     every = (sweep.full, *runner.cells)
     if parts.is_written(store) and all(runner.results(cell) is not None for cell in every):
@@ -176,8 +176,8 @@ def make_part(sweep: Sweep, store: PartStore, calibration: bytes | None) -> None
         keys = list(runner.all_results())
         part = {"command": "sweep", "environment": environment(), "keys": keys}
         held = {} if calibration is None else {"calibration": np.frombuffer(calibration, np.uint8)}
-        content = {**part, "frame": tables.frame(sweep)}
-        batch_files.write(store.work.path / batch_files.PART, store.work.digest, held, content)
+        told = {**part, "frame": tables.frame(sweep)}
+        batch_files.write_batch(store.work.path / batch_files.PART, store.work.digest, held, told)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 

@@ -37,7 +37,7 @@ def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
     return folder / f"cell-{key}.npz"
 
 
-class Runner:
+class CellRunner:
     """Runs the cells of a sweep that its folder lacks. shard: of which part; None: all. stop:
     whether the system asks to end; None: nobody listens."""
 
@@ -96,9 +96,10 @@ class Runner:
     ) -> dict[str, jax.Array]:
         """Return the results of images `index` with tokens [N, L, ...] of the first scales given;
         None: of all."""
-        options = {"given": given, "given_scales": scales, "keep_cache": False}
-        options |= {"seed": self.sweep.seed}
-        return program.run_images(self.sweep.condition, index, **options)[0]
+        condition, seed = self.sweep.condition, self.sweep.seed
+        return program.run_images(
+            condition, index, seed=seed, given=given, given_scales=scales, keep_cache=False
+        )[0]
 
     def _time(self, program: Generator) -> None:
         """Run a program until it was timed often enough."""
@@ -118,7 +119,7 @@ class Runner:
     def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
         """Store the numbers and arrays of a cell, sealed (`batch_files`), in the first process."""
         if hosts.is_first():
-            batch_files.write(self.path(cell), self.store.work.digest, arrays, row)
+            batch_files.write_batch(self.path(cell), self.store.work.digest, arrays, row)
 
     def results(self, cell: Cell) -> dict | None:
         """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell. None if it must

@@ -243,7 +243,7 @@ def markdown(report: dict) -> str:
 # --- files ---
 
 
-def write(
+def write_tables(
     out: pathlib.Path,
     replaces: Written | None,
     found: dict,

@@ -216,7 +216,7 @@ def _unpack(
         )
     raw, files = data.tobytes(), list(pairwise(offsets))[:limit]
     named = ((raw[a:b], f"{path}, picture {i}") for i, (a, b) in enumerate(files))
-    found = (decoding.read(*one, image_size) for one in named)
+    found = (decoding.read_square(*one, image_size) for one in named)
     return decoding.together(found, len(files), image_size)
 
 

@@ -28,7 +28,7 @@ def library():
     return require("grain", extra="train", purpose="reading pictures while they are trained on")
 
 
-def read(source: Path | bytes, name: str, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
+def read_square(source: Path | bytes, name: str, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
     """Return the square in the middle of a picture. Arguments and errors are those of
     `read_picture`."""
     return fit_picture(read_picture(source, name, STORED), (image_size, image_size))
@@ -100,7 +100,7 @@ class InFiles:
         """Decode one. `UserError` if its file is damaged or gone."""
         copy, number = divmod(int(row), len(self.names))
         path = self.root / self.names[number]
-        found = read(path, str(path), self.image_size)
+        found = read_square(path, str(path), self.image_size)
         return moved(found, *MOVES[self.moves[number, copy - 1]]) if copy else found
 
     def __getitem__(self, rows: np.ndarray | slice) -> UInt8[np.ndarray, "n S S 3"]:

@@ -35,7 +35,7 @@ RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """The system has asked to end, and all steps so far are stored."""
 
     def __init__(self, stage: str, done: int, steps: int):
@@ -172,7 +172,7 @@ class StageFolder(contextlib.AbstractContextManager):
         if not hosts.is_first():
             return
         path, kept = self.path / HISTORY, []
-        data = ordinary.read(path, LARGEST_HISTORY) if path.exists() else b""
+        data = ordinary.read_file(path, LARGEST_HISTORY) if path.exists() else b""
         for line in data.decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
@@ -195,7 +195,7 @@ def run(
     Returns the final state.
 
     Raises:
-      Stopped: the system asked to end, by SIGTERM. A checkpoint is written.
+      TrainingStopped: the system asked to end, by SIGTERM. A checkpoint is written.
       UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
@@ -214,7 +214,7 @@ def run(
         with processes.Stop(start) as stop, hosts.answering():
             state = _loop(stage, folder, state, start, quiet, stop)
             if goes_on and stop.after_step():
-                raise Stopped(stage.name, stage.steps, stage.steps)
+                raise TrainingStopped(stage.name, stage.steps, stage.steps)
             return state
 
 
@@ -249,7 +249,7 @@ def _loop(
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state, jax.device_get(window))
         if stopped:
-            raise Stopped(stage.name, done, stage.steps)
+            raise TrainingStopped(stage.name, done, stage.steps)
     return state
 
 

@@ -53,7 +53,7 @@ def train(
     Many processes call it alike, and share the folder.
 
     Raises:
-      Stopped: the system asked to end, by SIGTERM; the same call goes on.
+      TrainingStopped: the system asked to end, by SIGTERM; the same call goes on.
       UserError: settings or data are wrong, or `out` cannot be used. Nothing is written then.
     """
     with processes.together():

@@ -32,7 +32,7 @@ FUNCTIONS = {
 }
 FINISH = {
     name: partial(importlib.import_module, f"pallas_kernels.{module}")
-    for name, module in (("reference", "projection"), ("mosaic", "mosaic_projection"))
+    for name, module in (("reference", "projection"), ("mosaic", "shared.mosaic_projection"))
 }
 TEXT = 256  # tokens of a text, which has two layers; the call is that of the last
 

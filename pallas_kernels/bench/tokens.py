@@ -42,10 +42,10 @@ def _attend_candidate(spec: ArgSpec, name: str) -> Candidate:
     return repeated(once, query.q, query, held)
 
 
-def _with_token(spec: ArgSpec, **options) -> tuple[Query, HeadSlots, NewToken]:
+def _with_token(spec: ArgSpec, query: Query, held: HeadSlots) -> tuple[Query, HeadSlots, NewToken]:
     """Arguments of storing a token."""
     rng, slot = np.random.default_rng(1), slots(spec) // 2
-    query, held = awaiting_token(*token_arguments(spec, **options), slot)
+    query, held = awaiting_token(query, held, slot)
     shape = spec.rows, spec.heads, spec.head_dim
     k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype) for _ in "kv")
     return query, held, NewToken(k, v, jnp.int32(slot))
@@ -59,7 +59,7 @@ def _store_candidate(spec: ArgSpec, name: str) -> Candidate:
         out, held = store_and_attend(query, held, token, implementation=name)
         return out, held.pool, held.scale
 
-    query, held, token = _with_token(spec, sums=False, poison=False)
+    query, held, token = _with_token(spec, *token_arguments(spec, sums=False, poison=False))
     return Candidate(step, (query.q, held.pool, held.scale), (query, held, token))
 
 
@@ -73,7 +73,7 @@ def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 def _store_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     """Errors of attention with the pool that the reference stores, and of what the slots of the
     pool mean; 0 and NaN are the same there."""
-    query, held, token = _with_token(spec)
+    query, held, token = _with_token(spec, *token_arguments(spec))
     run = jax.jit(store_and_attend, static_argnames="implementation")
     out, found = run(query, held, token, implementation=name)
     _, stored = run(query, held, token, implementation="reference")
@@ -199,10 +199,10 @@ def _logits(spec: ArgSpec) -> tuple[jax.Array, jax.Array, jax.Array | None]:
 
 
 def _sample(logits, noise, strength, name: str, zero=0):
-    options = {"tau": jnp.float32(0.7) + zero}
-    if strength is not None:
-        options["strength"] = strength + zero
-    return sample_api.sample(logits, noise, **options, **FILTERS, implementation=name)
+    tau, strength = jnp.float32(0.7) + zero, None if strength is None else strength + zero
+    return sample_api.sample(
+        logits, noise, tau=tau, strength=strength, **FILTERS, implementation=name
+    )
 
 
 def _sample_candidate(spec: ArgSpec, name: str) -> Candidate:

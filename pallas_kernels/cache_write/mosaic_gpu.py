@@ -20,11 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
-from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, V
 from pallas_kernels.refs import one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_projection import finished
 from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
 
 HALVES = range(2)  # key and value

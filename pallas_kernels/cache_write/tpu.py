@@ -30,11 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import estimates, tpu_operands
+from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.refs import Ref, Scalar
-from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
-from pallas_kernels.tpu_operands import (
+from pallas_kernels.shared import tpu_operands
+from pallas_kernels.shared.tpu_operands import (
     BLOCK_SIZES,
     LANES,
     block_of,
@@ -42,7 +42,8 @@ from pallas_kernels.tpu_operands import (
     in_parts,
     rounded,
 )
-from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
+from pallas_kernels.shared.tpu_projection import HeadGroups, OwnTokens, operands
+from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
 
 CHUNK = 128  # tokens that are converted at once
 KINDS = 2**KIND_BITS - 1  # the bits of an entry that are its kind
@@ -92,7 +93,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     writes = writes.with_packed()
-    heads = Heads.of(projection, writes)
+    heads = HeadGroups.of(projection, writes)
     table, table_spec = tpu_operands.table_rows(writes, heads)
     whole = (rounded(tokens, chunk), lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
@@ -160,7 +161,7 @@ def _check(projection, kv_pool) -> None:
 # --- vector memory ---
 
 
-def _scratch_shapes(lanes: TokenLanes, heads: Heads, pools: list[Array], padded: int) -> list:
+def _scratch_shapes(lanes: TokenLanes, heads: HeadGroups, pools: list[Array], padded: int) -> list:
     """Scratch memory: tokens of the heads at work, by part; a block, by part; two old and two new
     blocks (pool and scales); semaphores [old or new, which of the two]; counters."""
     # two old and two new blocks: one is on its way while the other is used
@@ -177,7 +178,7 @@ def _scratch_shapes(lanes: TokenLanes, heads: Heads, pools: list[Array], padded:
     ]
 
 
-def _vmem_limit(lanes: TokenLanes, heads: Heads, padded: int, projection) -> int | None:
+def _vmem_limit(lanes: TokenLanes, heads: HeadGroups, padded: int, projection) -> int | None:
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     row = heads.together * sum(rounded(width, LANES) for width in lanes.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
@@ -191,13 +192,13 @@ def _vmem_limit(lanes: TokenLanes, heads: Heads, padded: int, projection) -> int
 # --- the kernel ---
 
 
-def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int, dtype):
+def _kernel(_, table, *refs, lanes, heads: HeadGroups, chunk: int, given, pools: int, dtype):
     parts = len(lanes.parts)
     # pools as operands are not used: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
     entries = (table.shape[-1] - 2) // (1 + lanes.block_size)
-    stores = Stores(lanes, pl.program_id(0), entries, table, *state[:-1], *state[-1])
+    stores = StoredEntries(lanes, pl.program_id(0), entries, table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
@@ -256,7 +257,7 @@ def _quantized(
 
 
 @dataclass(frozen=True)
-class Stores:
+class StoredEntries:
     """The entries of some heads of one row, which are stored in order. A block is read, put
     together and written back; the next one and the last one are on their way meanwhile.
 

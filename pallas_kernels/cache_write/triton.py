@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.triton_operands import HeadTables, Tokens, check, row_spec
+from pallas_kernels.shared.triton_operands import HeadTables, Tokens, check, row_spec
 
 SLOTS = 64  # per program: of a bfloat16 tile with heads of 64, each of 128 threads holds 64 bytes
 WARPS = 4

@@ -37,9 +37,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import mosaic_gpu as cache_write
-from pallas_kernels.mosaic_products import (
+from pallas_kernels.projection import K, Q, V
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.mosaic_keys import (
+    Keys,
+    PoolHalf,
+    StoredBlocks,
+    fetch_all,
+    fetch_next,
+)
+from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
+from pallas_kernels.ragged_attention.reference import in_turn
+from pallas_kernels.refs import Ref, Scalar, one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import (
     LAYOUT,
     PER_COLUMN,
     PER_ROW,
@@ -51,7 +63,7 @@ from pallas_kernels.mosaic_products import (
     down,
     products,
 )
-from pallas_kernels.mosaic_projection import (
+from pallas_kernels.shared.mosaic_projection import (
     TURNED,
     TileMemory,
     Unfinished,
@@ -60,18 +72,6 @@ from pallas_kernels.mosaic_projection import (
     turn_scratch,
     turn_widths,
 )
-from pallas_kernels.projection import K, Q, V
-from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import (
-    Keys,
-    Part,
-    StoredBlocks,
-    fetch_all,
-    fetch_next,
-)
-from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
-from pallas_kernels.ragged_attention.reference import in_turn
-from pallas_kernels.refs import Ref, Scalar, one_number
 
 __all__ = ["attend", "attention_moments", "store_and_attend"]
 
@@ -230,7 +230,7 @@ def _attend_tiles(
     (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     group = jax.lax.axis_index("warpgroup")
     begin, count = shares.of_program(jax.lax.axis_index("program"))
-    parts = [Part(half, *refs) for half, refs in enumerate(parts)]
+    parts = [PoolHalf(half, *refs) for half, refs in enumerate(parts)]
     numbers = length[0], stored.layer[0]
 
     def keys_of(i) -> Keys:
@@ -317,7 +317,7 @@ class _Tile:
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
-    parts: Sequence[Part]
+    parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
@@ -382,7 +382,7 @@ class _Tile:
         v.release(place)
         return highest, total, out
 
-    def _convert(self, keys: Keys, i, part: Part, place) -> None:
+    def _convert(self, keys: Keys, i, part: PoolHalf, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""
 
         def convert() -> None:

@@ -3,7 +3,7 @@ their way into shared memory. One warpgroup fetches, each of its warps a part of
 others compute on what has arrived.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.refs import Operand, Ref, Scalar, one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import LAYOUT
 from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
@@ -91,7 +91,7 @@ class StoredBlocks:
 
 
 @dataclass(frozen=True)
-class Part:
+class PoolHalf:
     """Keys or values.
 
     half: 0 for keys, 1 for values.
@@ -165,7 +165,7 @@ class Keys:
         entry = (step - self.own_steps) * self.stored.pieces + piece
         return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
 
-    def copy(self, part: Part, block, step, piece, place) -> None:
+    def copy(self, part: PoolHalf, block, step, piece, place) -> None:
         """Start copying a piece of keys or values to its place, and the scales of its block. block:
         of stored ones; None: own ones, as many as a block has."""
         stored, size, head_dim = self.stored, self.stored.block_size, part.places.shape[-1]
@@ -188,7 +188,7 @@ class Keys:
             block = 0 if block is None else block
             start(stored.scales.at[self.row, block, line], part.scales)
 
-    def copy_scale_line(self, part: Part, step, place) -> None:
+    def copy_scale_line(self, part: PoolHalf, step, place) -> None:
         """Start copying the scales of a step, which lie side by side."""
         size = self.stored.size
         columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * size, size)
@@ -230,7 +230,7 @@ class Keys:
             inside = here if inside is None else inside | here
         return inside
 
-    def scales(self, part: Part, step, place, layout):
+    def scales(self, part: PoolHalf, step, place, layout):
         """The factors of the scores or weights of a step's keys. Where a key is not valid the
         factor may be anything, NaN included."""
         found = mosaic.load(part.scales.at[place], layout)
@@ -249,7 +249,7 @@ class Fetcher:
 
     warp: Scalar
     stored: StoredBlocks
-    parts: Sequence[Part]
+    parts: Sequence[PoolHalf]
     buffers: int
 
     @property
@@ -288,7 +288,7 @@ class Fetcher:
         if self.parts[0].free is not None:
             pl.when(number >= self.buffers)(lambda: self.wait(number))
 
-        def of_part(part: Part) -> None:
+        def of_part(part: PoolHalf) -> None:
             for piece, block in zip(self._pieces(), blocks, strict=True):
                 keys.copy(part, block, step, piece, place)
             if self.stored.scaled and not self.stored.scales_by_block:
@@ -305,7 +305,7 @@ class Fetcher:
 
 
 def fetch_next(
-    keys_of: Callable, stored, count, parts: Sequence[Part], buffers: int, number, following: tuple
+    keys_of, stored, count, parts: Sequence[PoolHalf], buffers: int, number, following: tuple
 ) -> tuple:
     """Start copying a step to its place, which nobody reads any more, where the warpgroup that
     computes fetches as well. number: of the step, in the program. following: tile, step, steps of
@@ -328,7 +328,7 @@ def fetch_next(
     return tile, jnp.where(ends, 0, step + 1), steps
 
 
-def fetch_all(keys_of, stored, count, parts: Sequence[Part], buffers: int) -> None:
+def fetch_all(keys_of, stored, count, parts: Sequence[PoolHalf], buffers: int) -> None:
     """The work of the fetching warpgroup for `count` tiles, one after another. Steps go to places
     in turn, as soon as these are free. keys_of: function from i to the `Keys` of the program's i-th
     tile."""

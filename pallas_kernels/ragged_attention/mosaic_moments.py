@@ -15,8 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import (
+from pallas_kernels.projection import K, Q, V
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, PoolHalf, StoredBlocks
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import (
     LAYOUT,
     PER_COLUMN,
     PER_ROW,
@@ -27,10 +30,7 @@ from pallas_kernels.mosaic_products import (
     down,
     products,
 )
-from pallas_kernels.mosaic_projection import finished
-from pallas_kernels.projection import K, Q, V
-from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import Fetcher, Keys, Part, StoredBlocks
+from pallas_kernels.shared.mosaic_projection import finished
 
 LOG2_E = math.log2(math.e)
 
@@ -103,7 +103,7 @@ def _sum_columns(heads: int, chip: Wgmma, old: int, numbers, own, stored, *refs)
     # No number of registers is asked for: what the compiler takes leaves room for three programs on
     # a multiprocessor.
     *given, results, sums, k_tile, arrived, raw, product_sums, queries = refs
-    part = Part(0, k_tile, arrived, None, *raw)
+    part = PoolHalf(0, k_tile, arrived, None, *raw)
     row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     keys = Keys.of(stored, own, (numbers[0], stored.layer[0]), row, head, heads)
     step = jnp.where(tile < old, keys.own_steps + tile, tile - old)

@@ -50,8 +50,8 @@ from pallas_kernels.ragged_attention.config import tpu_vmem_limit
 from pallas_kernels.ragged_attention.reference import dot, in_turn
 from pallas_kernels.ragged_attention.tpu_blocks import MAX_GROUP, Blocks
 from pallas_kernels.refs import Ref
-from pallas_kernels.tpu_operands import LANES, balanced, rounded
-from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
+from pallas_kernels.shared.tpu_operands import LANES, balanced, rounded
+from pallas_kernels.shared.tpu_projection import HeadGroups, OwnTokens, operands, tokens_of_step
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
@@ -61,7 +61,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     )
     rows, count, tokens, head_dim = projection.shape
     table = table.with_packed(kv_pool.shape[2])
-    heads = Heads.of(projection, table)
+    heads = HeadGroups.of(projection, table)
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
     own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
@@ -107,7 +107,7 @@ store_and_attend = in_turn(attend, cache_write.write)
 
 
 def _attend_tile(
-    blocks: Blocks, length_ref, given, results, scratch, *, heads: Heads, scale, own_keys: int
+    blocks: Blocks, length_ref, given, results, scratch, *, heads: HeadGroups, scale, own_keys: int
 ):
     block_q = scratch[0].shape[1]
     length, first = length_ref[0], pl.program_id(2) * block_q
@@ -191,7 +191,7 @@ def _accumulate(scratch, which: int, k, v, valid) -> None:
     out_ref[mine] = out_ref[mine] * rescale + dot(v, weights.astype(v.dtype), (1, 0))
 
 
-def _finish(heads: Heads, group, results, scratch) -> None:
+def _finish(heads: HeadGroups, group, results, scratch) -> None:
     """Write the output of a group of heads and, if it is asked for, the log-sum-exp."""
     _, maximum, total, out = scratch
     finished = []
@@ -216,7 +216,7 @@ def attention_moments(
         "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
     )
     tokens, table = projection.shape[2], table.with_packed(kv_pool.shape[2])
-    heads = Heads.of(projection, table)
+    heads = HeadGroups.of(projection, table)
     # Groups and steps of own keys are multiples of 128: a key is a lane of the result, and rows of
     # results are stored at places that are multiples of their size.
     size = call.block_size
@@ -261,7 +261,7 @@ def attention_moments(
     return columns[0], columns[1] if sums.squares else None
 
 
-def _row(rows: int, heads: Heads, width: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+def _row(rows: int, heads: HeadGroups, width: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
     """An array [R, N, 1, width], and the part of it in a grid step: rows of its heads."""
     shape = jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32)
     return shape, pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))

@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels import tpu_operands
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles_of
 from pallas_kernels.refs import Ref, Scalar
+from pallas_kernels.shared import tpu_operands
+from pallas_kernels.shared.tpu_operands import block_of, block_shape, in_parts
+from pallas_kernels.shared.tpu_projection import HeadGroups, Operands
 from pallas_kernels.tables import RANGE_BITS
-from pallas_kernels.tpu_operands import block_of, block_shape, in_parts
-from pallas_kernels.tpu_projection import Heads, Operands
 
 HEAD_DIMS = (64, 128, 256)
 POOL_DTYPES = ("bfloat16", "float32", "int8")
@@ -52,7 +52,7 @@ def call(
     given: Operands,
     results: list[tuple],
     *,
-    heads: Heads,
+    heads: HeadGroups,
     blocks: int,
     scratch: list,
     steps: int,

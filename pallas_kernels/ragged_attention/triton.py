@@ -60,8 +60,7 @@ from pallas_kernels.cache_write import triton as cache_write
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.reference import dot, in_turn
 from pallas_kernels.refs import Operand, one_number
-from pallas_kernels.tables import BlockTable
-from pallas_kernels.triton_operands import (
+from pallas_kernels.shared.triton_operands import (
     HeadTables,
     Tokens,
     check,
@@ -71,6 +70,7 @@ from pallas_kernels.triton_operands import (
     row_spec,
     rows_at,
 )
+from pallas_kernels.tables import BlockTable
 
 LOG2_E = math.log2(math.e)
 AT_ONCE = 1024  # numbers that are searched side by side: 8 for each of the 128 threads of 4 warps

@@ -92,8 +92,9 @@ def _once(candidate: bench.Candidate, operation: str, length: int) -> np.ndarray
 
 
 def _run(kernel, operation: str, tile, *args, kv_scale, interpret: bool):
-    options = {} if operation == "attention_moments" else {"return_lse": False}
-    return kernel(*args, kv_scale, **options, interpret=interpret, config=tile)
+    if operation == "attention_moments":
+        return kernel(*args, kv_scale, interpret=interpret, config=tile)
+    return kernel(*args, kv_scale, return_lse=False, interpret=interpret, config=tile)
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
-from pallas_kernels.tpu_operands import LANES, rounded
+from pallas_kernels.shared.tpu_operands import LANES, rounded
 
 ROWS = 4 * LANES  # of a grid step, at most
 OWN = 64  # slots: with score, tie, part and counts they take half of the registers

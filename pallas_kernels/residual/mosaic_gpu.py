@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
 from pallas_kernels.refs import Ref, one_number
 from pallas_kernels.residual.operands import (
@@ -37,6 +36,7 @@ from pallas_kernels.residual.operands import (
     Sums,
     Vectors,
 )
+from pallas_kernels.shared import mosaic_operands as mosaic
 
 LANES, WARPS = 32, 4  # threads of a warp, warps of a warpgroup
 NARROW = 2560  # numbers of a row that a warp holds, 80 of a thread

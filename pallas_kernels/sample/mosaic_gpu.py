@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
 from pallas_kernels.sample import row
 from pallas_kernels.sample.row import Parts
+from pallas_kernels.shared import mosaic_operands as mosaic
 
 MOST = 4096  # numbers: 32 per thread from each of two arrays
 THREADS = 128

@@ -92,8 +92,9 @@ def sample(
     if not parts.held:
         if not (0 < top_k < vocabulary or 0 < top_p < 1):
             # nothing is read many times, and XLA reads logits once, with the noise as it is made
-            how = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
-            return reference.sample(logits, noise, **how)
+            return reference.sample(
+                logits, noise, tau=tau, strength=strength, top_k=top_k, top_p=top_p
+            )
         # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     given = jax.tree.map(lambda a: jnp.reshape(a, 1).astype(jnp.float32), (tau, strength))

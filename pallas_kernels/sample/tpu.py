@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import estimates
 from pallas_kernels.implementations import require
 from pallas_kernels.sample.reference import combined, filter_logits, first_largest
-from pallas_kernels.tpu_operands import LANES, rounded
+from pallas_kernels.shared.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
 ELEMENTS = 2**17  # numbers per program and array, which fill 128 registers

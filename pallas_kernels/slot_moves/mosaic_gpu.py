@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.slot_moves import reference
 
 # Of a call: a kernel is started with two descriptors of 128 bytes for each, within 4 KiB.

@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates, tpu_slots
+from pallas_kernels import estimates
+from pallas_kernels.shared import tpu_slots
+from pallas_kernels.shared.tpu_operands import pools, rounded
 from pallas_kernels.token_attention import tpu_call
 from pallas_kernels.token_attention.tpu_row import iota
-from pallas_kernels.tpu_operands import pools, rounded
 
 MOST_BYTES = 2**21  # of the pool in a grid step; there four times, in 16 MiB of vector memory
 MOST_NUMBERS = 2**20  # of a head, which may lie there in 32 bits
@@ -142,9 +143,10 @@ def _product(comes, buffer):
     """int32 [C, W]: the lower 16 bits are those of what comes to every slot; 0: nothing comes."""
     pair = [(buffer >> 8) & 0xFF, buffer & 0xFF, jnp.ones_like(buffer)]
     pair = jnp.concatenate([a.astype(jnp.float32) for a in pair]).astype(jnp.bfloat16)
-    # one pass is exact; a precision that the user set would not compile
-    options = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
-    found = jax.lax.dot_general(comes, pair, (((1,), (0,)), ((), ())), **options)
+    once = jax.lax.Precision.DEFAULT  # is exact; a precision that the user set would not compile
+    found = jax.lax.dot_general(
+        comes, pair, (((1,), (0,)), ((), ())), precision=once, preferred_element_type=jnp.float32
+    )
     return jax.lax.bitcast_convert_type(found, jnp.int32)
 
 

@@ -37,8 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
+from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
@@ -47,8 +47,8 @@ from pallas_kernels.token_attention.mosaic_slots import (
     FlatOperands,
     Layouts,
     Number,
+    PlaceRing,
     Places,
-    Ring,
     line,
     slots_of_step,
 )
@@ -80,13 +80,10 @@ def store_and_attend(
     may take."""
     elsewhere = query.probe is not None and not scores_on_the_way(slots)
     if elsewhere or slots.scale is not None or query.q.shape[-1] not in STORED:
-        options = {"interpret": interpret, "step": step, "programs": programs}
-        return _in_two_steps(query, slots, token, **options)
+        alone = partial(attend, interpret=interpret, step=step, programs=programs)
+        return reference.in_two_steps(alone, reference.scores)(query, slots, token)
     out, mass, pool, scores = _attend(query, slots, token, interpret, step, programs)
     return out, replace(slots, pool=pool, mass=mass, scores=scores)
-
-
-_in_two_steps = reference.in_two_steps(attend, reference.scores)
 
 
 def _attend(query, slots, token, interpret, step: int | None, programs: int | None):
@@ -155,7 +152,7 @@ def _attend_heads(programs: int, given: FlatOperands, sums, scores, out, places,
     program = jax.lax.axis_index("program")
     total, each = given.slots.pool.shape[0] * given.heads, given.steps
     first, last = program * total // programs, (program + 1) * total // programs
-    ring, (joined, *waiting) = Ring(given, places, first, last - first, each), late
+    ring, (joined, *waiting) = PlaceRing(given, places, first, last - first, each), late
     # static: a program may have fewer steps than places, which `start` sees
     for number in range(given.buffers):
         ring.start(jnp.int32(number))
@@ -201,7 +198,7 @@ class _Head:
     asked: shared memory in which these wait until they are written in whole sectors.
     """
 
-    ring: Ring
+    ring: PlaceRing
     place: tuple[Number, Number]
     newest: Int[Array, ""]
     reach: Int[Array, ""]

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.refs import one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.token_attention.operands import (
     HeadSlots,
     NewToken,
@@ -201,7 +201,7 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring:
+class PlaceRing:
     """A ring of places in shared memory. A program's steps use them in turn, head after head.
 
     first: number of the program's first head.

@@ -93,7 +93,7 @@ def in_two_steps(attend: Callable, scores: Callable | None = None) -> Callable:
     """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends. scores:
     as `api.scores`, for a probe, which takes a pass of its own here; None: no probe comes."""
 
-    def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
+    def store_and_attend(query: Query, slots: Slots, token: NewToken):
         # first, so that the token sees itself
         slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
         if (probe := query.probe) is not None:
@@ -104,7 +104,7 @@ def in_two_steps(attend: Callable, scores: Callable | None = None) -> Callable:
                 slots,
             )
             slots = replace(slots, scores=found)
-        out, mass = attend(replace(query, probe=None), slots, **options)
+        out, mass = attend(replace(query, probe=None), slots)
         return out, replace(slots, mass=mass)
 
     return store_and_attend

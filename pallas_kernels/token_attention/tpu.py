@@ -31,9 +31,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates, tpu_slots
+from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.refs import one_number
+from pallas_kernels.shared import tpu_slots
+from pallas_kernels.shared.tpu_operands import pools
 from pallas_kernels.token_attention import (
     reference,
     tpu_call,
@@ -43,7 +45,6 @@ from pallas_kernels.token_attention import (
 )
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
-from pallas_kernels.tpu_operands import pools
 
 MOST_BYTES = 2**22  # of the pool in a grid step; there twice, in 16 MiB of vector memory
 # read number by number, so they need no place in vector registers

@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels.shared.tpu_operands import rounded
 from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 from pallas_kernels.token_attention.tpu_row import iota
-from pallas_kernels.tpu_operands import rounded
 
 Tree = TypeVar("Tree")
 

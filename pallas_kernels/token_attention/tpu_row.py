@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_attention.reference import dot
-from pallas_kernels.tpu_operands import LANES
+from pallas_kernels.shared.tpu_operands import LANES
 
 
 def iota(shape: tuple[int, int], axis: int):

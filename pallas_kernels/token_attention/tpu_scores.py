@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates, tpu_slots
-from pallas_kernels.tpu_operands import pools
+from pallas_kernels import estimates
+from pallas_kernels.shared import tpu_slots
+from pallas_kernels.shared.tpu_operands import pools
 
 MOST_BYTES = 2**22  # of pool and scores in a grid step; there twice, in 16 MiB of vector memory
 UPPER = -(2**16)  # the sign, the exponent and 7 bits of a float32: what bfloat16 has

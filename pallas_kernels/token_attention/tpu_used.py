@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels.shared.tpu_operands import LANES
 from pallas_kernels.token_attention import tpu_call, tpu_row
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
-from pallas_kernels.tpu_operands import LANES
 
 PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are finite as well
@@ -39,10 +39,18 @@ class Running(NamedTuple):
 
 
 def attend(
-    numbers: Prefetched, given: Operands, results: Results, *, heads: int, piece: int, **options
+    numbers: Prefetched,
+    given: Operands,
+    results: Results,
+    *,
+    heads: int,
+    piece: int,
+    tile: int,
+    cost: pl.CostEstimate,
+    interpret,
 ) -> Results:
     """Piece after piece of the slots in use, `heads` and `piece` slots of them in a grid step.
-    options: of `tpu_call.launch`."""
+    tile, cost, interpret: of `tpu_call.launch`."""
     pool, size = given.slots.pool, given.query.q.shape[-1]
     rows, every, slots, width = pool.shape
     group, queries = given.slots.group_size(given.query.q), given.query.q.shape[1]
@@ -59,7 +67,9 @@ def attend(
         step=(1, heads),
         spec=partial(_spec, heads=heads, piece=piece),
         scratch=[running],
-        **options,
+        tile=tile,
+        cost=cost,
+        interpret=interpret,
     )
 
 

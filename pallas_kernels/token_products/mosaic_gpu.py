@@ -25,10 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import estimates, target
-from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.implementations import require
-from pallas_kernels.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
 from pallas_kernels.refs import one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
 from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, TokenStream
 
 STEP = 64  # of the input width

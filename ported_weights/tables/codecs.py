@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Rule, layer, path_of
+from ported_weights.rules import Ignore, Take, layer, path_of
 from varjax.codecs.bsq import PRESETS, BSQConfig
 from varjax.codecs.vq import ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
@@ -46,7 +46,7 @@ def vq_rules(
     net: str,
     levels: Sequence[str] = _LEVELS,
     published: Callable[[str], str] = lambda pattern: pattern,
-) -> list[Rule]:
+) -> list[Take]:
     """Return the rules for an encoder or decoder whose queries, keys and values are three tensors;
     they lie side by side in one product here. published: function of a pattern of our names."""
     rules = []
@@ -64,13 +64,13 @@ def vq_rules(
 
 
 def vq_table(
-    config: VQConfig | ChameleonVQConfig, coder: Callable[[str], list[Rule]]
-) -> list[Rule | Ignore]:
+    config: VQConfig | ChameleonVQConfig, coder: Callable[[str], list[Take]]
+) -> list[Take | Ignore]:
     """Return the rule table of a VQ. coder: function of "encoder" or "decoder" that returns its
     rules. Without `has_encoder`, what only the encoder needs is ignored."""
     linear = "kernel", "conv1x1_to_linear"
     rules = [
-        Rule(r"quantize\.embedding\.weight", "embedding"),
+        Take(r"quantize\.embedding\.weight", "embedding"),
         *layer("post_quant_conv", "post_quant_conv", *linear),
         *coder("decoder"),
     ]
@@ -79,13 +79,13 @@ def vq_table(
     return [*rules, Ignore(r"encoder\..*|quant_conv\..*", "the encoder: generation only decodes")]
 
 
-def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of a VQVAE.
 
     Only the phi convolutions, which are stacked along a leading axis, depend on the configuration.
     """
     rules = [
-        Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None),
+        Take(r"quantize\.embedding\.weight", "quantizer/embedding", None),
         *layer(r"(quant_conv|post_quant_conv)", r"\1", "kernel", "conv"),
         Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"),
     ]
@@ -101,8 +101,8 @@ def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule |
     published = {0: r"(\d+)", 1: "qresi"}.get(config.share_quant_resi, r"qresi_ls\.(\d+)")
     stack, single = (None, ("add_axis",)) if config.share_quant_resi == 1 else (1, ())
     source = rf"quantize\.quant_resi\.{published}"
-    rules.append(Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack))
-    return [*rules, Rule(rf"{source}\.bias", "quantizer/phi_bias", single, stack)]
+    rules.append(Take(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack))
+    return [*rules, Take(rf"{source}\.bias", "quantizer/phi_bias", single, stack)]
 
 
 def under_schedule(
@@ -126,7 +126,7 @@ def under_schedule(
     return adapted
 
 
-def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of a BSQ-VAE.
 
     The published network wraps every convolution and norm, which shows as an inner `.conv` or

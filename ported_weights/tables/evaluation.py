@@ -3,7 +3,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from ported_weights.rules import Ignore, Rule, linear
+from ported_weights.rules import Ignore, Take, linear
 from varjax.errors import UserError, some
 from varjax.models.judges.inception import CONVOLUTIONS, InceptionConfig
 from varjax.models.judges.lpips import LPIPSConfig, layers_of
@@ -41,13 +41,13 @@ def _widths(tensors: Mapping, names: Iterable[str], axes: int = 4) -> tuple[int,
     return tuple(tensors[name].shape[0] for name in names)
 
 
-def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of Inception: convolutions before the blocks and in them."""
-    rules: list[Rule | Ignore] = []
+    rules: list[Take | Ignore] = []
     for pattern, target in ((r"(Conv2d_\w+)", r"\1"), (r"(Mixed_\w+)\.(\w+)", r"\1/\2")):
-        rules.append(Rule(rf"{pattern}\.conv\.weight", f"{target}/kernel", "conv"))
+        rules.append(Take(rf"{pattern}\.conv\.weight", f"{target}/kernel", "conv"))
         for theirs, ours in _STATISTICS.items():
-            rules.append(Rule(rf"{pattern}\.bn\.{theirs}", f"{target}/{ours}"))
+            rules.append(Take(rf"{pattern}\.bn\.{theirs}", f"{target}/{ours}"))
     return [
         *rules,
         *linear("fc", "fc"),
@@ -56,8 +56,8 @@ def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> lis
 
 
 LPIPS_RULES = [  # of backbone and heads together
-    Rule(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
-    Rule(r"features\.(\d+)\.bias", r"features_\1/bias"),
-    Rule(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
+    Take(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
+    Take(r"features\.(\d+)\.bias", r"features_\1/bias"),
+    Take(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
     Ignore(r"classifier\..*", "the classifier, which LPIPS does not need"),
 ]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ported_weights.rules import Ignore, Rule, linear
+from ported_weights.rules import Ignore, Take, linear
 from ported_weights.tables import llama
 from varjax.models.janus import JanusConfig
 
@@ -71,14 +71,14 @@ def needed(names: Collection[str] = ()) -> Sequence[tuple[str, str]]:
     )
 
 
-def transformer_rules(config: JanusConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def transformer_rules(config: JanusConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of a transformer for a file with these `names`, which decide whether
     they are the original ones or those of the package transformers."""
     own = names_in(names)
     layers = zip(own.aligner + own.head, _LAYERS, strict=True)
     return [
         *llama.decoder(re.escape(own.language), config),
-        Rule(re.escape(f"{own.embedding}.weight"), "image_embedding"),
+        Take(re.escape(f"{own.embedding}.weight"), "image_embedding"),
         *(rule for name, target in layers for rule in linear(re.escape(name), target)),
         Ignore(re.escape(own.codec) + ".*", "the image tokenizer, a part of its own"),
         Ignore(own.readers, "the network that reads pictures"),

@@ -1,24 +1,24 @@
 """Rules for the tensors of language models of the Llama family:
-`varjax.models.llama.decoder.Block`, whose layers are stacked.
+`varjax.models.llama.decoder.LlamaBlock`, whose layers are stacked.
 
 Published queries, keys and values are one product here, and so are gates and what they let through.
 """
 
 from collections.abc import Callable, Mapping
 
-from ported_weights.rules import Ignore, Rule, product
+from ported_weights.rules import Ignore, Take, product
 from varjax.models.llama.config import LlamaConfig
 
 
-def decoder(prefix: str, config: LlamaConfig) -> list[Rule | Ignore]:
+def decoder(prefix: str, config: LlamaConfig) -> list[Take | Ignore]:
     """Return the rules for embedding, layers and last norm. prefix: of all names, a pattern."""
     layer = prefix + r"layers\.(\d+)\."
     widths = (config.queries_per_head, 1, 1)  # of queries, keys and values, side by side
     rules = [
-        Rule(prefix + r"embed_tokens\.weight", "token_embedding"),
-        Rule(prefix + r"norm\.weight", "norm"),
-        Rule(layer + r"input_layernorm\.weight", "blocks/attention_norm", stack=1),
-        Rule(layer + r"post_attention_layernorm\.weight", "blocks/feed_forward_norm", stack=1),
+        Take(prefix + r"embed_tokens\.weight", "token_embedding"),
+        Take(prefix + r"norm\.weight", "norm"),
+        Take(layer + r"input_layernorm\.weight", "blocks/attention_norm", stack=1),
+        Take(layer + r"post_attention_layernorm\.weight", "blocks/feed_forward_norm", stack=1),
         product(layer + r"self_attn\.o_proj", "blocks/proj", 1),
         product(layer + r"mlp\.down_proj", "blocks/down", 1),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, product
+from ported_weights.rules import Ignore, Refuse, Take, product
 from ported_weights.tables.codecs import vq_rules, vq_table
 from varjax.codecs.vq import VQConfig
 from varjax.models.llamagen import LlamaGenConfig
@@ -33,16 +33,16 @@ _USED = 65536  # length of the tokenizer's record of the codes that it used last
 
 def transformer_rules(
     config: LlamaGenConfig, names: Collection[str] = ()
-) -> list[Rule | Ignore | Refuse]:
+) -> list[Take | Ignore | Refuse]:
     """Return the rule table of a transformer."""
     if config.condition == "labels":
         condition = [
-            Rule(r"cls_embedding\.embedding_table\.weight", "class_embedding"),
+            Take(r"cls_embedding\.embedding_table\.weight", "class_embedding"),
             Refuse(_TEXT, "the configuration says model_type c2i, the weights t2i"),
         ]
     else:
         condition = [
-            Rule(r"cls_embedding\.uncond_embedding", "unconditional_text"),
+            Take(r"cls_embedding\.uncond_embedding", "unconditional_text"),
             product(r"cls_embedding\.cap_proj\.fc1", "text_proj1"),
             product(r"cls_embedding\.cap_proj\.fc2", "text_proj2"),
             Refuse(_LABELS, "the configuration says model_type t2i, the weights c2i"),
@@ -53,11 +53,11 @@ def transformer_rules(
         layers.append(product(source, "blocks/gate_up", 1, (number, (1, 1))))
     return [
         *condition,
-        Rule(r"tok_embeddings\.weight", "token_embedding"),
+        Take(r"tok_embeddings\.weight", "token_embedding"),
         *layers,
-        Rule(rf"{_N}attention_norm\.weight", "blocks/attention_norm", stack=1),
-        Rule(rf"{_N}ffn_norm\.weight", "blocks/feed_forward_norm", stack=1),
-        Rule(r"norm\.weight", "norm"),
+        Take(rf"{_N}attention_norm\.weight", "blocks/attention_norm", stack=1),
+        Take(rf"{_N}ffn_norm\.weight", "blocks/feed_forward_norm", stack=1),
+        Take(r"norm\.weight", "norm"),
         product("output", "head"),
         Ignore(r"freqs_cis", "cosines and sines of positions, which follow from the configuration"),
         Ignore(_N + r"attention\.kv_cache\..*", "the cache of a run"),
@@ -68,7 +68,7 @@ def transformer_rules(
 # --- the image tokenizer --------------------------------------------------------------------------
 
 
-def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of a tokenizer for a file with these `names`."""
 
     def check_used(used: np.ndarray) -> str | None:
@@ -86,7 +86,7 @@ def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule 
             pattern = pattern.replace(ours, theirs)
         return pattern
 
-    def coder(net: str) -> list[Rule]:
+    def coder(net: str) -> list[Take]:
         kind = {"decoder": "up", "encoder": "down"}[net]
         return vq_rules(net, [rf"{kind}\.{i}" for i in range(count)], published)
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ported_weights.rules import Ignore, Rule
+from ported_weights.rules import Ignore, Take
 from ported_weights.tables import llama
 from varjax.errors import UserError, about
 from varjax.models.lumina import PATCH, LuminaConfig, image_ids
@@ -30,18 +30,18 @@ TOKENIZERS = (
 )
 
 
-def transformer_rules(config: LuminaConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def transformer_rules(config: LuminaConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of a transformer."""
     image_ids = config.token_ids[: config.vocab_size]
     norms = []
     for kind in ("q_norm", "k_norm"):
         for theirs, ours in (("weight", "scale"), ("bias", "bias")):
             pattern = rf"{_N}self_attn\.{kind}\.{theirs}"
-            norms.append(Rule(pattern, f"blocks/{kind}/{ours}", stack=1))
+            norms.append(Take(pattern, f"blocks/{kind}/{ours}", stack=1))
     return [
         *llama.decoder(r"model\.", config),
         *norms,
-        Rule(r"lm_head\.weight", "head/kernel", "linear", rows=image_ids),
+        Take(r"lm_head\.weight", "head/kernel", "linear", rows=image_ids),
         Ignore(r"model\.vqmodel\..*", "the image tokenizer, which --tokenizer_source gives"),
     ]
 

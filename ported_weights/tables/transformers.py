@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, product, zero_key_bias
+from ported_weights.rules import Ignore, Refuse, Stack, Take, linear, product, zero_key_bias
 from varjax.errors import some
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.models.var import VARConfig
@@ -28,21 +28,21 @@ _T5_N = r"encoder\.block\.(\d+)\."
 
 
 _AROUND_LAYERS = [  # what both have before and after their layers
-    Rule(r"pos_start", "start_embedding", "drop_axis"),
-    Rule(r"lvl_embed\.weight", "level_embedding"),
+    Take(r"pos_start", "start_embedding", "drop_axis"),
+    Take(r"lvl_embed\.weight", "level_embedding"),
     *linear(r"word_embed", "word_embedding"),
     *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
     *linear(r"head", "head"),
 ]
 
 
-def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule | Ignore]:
+def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Take | Ignore]:
     """Return the rules for what both have in a layer. attention: its published name in a layer."""
     own = rf"{prefix}{attention}"
     return [
-        Rule(rf"{own}\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack),
-        Rule(rf"{own}\.q_bias", "blocks/q_bias", stack=stack),
-        Rule(rf"{own}\.v_bias", "blocks/v_bias", stack=stack),
+        Take(rf"{own}\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack),
+        Take(rf"{own}\.q_bias", "blocks/q_bias", stack=stack),
+        Take(rf"{own}\.v_bias", "blocks/v_bias", stack=stack),
         *linear(rf"{own}\.proj", "blocks/proj", stack),
         *linear(rf"{prefix}ffn\.fc1", "blocks/fc1", stack),
         *linear(rf"{prefix}ffn\.fc2", "blocks/fc2", stack),
@@ -50,17 +50,17 @@ def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule 
     ]
 
 
-def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ignore | Refuse]:
+def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Take | Ignore | Refuse]:
     """Return the rule table of VAR."""
     multiplier, offset, own = _N + r"attn\.scale_mul_1H11", _N + r"ada_gss", _N + r"ada_lin\.1"
     if config.attn_l2_norm:  # of queries, with a learned multiplier per head, (1, N, 1, 1)
-        scale = Rule(multiplier, "blocks/log_scale", "flatten", stack=1)
+        scale = Take(multiplier, "blocks/log_scale", "flatten", stack=1)
     else:
         scale = Refuse(multiplier, "the configuration says attn_l2_norm false, the weights true")
     if config.shared_aln:  # one projection for all layers, and an offset (1, 1, 6, D) in each
         modulation = [
             *linear(r"shared_ada_lin\.1", "shared_modulation"),
-            Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
+            Take(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
             Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
         ]
     else:
@@ -68,8 +68,8 @@ def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ign
         modulation = linear(own, "blocks/modulation", stack=1)
         modulation += [Refuse(rf"{offset}|shared_ada_lin\..*", reason)]
     return [
-        Rule(r"class_emb\.weight", "class_embedding"),
-        Rule(r"pos_1LC", "position_embedding", "drop_axis"),
+        Take(r"class_emb\.weight", "class_embedding"),
+        Take(r"pos_1LC", "position_embedding", "drop_axis"),
         *_AROUND_LAYERS,
         *_layers(_N, "attn", 1, "VAR"),
         scale,
@@ -91,7 +91,7 @@ def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
     )
 
 
-def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Take | Ignore]:
     """Return the rule table of Infinity for a file with these `names`.
 
     The published blocks come in chunks: `block_chunks.I.module.J.` is layer I * (layers of a chunk)
@@ -108,22 +108,22 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
     for prefix, stack in (chunked, plain) if is_chunked else (plain, chunked):
         blocks += [
             *_layers(prefix, "sa", stack, "Infinity"),
-            Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
-            Rule(prefix + r"sa\.scale_mul_1H11", "blocks/log_scale", "flatten", stack),
-            Rule(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
-            Rule(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
+            Take(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
+            Take(prefix + r"sa\.scale_mul_1H11", "blocks/log_scale", "flatten", stack),
+            Take(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
+            Take(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
             *linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
-            Rule(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
-            Rule(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
+            Take(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
+            Take(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
             *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
             zero_key_bias(prefix + "ca", "Infinity"),
         ]
     return [
-        Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
-        Rule(r"text_norm\.weight", "text_norm"),
-        Rule(_POOL + r"\.mat_q", "text_pool/query", "drop_axis"),
-        Rule(_POOL + r"\.mat_kv\.weight", "text_pool/kv/kernel", "linear"),
-        Rule(_POOL + r"\.v_bias", "text_pool/v_bias"),
+        Take(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
+        Take(r"text_norm\.weight", "text_norm"),
+        Take(_POOL + r"\.mat_q", "text_pool/query", "drop_axis"),
+        Take(_POOL + r"\.mat_kv\.weight", "text_pool/kv/kernel", "linear"),
+        Take(_POOL + r"\.v_bias", "text_pool/v_bias"),
         zero_key_bias(_POOL, "Infinity"),
         *linear(_POOL + r"\.proj", "text_pool/proj"),
         *linear(r"text_proj_for_ca\.0", "text_proj1"),
@@ -137,7 +137,7 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
 # --- T5 -------------------------------------------------------------------------------------------
 
 
-def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
+def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Take | Ignore]:
     """Return the rule table of an encoder of any size for a file with these `names`.
 
     Only the encoder is taken; full checkpoints also hold a decoder. The embedding has two names,
@@ -149,16 +149,16 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
     tensor = names.get(taken) if isinstance(names, Mapping) else None
     bias = r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
     return [
-        Rule(re.escape(taken), "embedding"),
+        Take(re.escape(taken), "embedding"),
         Ignore(re.escape(other), f"the same table as {taken}", same_as=tensor),
-        Rule(bias, "position_bias"),
-        Rule(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
+        Take(bias, "position_bias"),
+        Take(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
         product(_T5_N + r"layer\.0\.SelfAttention\.([qkvo])", r"blocks/\2", 1),
-        Rule(_T5_N + r"layer\.1\.layer_norm\.weight", "blocks/feed_forward_norm", stack=1),
+        Take(_T5_N + r"layer\.1\.layer_norm\.weight", "blocks/feed_forward_norm", stack=1),
         product(_T5_N + r"layer\.1\.DenseReluDense\.wi_0", "blocks/gate", 1),
         product(_T5_N + r"layer\.1\.DenseReluDense\.wi_1", "blocks/up", 1),
         product(_T5_N + r"layer\.1\.DenseReluDense\.wo", "blocks/down", 1),
-        Rule(r"encoder\.final_layer_norm\.weight", "final_norm"),
+        Take(r"encoder\.final_layer_norm\.weight", "final_norm"),
         Ignore(r"decoder\..*", "the decoder of the language model: only the encoder is needed"),
         Ignore(r"lm_head\.weight", "the output layer of the decoder"),
     ]

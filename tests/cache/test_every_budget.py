@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.flags.policy import stand_in
-from pallas_kernels import mosaic_operands, triton_operands
+from pallas_kernels.shared import mosaic_operands, triton_operands
 from tests.often import often
 from varjax.cache import planner
 from varjax.model import describe

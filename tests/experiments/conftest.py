@@ -62,5 +62,5 @@ def checkpoint():
 def sweep(tmp_path):
     """A finished sweep, made up."""
     folder = tmp_path / "sweep"
-    made_up_sweep.write(folder)
+    made_up_sweep.write_sweep(folder)
     return folder

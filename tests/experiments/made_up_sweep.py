@@ -42,7 +42,7 @@ def cell(label, budget, number):
     }
 
 
-def write(folder: pathlib.Path) -> None:
+def write_sweep(folder: pathlib.Path) -> None:
     """A folder as `experiments.sweep` writes it."""
     reason = "the budget is <b>too</b> small & </script> harmless"
     cells = [cell("swa", 0.2, 1), cell("swa", 0.5, 2), cell("streaming", 0.5, 3)]

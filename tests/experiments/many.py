@@ -14,14 +14,14 @@ import sys
 
 from experiments.cli import command_line
 from experiments.output import BatchStore
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from varjax.parallel import hosts
 
 
 def main() -> None:
     notes, when, verb = sys.argv[1:4]
     name, _, after = when.partition(":")
-    add, keep, stored = BatchStore.add, Runner.keep, []
+    add, keep, stored = BatchStore.add, CellRunner.keep, []
 
     def note(*lines):
         if hosts.is_first():
@@ -42,7 +42,7 @@ def main() -> None:
         note(f"cell {cell.label} {cell.budget:g}")
 
     BatchStore.add = added
-    Runner.keep = kept
+    CellRunner.keep = kept
     module = importlib.import_module(f"experiments.{verb}.__main__")
     command_line.run(module.main, [f"experiments/{verb}.py", *sys.argv[4:]])
 

@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 
 from experiments.aot import kernels
 from experiments.aot.hlo import Module, array_bytes
-from experiments.aot.launches import Launches, read, read_dump
+from experiments.aot.launches import Launches, read_dump, read_launches
 from pallas_kernels import chips
 
 
@@ -25,7 +25,7 @@ BRANCHES, ROUNDS = text_of("branches"), text_of("rounds")
 
 def started(text: str) -> dict[str, float]:
     """{source of a kernel: how many are started}."""
-    return {k.source: k.times for k in kernels.read(Module.parse(text))}
+    return {k.source: k.times for k in kernels.read_kernels(Module.parse(text))}
 
 
 def test_types_and_shapes():
@@ -39,14 +39,14 @@ def test_types_and_shapes():
 
 
 def test_kernels_and_copied_weights():
-    found = kernels.read(Module.parse(GPU))
+    found = kernels.read_kernels(Module.parse(GPU))
     assert sum(k.times for k in found) == 30 * 4 + 1
     assert [k.source for k in found if k.ours] == ["attend/pallas_call"]
     assert "fc1/dot_general" in {k.source for k in found}
     # a layer's weights, bfloat16
     assert sum(k.times * k.copied for k in found) == 30 * 2 * 1024 * 2048
     plain = GPU.replace("copy(%out)", "slice(%out), slice={[0:64], [0:1024]}")
-    assert kernels.read(Module.parse(plain))[-1].copied == 0  # below 1 MiB
+    assert kernels.read_kernels(Module.parse(plain))[-1].copied == 0  # below 1 MiB
 
 
 def test_the_condition_tells_the_length_of_a_loop():
@@ -86,13 +86,13 @@ condition:
 def test_what_a_loop_starts():
     """A copy within a fusion that cuts slices is one start. Where the rounds are known nobody asks
     the condition."""
-    assert read(LIST, [30]) == Launches(buffers=30, inside=30 * 4, outside=2 + 30)
-    assert read(LIST, [None]) == Launches(buffers=1, inside=4, outside=2 + 1 + 1)
+    assert read_launches(LIST, [30]) == Launches(buffers=30, inside=30 * 4, outside=2 + 30)
+    assert read_launches(LIST, [None]) == Launches(buffers=1, inside=4, outside=2 + 1 + 1)
 
 
 @pytest.mark.parametrize("trips", [[], [30, 30]])
 def test_a_list_of_other_loops_is_not_read(trips):
-    assert read(LIST, trips) is None
+    assert read_launches(LIST, trips) is None
 
 
 BRANCHED = """\
@@ -108,7 +108,7 @@ branch_1:
 
 
 def test_the_branch_that_starts_most_counts():
-    assert read(BRANCHED, []) == Launches(buffers=1, inside=2, outside=1)
+    assert read_launches(BRANCHED, []) == Launches(buffers=1, inside=2, outside=1)
 
 
 def test_rounds_of_the_loops_of_a_text():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.aot.program import Compilation, Program, Workload
+from experiments.aot.program import Compilation, CompiledProgram, Workload
 from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from varjax import api
@@ -26,7 +26,7 @@ OPTIONS = ProgramOptions(
 PROMPT = 200
 
 
-def codes_of_a_janus(target: str, layers: int) -> Program:
+def codes_of_a_janus(target: str, layers: int) -> CompiledProgram:
     """The compiled program of a narrow Janus-Pro with heads as large as the published ones."""
     model = describe("janus-pro-1b").with_prompt_tokens(PROMPT)
     narrow = replace(model.config, num_hidden_layers=layers, intermediate_size=256)

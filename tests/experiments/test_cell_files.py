@@ -25,7 +25,7 @@ def made_up_runner(folder):
     cell = made_up_cell("a", "swa", 0.5, get_policy("swa", 0.5))
     sweep = SimpleNamespace(full=full, cells=[cell])
     store = SimpleNamespace(work=SimpleNamespace(path=folder, digest="d"))
-    return sweep_cells.Runner(sweep, store), cell
+    return sweep_cells.CellRunner(sweep, store), cell
 
 
 def content_of(cell):

@@ -67,7 +67,7 @@ def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     configs = {**preset.configs, "transformer": transformer}
     content = manifest.compose(registry.family(preset.family), configs, {"x": np.zeros(1, "f4")})
     shutil.copytree(checkpoint, tmp_path / "whole")
-    manifest.write(tmp_path / "whole", content | {"files": {}})
+    manifest.write_manifest(tmp_path / "whole", content | {"files": {}})
     status, _, err = encode(f"{LONG}\n", f"--checkpoint={tmp_path / 'whole'}")
     assert status == 0 and "line 1 has" in err and "cut to 9" in err, err
     assert features.load(tmp_path / "f.npz").lens.tolist() == [9]

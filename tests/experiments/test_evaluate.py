@@ -12,7 +12,7 @@ from PIL import Image
 
 from experiments.evaluate import inputs, sets
 from experiments.evaluation import extractors
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.evaluation.statistics import Moments, frechet
 from tests.experiments.evaluation import recipe
 
@@ -118,7 +118,7 @@ def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     files = [f"--{name}={tmp_path / name}.npz" for name in ("samples", "reference")]
     given = (*files, *flags[1:], "--metrics=fid,is")
     assert call("evaluate", *given, f"--out={tmp_path / 'whole'}")[0] == 0
-    begin, ran = Program.start, []
+    begin, ran = CompiledNetwork.start, []
 
     def counts(self, *arrays):
         ran.append(len(arrays[0]))
@@ -129,10 +129,10 @@ def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return counts(self, *arrays)
 
-    monkeypatch.setattr(Program, "start", dies)
+    monkeypatch.setattr(CompiledNetwork, "start", dies)
     out = f"--out={tmp_path / 'out'}"
     assert call("evaluate", *given, out)[0] == 130 and ran == [8, 4, 8]
-    monkeypatch.setattr(Program, "start", counts)
+    monkeypatch.setattr(CompiledNetwork, "start", counts)
     status, _, err = call("evaluate", *given, "--split_size=4", out)
     assert status == 2 and "an unfinished run with other settings" in err and len(ran) == 3
     status, _, err = call("evaluate", *given, out)
@@ -169,7 +169,7 @@ def test_a_reference_of_several_sizes_and_grey(call, networks, tmp_path):
 def clean_features(networks, images):
     """Mean and covariance of the features of pictures that Pillow has resized."""
     network = extractors.open_inception(str(networks / "inception-fid"), "clean")
-    program, moments = Program(network, (299, 299), 8), Moments(network.widths["pool"])
+    program, moments = CompiledNetwork(network, (299, 299), 8), Moments(network.widths["pool"])
     moments.add(np.asarray(program.start(np.stack([*map(resized, images)]))["pool"])[: len(images)])
     return moments.gaussian()
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from experiments.evaluate import inputs
 from experiments.evaluation import extractors
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.evaluation.pictures import PackedPictures
 from experiments.evaluation.statistics import Gaussian, frechet
 from varjax.errors import UserError
@@ -34,7 +34,7 @@ def test_features_of_the_demos_classifier(call, tmp_path):
     gaussians = []
     for name in ("samples", "reference"):
         pictures = inputs.open_set(f"--{name}", str(tmp_path / f"{name}.npz"))
-        run = Program(network, (64, 64), 32)
+        run = CompiledNetwork(network, (64, 64), 32)
         spans = ((i, min(i + 32, pictures.pictures.count)) for i in range(0, 150, 32))
         parts = list(run.over((pictures.pictures.read(*span),) for span in spans))
         pool = np.concatenate([part["pool"] for part in parts]).astype(np.float64)

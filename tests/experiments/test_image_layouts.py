@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from experiments.prompts.layouts import check_layout, write_images
-from experiments.prompts.sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
+from experiments.prompts.sets import IMAGES_PER_PROMPT, Prompt, PromptFormat, PromptSet
 from varjax.errors import UserError
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `eval`)")
 
 NAMES = {
-    Kind.HPSV2: ("anime/00000", "photo/00000"),
-    Kind.DPG: ("2", "partiprompts10"),
-    Kind.COCO: ("000000000042", "000000391895"),
-    Kind.COCO_CAPTIONS: ("000000000042_7", "000000000042_9"),
+    PromptFormat.HPSV2: ("anime/00000", "photo/00000"),
+    PromptFormat.DPG: ("2", "partiprompts10"),
+    PromptFormat.COCO: ("000000000042", "000000391895"),
+    PromptFormat.COCO_CAPTIONS: ("000000000042_7", "000000000042_9"),
 }
 
 
-def _set(kind: Kind) -> PromptSet:
+def _set(kind: PromptFormat) -> PromptSet:
     names = NAMES.get(kind, ("00000", "00001"))
     prompts = tuple(
         Prompt(text, name, "here", {"tag": name, "prompt": text})
@@ -42,10 +42,10 @@ def _tree(folder):
 
 
 EXPECTED = {
-    Kind.LINES: ["00000.png", "00001.png"],
-    Kind.HPSV2: ["anime/00000.jpg", "photo/00000.jpg"],
-    Kind.COCO: ["000000000042.png", "000000391895.png"],
-    Kind.COCO_CAPTIONS: ["000000000042_7.png", "000000000042_9.png"],
+    PromptFormat.LINES: ["00000.png", "00001.png"],
+    PromptFormat.HPSV2: ["anime/00000.jpg", "photo/00000.jpg"],
+    PromptFormat.COCO: ["000000000042.png", "000000391895.png"],
+    PromptFormat.COCO_CAPTIONS: ["000000000042_7.png", "000000000042_9.png"],
 }
 
 
@@ -54,7 +54,7 @@ def test_one_image_per_prompt(kind, tmp_path):
     images = _images(2)
     write_images(tmp_path, _set(kind), images, 1, seed=5)
     assert _tree(tmp_path / "images") == EXPECTED[kind]
-    if kind is not Kind.HPSV2:  # whose JPEG loses a little
+    if kind is not PromptFormat.HPSV2:  # whose JPEG loses a little
         for name, image in zip(EXPECTED[kind], images, strict=True):
             np.testing.assert_array_equal(_read(tmp_path / "images" / name), image)
     manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def test_one_image_per_prompt(kind, tmp_path):
 
 def test_geneval(tmp_path):
     """Numbered folders with the line of the prompt file; every prompt has its four samples."""
-    images, prompts = _images(8), _set(Kind.GENEVAL)
+    images, prompts = _images(8), _set(PromptFormat.GENEVAL)
     write_images(tmp_path, prompts, images, 4, seed=0)
     samples = [f"samples/{i:04d}.png" for i in range(4)]
     names = [f"{n}/{f}" for n in ("00000", "00001") for f in ("metadata.jsonl", *samples)]
@@ -87,7 +87,7 @@ def _tiles(grid):
 def test_dpg(each, tmp_path):
     """A grid per prompt file; with fewer than four images the rest of it is black."""
     images = _images(2 * each)
-    write_images(tmp_path, _set(Kind.DPG), images, each, seed=0)
+    write_images(tmp_path, _set(PromptFormat.DPG), images, each, seed=0)
     assert _tree(tmp_path / "images") == ["2.png", "partiprompts10.png"]
     for i, name in enumerate(("2", "partiprompts10")):
         tiles = _tiles(_read(tmp_path / "images" / f"{name}.png"))
@@ -98,17 +98,17 @@ def test_dpg(each, tmp_path):
 
 
 REFUSED = {
-    "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1 to 1$"),
-    "dpg": (Kind.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),
-    "dpg shape": (Kind.DPG, _images(2, 8, 12), 1, "8x12 pixels: .*choose a square aspect"),
+    "hpsv2": (PromptFormat.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1 to 1$"),
+    "dpg": (PromptFormat.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),
+    "dpg shape": (PromptFormat.DPG, _images(2, 8, 12), 1, "8x12 pixels: .*choose a square aspect"),
 }
 
 
 NAMES_REFUSED = {
-    "above": (Kind.HPSV2, "../00000"),
-    "device": (Kind.DPG, "con"),
-    "undecodable": (Kind.DPG, "a\udcff"),
-    "long": (Kind.COCO, f"{10**300}"),
+    "above": (PromptFormat.HPSV2, "../00000"),
+    "device": (PromptFormat.DPG, "con"),
+    "undecodable": (PromptFormat.DPG, "a\udcff"),
+    "long": (PromptFormat.COCO, f"{10**300}"),
 }
 
 
@@ -127,7 +127,7 @@ def test_names_are_refused_before_anything_is_drawn(case, tmp_path):
 def test_any_text_can_be_written(tmp_path):
     """Halves of surrogate pairs are escaped as JSON has it."""
     metadata = {"tag": "\ud800", "number": float("inf")}
-    prompts = PromptSet((Prompt("\udcff", "00000", "here", metadata),), Kind.GENEVAL, 1)
+    prompts = PromptSet((Prompt("\udcff", "00000", "here", metadata),), PromptFormat.GENEVAL, 1)
     write_images(tmp_path, prompts, _images(1), 1, seed=0)
     manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["images"][0]["prompt"] == "\udcff"

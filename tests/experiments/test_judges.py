@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from experiments.evaluation import extractors
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.report import page, sweep_files
 from experiments.sweep import tables
 from tests import models_under_test as models
@@ -35,7 +35,7 @@ def judged(tmp_path_factory):
 def labels_found(folder, pictures):
     """What the checkpoint's classifier says of pictures."""
     network = extractors.open_classifier(folder / "classifier")
-    (found,) = Program(network, (16, 16), 16).over(iter([(pictures,)]))
+    (found,) = CompiledNetwork(network, (16, 16), 16).over(iter([(pictures,)]))
     return found["logits"].argmax(1), found["pool"].astype(np.float64)
 
 
@@ -57,7 +57,7 @@ def test_run_sweep_and_report(call, judged, tmp_path):
     sweep = ("--policies=streaming", "--budgets=0.3", "--samples=4", f"--out={out}")
     status, text, err = call("sweep", *shared, *sweep)
     assert status == 0 and "| LPIPS | class agreement | feature distance |" in text, err
-    report, samples, _ = sweep_files.read(out)
+    report, samples, _ = sweep_files.read_sweep(out)
     guessed, theirs = labels_found(_path(model), samples["full"])
     assert close["class_agreement_full"] == (guessed == [3, 7, 7, 1]).mean()
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)

@@ -21,7 +21,7 @@ NAMES = ("a", "b", "c")
 def sweeps(tmp_path):
     """Three sweeps: b has other pictures than a, c was run on another device."""
     for name in NAMES:
-        made_up_sweep.write(tmp_path / name)
+        made_up_sweep.write_sweep(tmp_path / name)
     change(tmp_path / "b", lambda report: report["settings"].update(seed=7))
     change(tmp_path / "c", lambda report: report.update(device="gpu: other"))
     return [tmp_path / name for name in NAMES]

@@ -148,7 +148,7 @@ def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
     work, index = runs.interrupted(tmp_path / "out"), np.arange(4, 5)
     other = {name: array + 1 for name, array in runs.batch("full", index).items()}
     digest = runs.store(tmp_path / "out").work.digest
-    batch_files.write(work / "full-00000004.npz", digest, {"index": index, **other})
+    batch_files.write_batch(work / "full-00000004.npz", digest, {"index": index, **other})
     shutil.copy(work / "full-00000004.npz", work / "main-00000004.npz")
     drawn, found = runs.finish(runs.store(tmp_path / "out"))
     assert drawn == [("main", 4)]
@@ -183,7 +183,7 @@ def test_damaged_batches_are_drawn_again(tmp_path, damage, series):
         if damage is objects:  # which cannot be sealed
             np.savez(path, **damage(arrays), **own)
         else:
-            batch_files.write(path, str(own["settings"]), damage(arrays))
+            batch_files.write_batch(path, str(own["settings"]), damage(arrays))
     elif damage == "npy":
         with open(path, "wb") as file:
             np.save(file, np.zeros(3))

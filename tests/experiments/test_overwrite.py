@@ -7,7 +7,7 @@ import pytest
 
 from experiments import output
 from experiments.prompts import layouts
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from tests import unfinished_runs as runs
 from varjax.api import Generator
 from varjax.errors import UserError
@@ -26,7 +26,7 @@ def a_run(folder):
 
 
 def a_run_of_prompts(folder):
-    prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), Kind.GENEVAL, 1)
+    prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), PromptFormat.GENEVAL, 1)
     layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1, seed=0)
     report(folder, files=["report.json", "manifest.json"])
 

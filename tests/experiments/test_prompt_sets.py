@@ -7,7 +7,7 @@ import re
 import pytest
 
 from experiments.prompts import layouts, sets
-from experiments.prompts.sets import Kind, read_prompts
+from experiments.prompts.sets import PromptFormat, read_prompts
 from varjax.errors import UserError
 
 GENEVAL = (
@@ -36,19 +36,19 @@ def write_json_lines(path, entries):
     return path
 
 
-def write_sample(kind: Kind, folder):
+def write_sample(kind: PromptFormat, folder):
     """A small file or folder in the published format."""
-    if kind is Kind.LINES:
+    if kind is PromptFormat.LINES:
         (folder / "prompts.txt").write_text("a cat\n\n  ein Löwe \r\nlast", encoding="utf-8")
         return folder / "prompts.txt"
-    if kind is Kind.GENEVAL:
+    if kind is PromptFormat.GENEVAL:
         return write_json_lines(folder / "evaluation_metadata.jsonl", GENEVAL)
-    if kind is Kind.DPG:
+    if kind is PromptFormat.DPG:
         for name, text in (("partiprompts10", "ten\nlines"), ("2", "two"), ("partiprompts9", "9")):
             (folder / f"{name}.txt").write_text(text)
         (folder / "._2.txt").write_bytes(b"\x00\x05\xff")  # a resource fork of macOS
         return folder
-    if kind is Kind.HPSV2:
+    if kind is PromptFormat.HPSV2:
         for style, prompts in (("photo", ["p0", "p1"]), ("anime", ["a0"]), ("drawbench", ["d"])):
             (folder / f"{style}.json").write_text(json.dumps(prompts))
         return folder
@@ -57,15 +57,20 @@ def write_sample(kind: Kind, folder):
 
 
 EXPECTED = {
-    Kind.LINES: [("a cat", "00000"), ("", "00001"), ("ein Löwe", "00002"), ("last", "00003")],
-    Kind.GENEVAL: [("a bench", "00000"), ("a photo of four clocks", "00001")],
-    Kind.DPG: [("two", "2"), ("9", "partiprompts9"), ("ten lines", "partiprompts10")],
-    Kind.HPSV2: [("a0", "anime/00000"), ("p0", "photo/00000"), ("p1", "photo/00001")],
-    Kind.COCO: [
+    PromptFormat.LINES: [
+        ("a cat", "00000"),
+        ("", "00001"),
+        ("ein Löwe", "00002"),
+        ("last", "00003"),
+    ],
+    PromptFormat.GENEVAL: [("a bench", "00000"), ("a photo of four clocks", "00001")],
+    PromptFormat.DPG: [("two", "2"), ("9", "partiprompts9"), ("ten lines", "partiprompts10")],
+    PromptFormat.HPSV2: [("a0", "anime/00000"), ("p0", "photo/00000"), ("p1", "photo/00001")],
+    PromptFormat.COCO: [
         ("A dog sleeping on a show rack", "000000000042"),
         ("A young girl inhales.", "000000391895"),
     ],
-    Kind.COCO_CAPTIONS: [
+    PromptFormat.COCO_CAPTIONS: [
         ("A dog sleeping on a show rack", "000000000042_637956"),
         ("This wire metal rack holds shoes", "000000000042_641613"),
         ("A young girl inhales.", "000000391895_771687"),
@@ -73,16 +78,16 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", PromptFormat)
 def test_published_formats(kind, tmp_path):
     found = read_prompts(write_sample(kind, tmp_path), kind)
     assert [(p.text, p.name) for p in found.prompts] == EXPECTED[kind]
     assert found.kind is kind
-    assert found.images_per_prompt == {Kind.GENEVAL: 4, Kind.DPG: 4}.get(kind, 1)
+    assert found.images_per_prompt == {PromptFormat.GENEVAL: 4, PromptFormat.DPG: 4}.get(kind, 1)
     assert all(str(tmp_path) in where for where in found.names)
 
 
-@pytest.mark.parametrize("kind", [k for k in Kind if k is not Kind.COCO_CAPTIONS])
+@pytest.mark.parametrize("kind", [k for k in PromptFormat if k is not PromptFormat.COCO_CAPTIONS])
 def test_formats_are_recognised(kind, tmp_path):
     assert read_prompts(write_sample(kind, tmp_path)).kind is kind
 

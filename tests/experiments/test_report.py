@@ -78,7 +78,7 @@ def test_no_text_becomes_markup(sweep, calibration):
     """The elements of the page are the same whatever its texts say."""
 
     def built(word):
-        report, samples, geometry = sweep_files.read(sweep)
+        report, samples, geometry = sweep_files.read_sweep(sweep)
         settings = report["settings"]
         settings |= {"model": word, "dtype": word, "kv_dtype": word, "sampling": {word: word}}
         settings["calibration"] = word
@@ -95,7 +95,7 @@ def test_no_text_becomes_markup(sweep, calibration):
 
 
 def test_intervals_are_shown(sweep):
-    report, samples, geometry = sweep_files.read(sweep)
+    report, samples, geometry = sweep_files.read_sweep(sweep)
     assert "No intervals are known" in page.build(report, samples, geometry, None, 1)
     numbers = {f"c{i}": {"psnr": np.array([19.0, 21.0]) + i} for i in (1, 2, 3)}
     intervals.add(report["cells"], numbers)
@@ -194,7 +194,7 @@ def data_of(chart):
 
 
 def test_charts_hold_the_numbers(sweep, calibration):
-    report, _, geometry = sweep_files.read(sweep)
+    report, _, geometry = sweep_files.read_sweep(sweep)
     found = measured.load(calibration, geometry)
     cell = report["cells"][0]
     mebi = np.array(cell["used_slots"]).ravel() * cell["kv"]["slot_bytes"] / 2**20

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.report import sweep_files
 from experiments.sweep import plan, tables
-from experiments.sweep.cells import Runner
+from experiments.sweep.cells import CellRunner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.api import Generator
@@ -27,7 +27,7 @@ def report_of(folder):
 def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch):
     """Without the full cache, and those that compute the same once."""
     end = lambda self: (_ for _ in ()).throw(self._stopped())  # noqa: E731, the system asks to end
-    monkeypatch.setattr(Runner, "_run_full", end)
+    monkeypatch.setattr(CellRunner, "_run_full", end)
     policies = "--policies=swa,streaming:sinks=5,swa:accounting=bytes"
     flags = (checkpoint, "--labels=3", policies, "--budgets=0.05,1", f"--out={tmp_path / 'out'}")
     status, _, err = call("sweep", *flags)
@@ -86,7 +86,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
     assert small["kv"]["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
 
-    sweep_files.read(out)  # which the report does
+    sweep_files.read_sweep(out)  # which the report does
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
@@ -203,7 +203,7 @@ LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" *
 
 def test_any_label_can_be_written_and_drawn(tmp_path, monkeypatch):
     pytest.importorskip("vl_convert", reason="vl_convert is not installed (extra `eval`)")
-    made_up_sweep.write(tmp_path / "sweep")
+    made_up_sweep.write_sweep(tmp_path / "sweep")
     report = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
     report["settings"]["calibration"] = None
     report["versions"]["jax"] = "0"
@@ -212,7 +212,7 @@ def test_any_label_can_be_written_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "content", lambda found, results: report)
     monkeypatch.setattr(tables, "samples", lambda found, results: {"labels": np.zeros(1)})
     out = tmp_path / "out"
-    tables.write(out, None, {}, {}, b"{}")
+    tables.write_tables(out, None, {}, {}, b"{}")
     assert (out / "fidelity.png").stat().st_size > 10**4
     assert "\\udcff\\ud800" in (out / "sweep.md").read_text(encoding="utf-8")
     with open(out / "sweep.json", encoding="utf-8") as file:

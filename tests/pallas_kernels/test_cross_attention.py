@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import chips, cross_attention, implementations, mosaic_products
+from pallas_kernels import chips, cross_attention, implementations
 from pallas_kernels.cross_attention import TextKeys, attend_text, reference
 from pallas_kernels.cross_attention.api import MODULES
 from pallas_kernels.cross_attention.mosaic_gpu import text_table
+from pallas_kernels.shared import mosaic_products
 from tests.pallas_kernels import gpu_simulation
 
 LAYERS, ROWS, HEADS = 3, 2, 2

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from pallas_kernels import chips, mosaic_products
+from pallas_kernels import chips
 from pallas_kernels.sample import mosaic_gpu as sample_kernel
+from pallas_kernels.shared import mosaic_products
 from pallas_kernels.slot_moves import mosaic_gpu as slot_moves
 from tests.often import often
 from tests.pallas_kernels import compile_mosaic

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_products
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.ragged_attention import config
 from pallas_kernels.ragged_attention.mosaic_gpu import Shares
+from pallas_kernels.shared import mosaic_products
 
 D30 = SPECS["var-d30-t256"]
 CORES = 132  # multiprocessors of an H100

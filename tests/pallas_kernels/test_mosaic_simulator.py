@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, mosaic_products, ragged_attention
+from pallas_kernels import cache_write, ragged_attention
 from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
+from pallas_kernels.shared import mosaic_products
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.gpu_simulation import RACE, UNWAITED, no_races

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import implementations, token_attention, tpu_slots
+from pallas_kernels import implementations, token_attention
 from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.shared import tpu_slots
 from pallas_kernels.token_attention import HeadSlots, reference, tpu_scores
 from pallas_kernels.token_specs import token_arguments
 from tests.pallas_kernels.test_kernels import error

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, ragged_attention, tpu_projection
+from pallas_kernels import cache_write, ragged_attention
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import tpu
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS
+from pallas_kernels.shared import tpu_projection
 from tests.pallas_kernels.test_kernels import padded_with
 
 SMALL = ArgSpec(

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
-from pallas_kernels.cache_write.tpu import Stores
+from pallas_kernels.cache_write.tpu import StoredEntries
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
+from pallas_kernels.shared import tpu_projection
 from tests.often import often
 from tests.pallas_kernels import tpu_simulation
 from tests.pallas_kernels.test_kernels import (
@@ -156,7 +156,7 @@ def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
 def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     """Without it a block is put together where the last one is still being copied from, and the
     grid step ends with copies under way."""
-    monkeypatch.setattr(Stores, "wait_stored", lambda self, buffer: None)
+    monkeypatch.setattr(StoredEntries, "wait_stored", lambda self, buffer: None)
     args = SMALL.arguments(poison=False)
     found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")
@@ -166,7 +166,7 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
 @pytest.mark.slow
 def test_reading_a_shared_block_too_early_is_seen(monkeypatch):
     """The next head's block, while this one's tokens are on their way into it."""
-    monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
+    monkeypatch.setattr(StoredEntries, "_is_stored", lambda self, following, *_: following >= 0)
     args = sharing(SHARING[1])
     found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")

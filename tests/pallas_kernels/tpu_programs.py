@@ -43,9 +43,9 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
+from pallas_kernels.shared.tpu_operands import rounded  # noqa: E402
 from pallas_kernels.token_attention import HeadSlots, NewToken, Probe, Query, reference  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
-from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 from tests.pallas_kernels.token_shapes import abstract_token_arguments, only  # noqa: E402
 
@@ -172,7 +172,7 @@ def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, s
         slots = replace(shared, **changed)
         one_of_group = query.q[:, : held.pool.shape[1]]
         new = NewToken(one_of_group, one_of_group, slot)
-        out, slots = store_and_attend(query, slots, new, interpret=False)
+        out, slots = store_and_attend(query, slots, new)
         return only(slots, *CHANGED), out
 
     return jax.lax.scan(token, held, steps)
@@ -224,9 +224,9 @@ def program(case: str):
         return partial(rank, implementation="tpu"), given, ()
     if operation == "token":
         (query, held), steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
-        store = token_kernel.store_and_attend
+        store = partial(token_kernel.store_and_attend, interpret=False)
         if "stored" not in case:
-            store = reference.in_two_steps(token_kernel.attend)
+            store = reference.in_two_steps(partial(token_kernel.attend, interpret=False))
         shared = only(held, "position", "reach", "used")
         return partial(tokens, store), (only(held, *CHANGED), query, shared, steps), 0
     if operation == "stage":

@@ -30,6 +30,6 @@ def test_conversion(capsys, monkeypatch, request_for):
     request = request_for("c_k5_nol2norm")
     status, out, err = _run(capsys, monkeypatch, *_flags(request), "--dtype=bfloat16")
     assert status == 0 and "385,755 parameters written" in out and "tensors" in err
-    assert manifest.read(Path(request["out"]), registry.FAMILIES)["dtype"] == "bfloat16"
+    assert manifest.read_manifest(Path(request["out"]), registry.FAMILIES)["dtype"] == "bfloat16"
     status, out, err = _run(capsys, monkeypatch, *_flags(request))
     assert status == 2 and "exists already" in err and not out

@@ -257,7 +257,7 @@ def test_an_interruption_leaves_nothing(request_for, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("varjax.storage.manifest.write", interrupted)
+    monkeypatch.setattr("varjax.storage.manifest.write_manifest", interrupted)
     request = request_for("b_k6_sharedaln", out=str(tmp_path / "new" / "folder" / "out"))
     with pytest.raises(KeyboardInterrupt):
         _quiet(request)

@@ -32,7 +32,7 @@ from varjax.storage.pictures import to_uint8
 def test_embedded_checkpoints(name, family, count):
     """Small, in bfloat16, of the same classes; those of VAR have the same sampling."""
     folder = checkpoint.embedded(checkpoint.DEMOS[name], "model.json")
-    content = manifest.read(folder, registry.FAMILIES)
+    content = manifest.read_manifest(folder, registry.FAMILIES)
     assert (content["family"], content["dtype"]) == (family, "bfloat16")
     assert content["num_classes"] == len(content["class_names"]) == 44
     if family == "var":

@@ -219,7 +219,7 @@ def test_half_a_character_is_refused_at_the_door(tmp_path, torch_zip):
     assert published.read_class_names(Classes) == ["🍎"]
     pickled = PROTOCOL + b"}X\3\0\0\0" + "\ud800".encode(errors="surrogatepass") + b"}s."
     _refused(torch_zip.write(tmp_path / "a.pth", pickled, {}), "pickle inside is damaged")
-    manifest.write(tmp_path, {"note": "\ud800"})
+    manifest.write_manifest(tmp_path, {"note": "\ud800"})
     assert read_json(tmp_path / "model.json") == {"note": "\ud800"}
 
 
@@ -237,7 +237,7 @@ class _Lazy:
 @pytest.mark.parametrize("digits", ["²", "٣", "9" * 1000])
 def test_digits_that_are_none(digits):
     """Python's \\d and isdigit know more digits than those of ASCII."""
-    table = [rules.Rule(r"blocks\.(\d+)\.w", r"w", stack=1)]
+    table = [rules.Take(r"blocks\.(\d+)\.w", r"w", stack=1)]
     name = f"blocks.{digits}.w"
     with pytest.raises(UserError, match=rf"surplus: {name}"):
         rules.check(table, {name: _Lazy()}, {"w": np.zeros((5, 1), "f4")})

@@ -28,11 +28,11 @@ def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-def write(*arguments, own=arrays.write):
+def write(*arguments, own=arrays.write_arrays):
     print(status("VmHWM") - before)
     own(*arguments)
 
-arrays.write = write
+arrays.write_arrays = write
 for folder in sys.argv[1:]:
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     before = status("VmRSS")

@@ -59,7 +59,8 @@ def _check(name, preset, part, options, tensors=None) -> int:
 
 
 def _published(family: str, name: str) -> dict:
-    return released_shapes.read(models.FIXTURES.parent / family / "released_shapes.json.gz", name)
+    path = models.FIXTURES.parent / family / "released_shapes.json.gz"
+    return released_shapes.read_shapes(path, name)
 
 
 # one transformer and one tokenizer of each family

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from ported_weights import rules
-from ported_weights.rules import Ignore, Refuse, Rule
+from ported_weights.rules import Ignore, Refuse, Take
 from varjax.errors import UserError
 from varjax.nn import parameters
 
@@ -43,10 +43,10 @@ class Lazy:
 
 
 TABLE = [
-    Rule(r"blocks\.(\d+)\.w", "layers/kernel", "linear", stack=1),
-    Rule(r"(head)\.weight", r"\1/kernel", "linear"),
-    Rule(r"(head)\.bias", r"\1/bias"),
-    Rule(r"conv\.weight", "conv/kernel", "conv"),
+    Take(r"blocks\.(\d+)\.w", "layers/kernel", "linear", stack=1),
+    Take(r"(head)\.weight", r"\1/kernel", "linear"),
+    Take(r"(head)\.bias", r"\1/bias"),
+    Take(r"conv\.weight", "conv/kernel", "conv"),
     Ignore(r"buffer", "not needed", lambda a: "must be zero" if a.any() else None),
     Refuse(r"old\..*", "an older layout"),
 ]
@@ -141,11 +141,11 @@ def test_integers_and_values_that_are_not_finite():
 
 
 def test_names_that_two_rules_match_or_none():
-    two = [*TABLE, Rule(r"head\..*", "head/bias")]
+    two = [*TABLE, Take(r"head\..*", "head/bias")]
     problems = _problems(_tensors(), two)
     assert "surplus: head.bias [5] (2 rules match)" in problems
     assert "missing: head.bias" in problems
-    twice = [*TABLE, Rule(r"head\.other", "head/bias")]
+    twice = [*TABLE, Take(r"head\.other", "head/bias")]
     problems = _problems(_tensors(head__other=np.ones(5, "f4")), twice)
     assert problems == ["given twice: head/bias by head.bias and head.other"]
     none = [rule for rule in TABLE if "conv" not in rule.pattern]

@@ -108,7 +108,7 @@ def places(tmp_path_factory):
     root = tmp_path_factory.mktemp("commands")
     folder = root / "template"
     (folder / "folder").mkdir(parents=True)
-    made_up_sweep.write(folder / "sweep")
+    made_up_sweep.write_sweep(folder / "sweep")
     demo = checkpoint.embedded("demo", "model.json")
     shutil.copy(demo / "calibration.json", folder)
     for name in ("junk.json", "junk.npz", "junk.pth"):

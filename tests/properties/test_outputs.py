@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experiments import batch_files, images, output
 from experiments.batch_files import Damaged
 from experiments.prompts import layouts
-from experiments.prompts.sets import KINDS, Kind, read_prompts
+from experiments.prompts.sets import KINDS, PromptFormat, read_prompts
 from tests import unfinished_runs as runs
 from tests.properties import mutations
 from varjax.errors import UserError
@@ -93,7 +93,7 @@ def sound_batches(work: Path) -> set[tuple[str, int]]:
             drawn = {**runs.batch(name, index), "index": index}
             path = work / f"{name}-{start:08d}.npz"
             with contextlib.suppress(Damaged, OSError):
-                arrays = batch_files.read(path)
+                arrays = batch_files.read_batch(path)
                 if arrays.keys() == drawn.keys() and all(
                     same(arrays[key], drawn[key]) for key in drawn
                 ):
@@ -144,7 +144,7 @@ def test_batches_are_read_as_they_were_written_or_not_at_all(example, draw):
     sound = (example.sound[6] / "full-00000000.npz").read_bytes()
     path.write_bytes(draw.draw(mutations.damaged_bytes(sound) | mutations.damaged_zip(sound)))
     try:
-        arrays = batch_files.read(path)
+        arrays = batch_files.read_batch(path)
         runs.SERIES["full"].check(0, arrays)
     except Damaged:
         return
@@ -268,7 +268,7 @@ def test_prompts_that_are_accepted_can_be_written(tmp_path, draw):
     after = runs.tree(place)
     assert {n: c for n, c in after.items() if not n.startswith("out/")} == before
     files = [n for n in after if Path(n).suffix in (".png", ".jpg")]
-    images_each = 1 if found.kind is Kind.DPG else each
+    images_each = 1 if found.kind is PromptFormat.DPG else each
     assert len(files) == len(found) * images_each
     assert all(n.startswith("out/images/") for n in files)
     manifest = json.loads((place / "out/manifest.json").read_text(encoding="utf-8"))

@@ -34,7 +34,7 @@ class Files(dict):
 def sound(tmp_path_factory):
     """The files of a sound sweep."""
     folder = tmp_path_factory.mktemp("sound") / "sweep"
-    made_up_sweep.write(folder)
+    made_up_sweep.write_sweep(folder)
     made_up_sweep.write_calibration(folder / "calibration.json")
     return Files({name: (folder / name).read_bytes() for name in FILES})
 
@@ -50,7 +50,7 @@ def written(folder, content):
 def read(folder):
     """What the command reads; None if it is refused in one line that names the file."""
     try:
-        report, samples, geometry = sweep_files.read(folder)
+        report, samples, geometry = sweep_files.read_sweep(folder)
         return report, samples, geometry, calibrations.load(folder / "calibration.json", geometry)
     except UserError as error:
         message = str(error)

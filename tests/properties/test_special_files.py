@@ -25,23 +25,23 @@ from varjax.text.prompt_tokenizer import PromptTokenizer
 
 # {what reads: (name of the file, how it is read from its path)}
 READERS = {
-    "ordinary": ("a", lambda path: ordinary.read(path, 9)),
+    "ordinary": ("a", lambda path: ordinary.read_file(path, 9)),
     "json": ("a.json", manifest.read_json),
     "npz": ("a.npz", lambda path: npz.load(path, ["a"])),
     "digest": ("a.bin", checksums.record),
     "digest of a picture": ("a.png", evaluated.file_digest),
     "digest of a source": ("a.pth", sources.fingerprint),
-    "checkpoint": ("_METADATA", lambda path: arrays.read(path.parent, {}, {}, "model.json")),
+    "checkpoint": ("_METADATA", lambda path: arrays.read_arrays(path.parent, {}, {}, "model.json")),
     "history": (loop.HISTORY, lambda path: _stage(path).keep_history(1)),
     "line of the history": (loop.HISTORY, lambda path: _stage(path).append_history({})),
-    "part": (batch_files.SETTINGS_FILE, lambda path: parts.read(path.parent.parent)),
+    "part": (batch_files.SETTINGS_FILE, lambda path: parts.read_parts(path.parent.parent)),
     "unfinished run": (
         batch_files.SETTINGS_FILE,
         lambda path: batch_files.WorkFolder(path.parent, {}).check(False),
     ),
-    "batch": ("a.npz", batch_files.read),
+    "batch": ("a.npz", batch_files.read_batch),
     "settings of a batch": ("a.npz", batch_files.settings_of),
-    "sweep": (sweep_files.REPORT, lambda path: sweep_files.read(path.parent)),
+    "sweep": (sweep_files.REPORT, lambda path: sweep_files.read_sweep(path.parent)),
     "prompts": ("a.txt", sets._read),
     "manifest": (layouts.MANIFEST, lambda path: layouts.image_files(path.parent)),
     "weights": ("a.pth", sources.open_source),
@@ -114,10 +114,10 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, monkeypatch, reader, make)
 def test_large_files_are_named(tmp_path, most):
     (tmp_path / "a").write_bytes(b"12345")
     if most == 5:
-        assert ordinary.read(tmp_path / "a", most) == b"12345"
+        assert ordinary.read_file(tmp_path / "a", most) == b"12345"
         return
     with pytest.raises(OSError, match="more than 4 bytes") as caught:
-        ordinary.read(tmp_path / "a", most)
+        ordinary.read_file(tmp_path / "a", most)
     assert caught.value.filename == str(tmp_path / "a")
 
 

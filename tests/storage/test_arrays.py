@@ -36,7 +36,7 @@ def attempt(write, limit):
 
 def checkpoint(values=values):
     with new_folder(out / "model") as folder:
-        arrays.write(folder / "params", values)
+        arrays.write_arrays(folder / "params", values)
 
 for limit in (10, 1000, 20_000):
     attempt(checkpoint, limit)
@@ -67,11 +67,11 @@ def test_small_arrays_share_files(tmp_path):
     draw = np.random.default_rng(0).standard_normal
     values = {f"a/b{i}": draw(1000).astype("f4") for i in range(200)}
     values["large"] = draw(arrays.TOGETHER_BYTES // 4).astype("f4")
-    arrays.write(tmp_path / "params", values)
+    arrays.write_arrays(tmp_path / "params", values)
     files = [path for path in (tmp_path / "params").rglob("*") if path.is_file()]
     assert len(files) < 40, len(files)
     assert sum(path.stat().st_size for path in files) < 1.1 * sum(v.nbytes for v in values.values())
-    found = arrays.read(tmp_path / "params", values, dict.fromkeys(values), "model.json")
+    found = arrays.read_arrays(tmp_path / "params", values, dict.fromkeys(values), "model.json")
     assert all((np.asarray(found[name]) == value).all() for name, value in values.items())
 
 
@@ -86,6 +86,6 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
 
         monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", fail)
         with pytest.raises(raised) as caught:
-            arrays.write(tmp_path / "params", {"a": np.zeros(2)})
+            arrays.write_arrays(tmp_path / "params", {"a": np.zeros(2)})
         assert raised is kind or caught.value.errno == errno.ENOSPC
         assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ QKV = ((8, 16), (24, 32), (40, 48))  # the second half of every section
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("stored") / "params"
-    arrays.write(found, {"blocks/qkv/kernel": DRAWN, "count": np.arange(4, dtype=np.int32)})
+    arrays.write_arrays(found, {"blocks/qkv/kernel": DRAWN, "count": np.arange(4, dtype=np.int32)})
     return found
 
 
@@ -30,7 +30,7 @@ def stored(folder, dtype="float32"):
 def test_parts_are_those_of_the_whole(folder, dtype):
     named = {"blocks/qkv/kernel": DRAWN, "count": np.zeros(4, np.int32)}
     wanted = {"blocks/qkv/kernel": dtype}
-    (whole,) = arrays.read(folder, named, wanted, "model.json", on_host=True).values()
+    (whole,) = arrays.read_arrays(folder, named, wanted, "model.json", on_host=True).values()
     array = stored(folder, dtype)
     assert array.dtype == whole.dtype and array.shape == whole.shape
     np.testing.assert_array_equal(np.asarray(array), whole)

@@ -126,7 +126,7 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
         "transformer",
         "codec",
     ]
-    assert manifest.read(tmp_path / "all", FAMILIES)["sources"] == sources[:1]
+    assert manifest.read_manifest(tmp_path / "all", FAMILIES)["sources"] == sources[:1]
     checkpoint.save(
         tmp_path / "alone",
         TEXT_ENCODER,
@@ -154,7 +154,7 @@ def test_only_what_was_written_with_a_checkpoint_is_replaced(tmp_path, modules):
     _save(tmp_path / "all", both, overwrite=True)
     for folder, part in ((tmp_path / "alone", encoder), (tmp_path / "other", other)):
         checkpoint.save(folder, TEXT_ENCODER, {"text_encoder": part})
-    _save(tmp_path / "tree", modules, metadata=manifest.read(tmp_path / "all", FAMILIES))
+    _save(tmp_path / "tree", modules, metadata=manifest.read_manifest(tmp_path / "all", FAMILIES))
     shutil.copytree(tmp_path / "alone", tmp_path / "tree" / "text_encoder")
     shutil.rmtree(tmp_path / "all" / "text_encoder")
     shutil.copytree(tmp_path / "other", tmp_path / "all" / "text_encoder")
@@ -168,7 +168,7 @@ def test_only_what_was_written_with_a_checkpoint_is_replaced(tmp_path, modules):
 
 def test_stored_and_requested_types(tmp_path, modules):
     _save(tmp_path / "half", modules, dtype="bfloat16")
-    assert manifest.read(tmp_path / "half", FAMILIES)["dtype"] == "bfloat16"
+    assert manifest.read_manifest(tmp_path / "half", FAMILIES)["dtype"] == "bfloat16"
     assert checkpoint.load(tmp_path / "half", CATALOGUE)[0]["transformer"].dtype == jnp.bfloat16
     found = checkpoint.load(tmp_path / "half", CATALOGUE, {"transformer": "float32"})[0][
         "transformer"
@@ -266,7 +266,7 @@ def test_both_parts_must_belong_together(copy, changes):
     content = json.loads((copy / "model.json").read_text())
     _edit(copy, codec={**content["codec"], **changes})
     with pytest.raises(UserError, match=f"is inconsistent: {next(iter(changes))} is"):
-        manifest.read(copy, FAMILIES)
+        manifest.read_manifest(copy, FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_out_of_memory_is_one_message(tmp_path, monkeypatch):
 def test_only_ordinary_files_are_opened(tmp_path, read):
     (tmp_path / "large").write_bytes(b"12345")
     with pytest.raises(OSError, match="more than 4 bytes"):
-        ordinary.read(tmp_path / "large", 4)
+        ordinary.read_file(tmp_path / "large", 4)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
         with pytest.raises(UserError, match="cannot read"):

@@ -35,7 +35,7 @@ def products(request, monkeypatch):
     def few(self, implementation):
         return TokenProducts(self, request.param)
 
-    monkeypatch.setattr(decoder.Decoder, "token_layers", few)
+    monkeypatch.setattr(decoder.LlamaDecoder, "token_layers", few)
     jax.clear_caches()  # programs of other tests are not those of these products
 
 

@@ -126,7 +126,7 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
     """
     with about(f"calibration {path}"):
         try:
-            data = ordinary.read(path, LARGEST_FILE)
+            data = ordinary.read_file(path, LARGEST_FILE)
             content = parse_json(data.decode("utf-8"))
         except OSError as error:
             raise UserError(f"cannot read the file: {error.strerror}") from None

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, about, nearest, show
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.llama.decoder import Block, Llama, linear, table
+from varjax.models.llama.decoder import Llama, LlamaBlock, linear, table
 from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
@@ -174,7 +174,7 @@ class Janus(Llama):
         self.image_embedding = table(config.vocab_size, config.code_dim, rngs)
         self.aligner1 = linear(config.code_dim, width, rngs, bias=True)
         self.aligner2 = linear(width, width, rngs, bias=True)
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: LlamaBlock(config, rngs=r), config.depth, rngs)
         self.norm = nnx.Param(jnp.ones(width))
         self.head_hidden = linear(width, hidden, rngs, bias=True)
         self.head = linear(hidden, config.vocab_size, rngs, bias=True)

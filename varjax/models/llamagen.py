@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.projection import Projection
 from varjax.errors import UserError, show
 from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
-from varjax.models.llama.decoder import Block, Decoder, linear, table
+from varjax.models.llama.decoder import LlamaBlock, LlamaDecoder, linear, table
 from varjax.nn import published, stacked
 from varjax.sampling import Sampling
 from varjax.text.features import text_shapes
@@ -177,7 +177,7 @@ PRESETS |= {
 }
 
 
-class LlamaGen(Decoder):
+class LlamaGen(LlamaDecoder):
     """Parameters of the transformer and the steps of generation.
 
     The condition is int32 labels [B], or what `varjax.text.features.TextFeatures.take` gives.
@@ -199,7 +199,7 @@ class LlamaGen(Decoder):
             self.text_proj1 = linear(text, width, rngs)
             self.text_proj2 = linear(width, width, rngs)
         self.token_embedding = table(config.vocab_size, width, rngs)
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.n_layer, rngs)
+        self.blocks = stacked.stack(lambda r: LlamaBlock(config, rngs=r), config.n_layer, rngs)
         self.norm = nnx.Param(jnp.ones(width))
         self.head = linear(width, config.vocab_size, rngs, jax.nn.initializers.zeros)
 
@@ -276,7 +276,7 @@ class LlamaGen(Decoder):
 
     # --- one layer --------------------------------------------------------------------------------
 
-    def project(self, block: Block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
+    def project(self, block: LlamaBlock, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
         h = self.rms_norm(x, block.attention_norm)
         size = self.config.head_dim
         qkv = block.qkv(h).reshape(*h.shape[:2], 3, -1, size)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
-from varjax.models.llama.decoder import Block, Llama, linear, table
+from varjax.models.llama.decoder import Llama, LlamaBlock, linear, table
 from varjax.nn import published, stacked
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
@@ -292,7 +292,7 @@ class Lumina(Llama):
         self.config = config
         width = config.hidden_size
         self.token_embedding = table(config.text_vocab_size, width, rngs)
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: LlamaBlock(config, rngs=r), config.depth, rngs)
         self.norm = nnx.Param(jnp.ones(width))
         self.head = linear(width, config.vocab_size, rngs)
 

@@ -117,7 +117,7 @@ def _normal(std: float):
     return jax.nn.initializers.truncated_normal(std, lower=-ends, upper=ends)
 
 
-class Block(nnx.Module):
+class VARBlock(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `VAR`."""
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
@@ -164,7 +164,7 @@ class VAR(NextScaleTransformer):
         self.word_embedding = linear(config.z_channels, width, kernel_init=_normal(std))
         if config.shared_aln:
             self.shared_modulation = linear(width, 6 * width, kernel_init=_normal(std))
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: VARBlock(config, rngs=r), config.depth, rngs)
         self.head_modulation = linear(width, 2 * width, kernel_init=_normal(0.5 * std))
         self.head = linear(width, config.vocab_size, kernel_init=_normal(0.02 * std))
 
@@ -229,7 +229,7 @@ class VAR(NextScaleTransformer):
         return stream_of(self, x, implementation)
 
     def project(
-        self, block: Block, modulation: PyTree[Array], shared: None, x: ResidualStream
+        self, block: VARBlock, modulation: PyTree[Array], shared: None, x: ResidualStream
     ) -> tuple[Projection, ResidualStream]:
         """Projects queries, keys and values. With the L2 norm, queries and keys are still to be
         normalised and queries to be multiplied by the learned multiplier; without it, queries are
@@ -243,7 +243,7 @@ class VAR(NextScaleTransformer):
 
     def post_attention(
         self,
-        block: Block,
+        block: VARBlock,
         modulation: PyTree[Array],
         shared: None,
         x: ResidualStream,

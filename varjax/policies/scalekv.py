@@ -120,8 +120,8 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv_budgets.read`. The budget is then what the
-        file costs; a budget that is given is checked.
+      budgets: published budget file, see `scalekv_budgets.read_budgets`. The budget is then what
+        the file costs; a budget that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
         published files go down to 0.31. Where it is not left, fewer layers are drafters, and the
@@ -177,7 +177,7 @@ class ScaleKV(Policy):
 
     @cached_property
     def file(self) -> tuple[dict[int, dict[str, int]], str]:
-        return scalekv_budgets.read(self.budgets)
+        return scalekv_budgets.read_budgets(self.budgets)
 
     def content(self) -> str | None:
         """SHA-256 of the budget file, so that a run is not continued with another one."""

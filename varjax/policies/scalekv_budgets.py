@@ -16,7 +16,7 @@ LARGEST_FILE = 16 * 2**20  # bytes
 LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
 
 
-def read(path: str) -> tuple[dict[int, dict[str, int]], str]:
+def read_budgets(path: str) -> tuple[dict[int, dict[str, int]], str]:
     """(entries of a published file by the number of their scale, its SHA-256): {"Scale 9": {"Block
     0": 1, "Block 1": 0, ..., "Max": 920, "Min": 632, "Limit": 921}, ...}.
 
@@ -25,7 +25,7 @@ def read(path: str) -> tuple[dict[int, dict[str, int]], str]:
     drafter would hold without dropping; it tells whether the schedule is the right one.
     """
     try:
-        data = ordinary.read(path, LARGEST_FILE)
+        data = ordinary.read_file(path, LARGEST_FILE)
         content = parse_json(data.decode("utf-8"))
         entries = {int(k.removeprefix("Scale ")): dict(v) for k, v in content.items()}
         numbers = [n for entry in entries.values() for n in entry.values()]
@@ -44,7 +44,7 @@ def read(path: str) -> tuple[dict[int, dict[str, int]], str]:
 def published_tokens(
     path: str, entries: dict[int, dict[str, int]], geometry: Geometry
 ) -> np.ndarray:
-    """int [K, L]: tokens per head when each scale starts, by the entries of a file (`read`).
+    """int [K, L]: tokens per head when each scale starts, by a file's entries (`read_budgets`).
 
     Raises:
       UserError: the file is for another model.

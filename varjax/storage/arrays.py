@@ -97,7 +97,7 @@ def totals(arrays: Mapping) -> dict:
     return {"dtype": ", ".join(sorted(floating)), "parameters": count}
 
 
-def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes {name: array} into a new `folder`; '/' in names makes branches of the tree.
 
     Raises:
@@ -164,7 +164,7 @@ def _sparing_handler():
     return Sparing()
 
 
-def read(
+def read_arrays(
     folder: Path,
     expected: Mapping,
     dtypes: Mapping,
@@ -177,7 +177,7 @@ def read(
     """{name: array} of some or all arrays of a tree.
 
     Args:
-      folder: what `write` wrote.
+      folder: what `write_arrays` wrote.
       expected: {name: leaf with a shape and a type}: what has to be there; floating types may
         differ.
       dtypes: {name: type, or None for the stored one} of the arrays to read. Floating ones are cast
@@ -243,8 +243,8 @@ def _check(
 
 
 def by_part(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
-    """An array of the tree in `folder` (`write`), floating numbers cast to `dtype` as they are
-    read. `UserError` then if files are damaged.
+    """An array of the tree in `folder` (`write_arrays`), floating numbers cast to `dtype` as they
+    are read. `UserError` then if files are damaged.
 
     TensorStore, which is what Orbax reads with, gives ranges of an array: only chunks that a range
     touches are read and unpacked. Queries, keys and values side by side are shared section by

@@ -106,7 +106,7 @@ def save(
         free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
         manifest.check_entries(directory, what, free, configs)
         params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in tree.items()})
-        arrays.write(folder / PARAMS, params)
+        arrays.write_arrays(folder / PARAMS, params)
         content = {**free, **manifest.compose(what, configs, params)}
         content["files"] = checksums.file_records(folder / PARAMS)
         for name, source in beside.items():
@@ -119,7 +119,7 @@ def save(
         if own:  # the descriptions, which list their files: a part put there later is not in it
             described = {name: folder / name / f"{name}.json" for name in own}
             content["own_folders"] = {n: checksums.record(file) for n, file in described.items()}
-        manifest.write(folder, content)
+        manifest.write_manifest(folder, content)
 
 
 def written(folder: Path) -> set[str] | None:
@@ -161,7 +161,7 @@ def _write_part(
     for file, source in files.get(name, {}).items():
         shutil.copyfile(source, folder / file)
     params = arrays.host_arrays(module, dtype)
-    arrays.write(folder / PARAMS, params)
+    arrays.write_arrays(folder / PARAMS, params)
     own = [{k: v for k, v in s.items() if k != "part"} for s in sources if s.get("part") == name]
     content = {
         "format_version": manifest.FORMAT_VERSION,
@@ -171,7 +171,7 @@ def _write_part(
         **arrays.totals(params),
         "files": checksums.file_records(folder),
     }
-    manifest.write(folder, content, f"{name}.json")
+    manifest.write_manifest(folder, content, f"{name}.json")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ def describe(
         if foreign := [name for name in alone if name not in known.parts]:
             words = " and a ".join(foreign).replace("_", " ")
             raise UserError(f"{path} is a {words} alone: give the checkpoint of a whole model")
-        names = alone or known.family(manifest.read(path, known.families)["family"]).tree
+        names = alone or known.family(manifest.read_manifest(path, known.families)["family"]).tree
     names = list(names)
     if any(name not in known.parts for name in names):
-        metadata = manifest.read(path, known.families)
+        metadata = manifest.read_manifest(path, known.families)
         parts = _abstract_tree(path, metadata, known)
     for name in names:
         if part := known.parts.get(name):
@@ -245,7 +245,7 @@ def load(
         named = {name: parameters.named(module) for name, module in modules.items()}
         wanted = _prefixed({part: dict.fromkeys(named[part], tree[part]) for part in tree})
         how = {"on_host": on_host, "in_8_bits": in_8_bits, "on_disk": on_disk, "said": metadata}
-        found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
+        found = arrays.read_arrays(path / PARAMS, _prefixed(named), wanted, manifest.NAME, **how)
         for part in tree:
             own = {name: found[f"{part}/{name}"] for name in named[part]}
             loaded[part] = parameters.fill(modules[part], own)
@@ -255,7 +255,7 @@ def load(
         checksums.check_files(folder, content["files"], within=PARAMS)
         expected = parameters.named(module)
         wanted, file = dict.fromkeys(expected, dtypes[name]), f"{name}.json"
-        found = arrays.read(folder / PARAMS, expected, wanted, file, on_host, said=content)
+        found = arrays.read_arrays(folder / PARAMS, expected, wanted, file, on_host, said=content)
         loaded[name] = parameters.fill(module, found)
     return {name: loaded[name] for name in described}, metadata
 

@@ -43,14 +43,14 @@ def compose(
     return content
 
 
-def write(folder: Path, content: Mapping, name: str = NAME) -> None:
+def write_manifest(folder: Path, content: Mapping, name: str = NAME) -> None:
     """Writes a description. Its format and kind come first."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
     write_text(folder / name, text + "\n")
 
 
-def read(folder: Path, families: Mapping[str, Family]) -> dict:
+def read_manifest(folder: Path, families: Mapping[str, Family]) -> dict:
     """Reads `folder/model.json` of a model of one of these families, by name. `UserError` unless it
     is there, of this version and consistent."""
     if not folder.exists():
@@ -84,7 +84,7 @@ def read(folder: Path, families: Mapping[str, Family]) -> dict:
 
 def read_part(folder: Path, name: str, part: Part) -> dict:
     """Reads `folder/NAME.json`, the description of a part with a folder of its own. `UserError` as
-    for `read`."""
+    for `read_manifest`."""
     file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
         what, missing = name.replace("_", " "), f"{folder.name}/{file.name}"
@@ -101,7 +101,7 @@ def read_part(folder: Path, name: str, part: Part) -> dict:
 
 def described(file: Path) -> dict:
     """The content of a description. `UserError` unless it is an object of this version whose
-    computed entries have the right kinds; `arrays.read` compares them with the files."""
+    computed entries have the right kinds; `arrays.read_arrays` compares them with the files."""
     content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it must hold a JSON object")
@@ -129,7 +129,7 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
 def read_json(path: str | os.PathLike):
     """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        return parse_json(ordinary.read(path, LARGEST_JSON).decode("utf-8"))
+        return parse_json(ordinary.read_file(path, LARGEST_JSON).decode("utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:

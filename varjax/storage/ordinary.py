@@ -35,7 +35,7 @@ def _other(path) -> OSError:
     return OSError(errno.EINVAL, "it is no ordinary file", os.fspath(path))
 
 
-def read(path: str | os.PathLike, most: int) -> bytes:
+def read_file(path: str | os.PathLike, most: int) -> bytes:
     """The content of a file of at most `most` bytes. `OSError` also if it is larger."""
     with opened(path) as file:
         data = file.read(most + 1)

@@ -183,7 +183,7 @@ def save_png(path: str | os.PathLike, picture: UInt8[np.ndarray, "H W ..."]) -> 
 def content(path: str | os.PathLike, name: str) -> bytes:
     """The bytes of a file. `UserError` if they cannot be read, or are too many."""
     try:
-        return ordinary.read(path, MOST_BYTES)
+        return ordinary.read_file(path, MOST_BYTES)
     except OSError as error:
         where = "" if str(path) in name else f" {path}"
         raise UserError(f"cannot read {name}{where}: {error.strerror or error}") from error

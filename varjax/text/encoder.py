@@ -20,7 +20,7 @@ from varjax.nn.families import Catalogue, Part
 from varjax.nn.parameters import default_dtype, peak_bytes
 from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
-from varjax.text.prompt_set import Tell, no_known_word, warn
+from varjax.text.prompt_condition import Tell, no_known_word, warn
 from varjax.text.t5 import END, SPIECE_FILE, T5Config, T5Encoder, Tokenizer
 
 PART = "text_encoder"  # its name in a family, and its folder in a checkpoint

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from varjax import arguments
 from varjax.errors import UserError, about
-from varjax.text.prompt_set import PromptSet, read_arrays
+from varjax.text.prompt_condition import PromptCondition, read_arrays
 
 MAX_LENGTH = 512  # tokens of the released models
 LENGTH_STEP = 16  # lengths are padded to a multiple: few shapes, few programs
@@ -25,7 +25,7 @@ _OPTIONAL = ("negative_kv", "negative_lens", "unconditional", "prompts")
 
 
 @dataclass(frozen=True, eq=False)
-class TextFeatures(PromptSet):
+class TextFeatures(PromptCondition):
     """Features of P prompts for N images.
 
     Attributes:

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError, about
-from varjax.text.prompt_set import PromptSet, Tell, no_known_word, read_arrays, warn
+from varjax.text.prompt_condition import PromptCondition, Tell, no_known_word, read_arrays, warn
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PROMPTS_WANTED = "give a list of texts, one for each image"
@@ -29,7 +29,7 @@ LONGEST = 2**20  # ids of a prompt, before a model says how many it takes
 
 
 @dataclass(frozen=True, eq=False)
-class PromptIds(PromptSet):
+class PromptIds(PromptCondition):
     """Token ids of P prompts for N images: a `varjax.conditions.Condition`.
 
     Attributes:

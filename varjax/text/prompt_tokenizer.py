@@ -12,7 +12,7 @@ from pathlib import Path
 
 from varjax.errors import UserError, require
 from varjax.storage import ordinary
-from varjax.text.prompt_set import is_known
+from varjax.text.prompt_condition import is_known
 
 FOLDER, FILE = "prompt_tokenizer", "tokenizer.json"  # in a checkpoint
 LARGEST_FILE = 2**27  # bytes; released ones have up to 10 MiB
@@ -39,7 +39,7 @@ class PromptTokenizer:
             )
         module = require("tokenizers", extra="text", purpose="turning prompts into token ids")
         try:
-            text = ordinary.read(self.path, LARGEST_FILE).decode("utf-8")
+            text = ordinary.read_file(self.path, LARGEST_FILE).decode("utf-8")
             self._tokenizer = module.Tokenizer.from_str(text)
             model = json.loads(text)["model"]  # a Unigram names its unknown token by the id
             token = model.get("unk_token")
@@ -70,7 +70,7 @@ class PromptTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def knows(self, text: str) -> bool:
-        """Whether it knows a word of a text (`prompt_set.is_known`)."""
+        """Whether it knows a word of a text (`prompt_condition.is_known`)."""
         return is_known(self.ids(text), self._unknown, self._tokenizer.decode)
 
     def id_of(self, token: str) -> int:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError, require
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
-from varjax.text.prompt_set import is_known
+from varjax.text.prompt_condition import is_known
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -184,8 +184,10 @@ class T5Encoder(nnx.Module):
 
     def _einsum(self, subscripts: str, *factors: Array) -> Array:
         """A product of factors in the type of the weights, with float32 sums."""
-        how = {"precision": self._precision, "preferred_element_type": jnp.float32}
-        return jnp.einsum(subscripts, *(a.astype(self.dtype) for a in factors), **how)
+        cast = (a.astype(self.dtype) for a in factors)
+        return jnp.einsum(
+            subscripts, *cast, precision=self._precision, preferred_element_type=jnp.float32
+        )
 
     @property
     def _precision(self) -> jax.lax.Precision | None:
@@ -211,7 +213,7 @@ class Tokenizer:
             raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
         self._processor = module.SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(ordinary.read(path, LARGEST_FILE))
+            self._processor.LoadFromSerializedProto(ordinary.read_file(path, LARGEST_FILE))
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(
@@ -234,5 +236,5 @@ class Tokenizer:
         return [*self._processor.encode(text), END]
 
     def knows(self, ids: Sequence[int]) -> bool:
-        """Whether it knows a word of a text with these ids (`prompt_set.is_known`)."""
+        """Whether it knows a word of a text with these ids (`prompt_condition.is_known`)."""
         return is_known(ids[:-1], self._processor.unk_id(), self._processor.decode)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from experiments.evaluation import extractors
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.judges import feature_distance
 from varjax import model as models
 from varjax.errors import UserError
@@ -99,7 +99,7 @@ def test_it_knows_fruit(demo, shared_dir):
     from experiments.evaluation.pictures import PackedPictures
 
     found = PackedPictures(shared_dir / "data" / "fruits64" / "val.npz")
-    program, right = Program(demo, found.size, 64), 0
+    program, right = CompiledNetwork(demo, found.size, 64), 0
     for first in range(0, 256, 64):
         (arrays,) = program.over(iter([(found.read(first, first + 64),)]))
         right += (arrays["logits"].argmax(1) == found.labels[first : first + 64]).sum()

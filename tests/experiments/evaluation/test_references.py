@@ -12,7 +12,7 @@ from varjax.errors import UserError
 def test_adms_files():
     """FID and sFID from the four statistics."""
     first, second = (
-        references.read(recipe.FIXTURES / f"adm_tiny_{name}.npz").gaussians
+        references.read_statistics(recipe.FIXTURES / f"adm_tiny_{name}.npz").gaussians
         for name in ("samples", "reference")
     )
     exact = recipe.expected()["adm_tiny"]
@@ -39,15 +39,15 @@ def test_other_files_are_refused(tmp_path, case):
     arrays, problem = WRONG[case]
     np.savez(tmp_path / "r.npz", **arrays)
     with pytest.raises(UserError, match=problem) as caught:
-        references.read(tmp_path / "r.npz")
+        references.read_statistics(tmp_path / "r.npz")
     assert "r.npz" in str(caught.value)
 
 
 def test_other_extractors_are_told_apart(tmp_path):
     gaussian = Gaussian(np.zeros(4), np.diag([1.0, 1, 1, 0]))
     notes = {"extractor": "a" * 64, "protocol": "adm"}
-    references.write(tmp_path / "r.npz", {"pool": gaussian}, notes)
-    found = references.read(tmp_path / "r.npz")
+    references.write_statistics(tmp_path / "r.npz", {"pool": gaussian}, notes)
+    found = references.read_statistics(tmp_path / "r.npz")
     found.check("r.npz", {"pool": 4}, notes)
     with pytest.raises(UserError, match="`mu` has 4 numbers, the extractor gives 8 features"):
         found.check("r.npz", {"pool": 8}, notes)
@@ -56,5 +56,5 @@ def test_other_extractors_are_told_apart(tmp_path):
     (remark,) = found.remarks("r.npz")
     assert "`sigma` has rank 3 of 4" in remark
     np.savez(tmp_path / "r.npz", mu=gaussian.mean, sigma=np.eye(4), extractor=np.array("a" * 64))
-    (remark,) = references.read(tmp_path / "r.npz").remarks("r.npz")
+    (remark,) = references.read_statistics(tmp_path / "r.npz").remarks("r.npz")
     assert "r.npz does not say which protocol made it" in remark

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.evaluation import extractors
-from experiments.evaluation.extractors import Program
+from experiments.evaluation.extractors import CompiledNetwork
 from experiments.training import classifier_trainer, data, session
 from experiments.training.classifier_trainer import ClassifierStage
 from tests.experiments.training.conftest import dies_at
@@ -27,7 +27,7 @@ def test_it_learns_and_evaluation_reads_it(whole):
     settings, folder = whole
     network = extractors.open_classifier(folder)
     pictures = data.load(settings.data, 16)
-    (found,) = Program(network, (16, 16), 64).over(iter([(pictures.train,)]))
+    (found,) = CompiledNetwork(network, (16, 16), 64).over(iter([(pictures.train,)]))
     assert (found["logits"].argmax(1) == pictures.train_labels).mean() > 0.8
     assert found["pool"].shape == (len(pictures.train), 128)
 

@@ -32,7 +32,7 @@ from varjax.nn.layers import Linear, ResidualStream, Split
 from varjax.sampling import Sampling, Scores
 from varjax.text.features import text_shapes
 
-__all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
+__all__ = ["PRESETS", "InfinityBlock", "Infinity", "InfinityConfig"]
 
 ROPE_BASE = 10000.0
 normal = jax.nn.initializers.truncated_normal  # at two standard deviations
@@ -51,7 +51,7 @@ class TextPool(nnx.Module):
         self.proj = linear(width, width)
 
 
-class Block(nnx.Module):
+class InfinityBlock(nnx.Module):
     """One transformer layer (parameters only). Stacked over layers by `Infinity`."""
 
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
@@ -105,7 +105,7 @@ class Infinity(NextScaleTransformer):
         self.level_embedding = table(LEVELS, width)
         self.word_embedding = linear(config.bits, width)
         self.shared_modulation = linear(width, 6 * width)
-        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: InfinityBlock(config, rngs=r), config.depth, rngs)
         self.head_modulation = linear(width, 2 * width, kernel_init=normal(0.5 * std))
         self.head = linear(width, 2 * config.bits, kernel_init=normal(0.02 * std))
 
@@ -230,7 +230,7 @@ class Infinity(NextScaleTransformer):
     # --- one layer --------------------------------------------------------------------------------
 
     def project(
-        self, block: Block, layer_context: dict, shared: dict, stream: ResidualStream
+        self, block: InfinityBlock, layer_context: dict, shared: dict, stream: ResidualStream
     ) -> tuple[Projection, ResidualStream]:
         """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
         queries are multiplied by the learned multiplier."""
@@ -250,7 +250,7 @@ class Infinity(NextScaleTransformer):
 
     def post_attention(
         self,
-        block: Block,
+        block: InfinityBlock,
         layer_context: dict,
         shared: dict,
         stream: ResidualStream,
@@ -271,7 +271,9 @@ class Infinity(NextScaleTransformer):
         mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
         return ResidualStream(jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1))))
 
-    def cross_attention(self, block: Block, text: TextKeys, layer, x: Float[Array, "R T D"]):
+    def cross_attention(
+        self, block: InfinityBlock, text: TextKeys, layer, x: Float[Array, "R T D"]
+    ):
         """The addition of the text to the tokens, [R, T, D]."""
         h = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         h = h * block.cross_norm.scale[...] + block.cross_norm.bias[...]

@@ -50,7 +50,7 @@ class ClassifierConfig(published.Configuration):
         object.__setattr__(self, "class_names", tuple(names))
 
 
-class Block(nnx.Module):
+class ClassifierBlock(nnx.Module):
     """Convolution of 3x3 with stride 2, group normalisation, ReLU."""
 
     def __init__(self, c_in: int, c_out: int, *, rngs: nnx.Rngs):
@@ -76,7 +76,7 @@ class Classifier(nnx.Module):
     def __init__(self, config: ClassifierConfig, *, rngs: nnx.Rngs):
         self.config, width = config, 3
         for number, c_out in enumerate(config.widths):
-            setattr(self, f"block_{number}", Block(width, c_out, rngs=rngs))
+            setattr(self, f"block_{number}", ClassifierBlock(width, c_out, rngs=rngs))
             width = c_out
         draw = nnx.initializers.normal(0.01)
         self.kernel = nnx.Param(draw(rngs.params(), (width, config.num_classes)))

@@ -23,7 +23,7 @@ SPATIAL_CHANNELS = 7  # of Mixed_6d.branch1x1, 17x17 positions: features of the 
 SPATIAL_SIDE = 17
 
 
-class Layer(NamedTuple):
+class InceptionLayer(NamedTuple):
     """A convolution: its name in the block, kernel, stride, whether the map keeps its size."""
 
     name: str
@@ -32,14 +32,14 @@ class Layer(NamedTuple):
     same: bool
 
 
-def _steps(text: str) -> tuple[tuple[Layer, ...], ...]:
+def _steps(text: str) -> tuple[tuple[InceptionLayer, ...], ...]:
     """Layers one after the other, those joined by & side by side: NAME, NAME:3x3 for other kernels
     than 1x1, NAME:3x3/2 for a stride and whole windows only. A layer of max pooling has no size."""
 
-    def layer(word: str) -> Layer:
+    def layer(word: str) -> InceptionLayer:
         name, _, rest = word.partition(":")
         size, _, stride = (rest or "1x1").partition("/")
-        return Layer(name, tuple(map(int, size.split("x"))), int(stride or 1), not stride)
+        return InceptionLayer(name, tuple(map(int, size.split("x"))), int(stride or 1), not stride)
 
     return tuple(tuple(map(layer, word.split("&"))) for word in text.split())
 
@@ -143,7 +143,7 @@ class InceptionConfig(published.Configuration):
 class Convolution(nnx.Module):
     """Convolution without bias, batch normalisation with stored statistics, ReLU."""
 
-    def __init__(self, c_in: int, c_out: int, layer: Layer):
+    def __init__(self, c_in: int, c_out: int, layer: InceptionLayer):
         self.stride, self.padding = layer.stride, "SAME" if layer.same else "VALID"
         self.kernel = nnx.Param(jnp.zeros((*layer.size, c_in, c_out)))
         self.scale = nnx.Param(jnp.ones((c_out,)))
@@ -161,7 +161,7 @@ class Convolution(nnx.Module):
         return jax.nn.relu(x * factor + (self.bias[...] - self.mean[...] * factor))
 
 
-class Block(nnx.Module):
+class InceptionBlock(nnx.Module):
     """Branches over the same input, joined along the channels."""
 
     def __init__(self, name: str, c_in: int, config: InceptionConfig):
@@ -197,7 +197,7 @@ class Inception(nnx.Module):
                 setattr(self, layer.name, Convolution(width, config.width(layer.name), layer))
                 width = config.width(layer.name)
         for name in BLOCKS:
-            setattr(self, name, Block(name, width, config))
+            setattr(self, name, InceptionBlock(name, width, config))
             width = config.block_width(name, width)
         zeros, rngs = nnx.initializers.zeros, rngs or nnx.Rngs(0)
         self.fc = nnx.Linear(width, config.num_classes, kernel_init=zeros, rngs=rngs)

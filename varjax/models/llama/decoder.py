@@ -65,7 +65,7 @@ class HeadNorm(nnx.Module):
         return layers.layer_norm(flat, HEAD_NORM_EPS).reshape(x.shape) * scale + bias
 
 
-class Block(nnx.Module):
+class LlamaBlock(nnx.Module):
     """One layer (parameters only); models stack them. `qkv` gives all queries, then keys, then
     values; `gate_up` the gates, then what they let through. `q_norm` and `k_norm`: queries and keys
     are normalised before they are rotated."""
@@ -103,9 +103,9 @@ class Finished:
         return self.v
 
 
-class Decoder(NextTokenTransformer):
-    """Base of decoders whose layers are `Block`: a Llama's feed-forward, RMS norms, logits that are
-    guided as uncond + cfg * (cond - uncond).
+class LlamaDecoder(NextTokenTransformer):
+    """Base of decoders whose layers are `LlamaBlock`: a Llama's feed-forward, RMS norms, logits
+    that are guided as uncond + cfg * (cond - uncond).
 
     The residual stream is float32 whatever the type of the weights; published code rounds it to
     that type after every sum.
@@ -132,7 +132,7 @@ class Decoder(NextTokenTransformer):
 
     def post_attention(
         self,
-        block: Block,
+        block: LlamaBlock,
         x: Float[Array, "R T D"],
         attended: Float[Array, "R T Q H"],
         drop: Callable = as_it_is,
@@ -171,7 +171,7 @@ class Decoder(NextTokenTransformer):
         return Scores(logits, tau, strength)
 
 
-class Llama(Decoder):
+class Llama(LlamaDecoder):
     """Base of language models that draw images, whose `config` is a `LlamaConfig`.
 
     The condition is prompts as token ids: `ids` int32 [B, M], padded on the left, and `length`
@@ -208,7 +208,7 @@ class Llama(Decoder):
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
-    def project(self, block: Block, rotation: tuple, x: Float[Array, "R T D"]) -> Finished:
+    def project(self, block: LlamaBlock, rotation: tuple, x: Float[Array, "R T D"]) -> Finished:
         config, groups = self.config, self.config.queries_per_head
         h = x.astype(self.dtype) if config.norm_after else self.rms_norm(x, block.attention_norm)
         heads = block.qkv(h).reshape(*h.shape[:2], -1, config.head_dim)

@@ -26,8 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import estimates
-from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_products import (
+from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
+from pallas_kernels.refs import Operand, Ref, one_number
+from pallas_kernels.shared import mosaic_operands as mosaic
+from pallas_kernels.shared.mosaic_products import (
     LAYOUT,
     PER_COLUMN,
     PER_ROW,
@@ -38,8 +40,6 @@ from pallas_kernels.mosaic_products import (
     down,
     products,
 )
-from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
-from pallas_kernels.refs import Operand, Ref, one_number
 from pallas_kernels.tables import CONSECUTIVE, KIND_BITS, PARTIAL, RUN, BlockWrites
 
 TURNED = 64  # columns that are turned at once

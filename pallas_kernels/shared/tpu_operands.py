@@ -39,7 +39,7 @@ def layer_of(table) -> Array:
 def table_rows(table, heads) -> tuple[Array, pl.BlockSpec]:
     """The rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows or is 1, and
     those of the heads of grid step (r, n, ...). The last operand that is known before the grid is
-    the layer. heads: `tpu_projection.Heads`, which says how many heads N is padded to."""
+    the layer. heads: `tpu_projection.HeadGroups`, which says how many heads N is padded to."""
     found = table.packed
     rows = heads.padded(found if found.ndim == 4 else found[None], 1)
     per_row = table.layer is None and rows.shape[0] > 1

@@ -2,7 +2,7 @@
 C, W]."""
 
 from pallas_kernels.implementations import require
-from pallas_kernels.tpu_operands import LANES, rounded
+from pallas_kernels.shared.tpu_operands import LANES, rounded
 
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "int8")

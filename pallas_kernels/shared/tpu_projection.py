@@ -2,7 +2,7 @@
 
 The product is seen as [R, T, 3 N H], a reshape of neighbouring axes. Its blocks are 128 lanes wide
 or more: a head of 128 or 256, or a pair of smaller heads side by side. Work on one head of a pair
-is done with its numbers in the first lanes (`Heads.first`), where the pool has them, too.
+is done with its numbers in the first lanes (`HeadGroups.first`), where the pool has them, too.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.projection import K, Projection, Q, V
 from pallas_kernels.refs import Ref, Scalar
+from pallas_kernels.shared.tpu_operands import LANES
 from pallas_kernels.tables import BlockTable, BlockWrites
-from pallas_kernels.tpu_operands import LANES
 
 # Tokens of all heads of a grid step. Every step costs time of its own, so heads of small scales
 # share one.
@@ -28,7 +28,7 @@ Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the pa
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadGroups:
     """Heads that a grid step serves.
 
     count: N, rounded up to whole groups.
@@ -43,7 +43,7 @@ class Heads:
     groups: int
 
     @classmethod
-    def of(cls, projection: Projection, table: BlockTable | BlockWrites) -> "Heads":
+    def of(cls, projection: Projection, table: BlockTable | BlockWrites) -> "HeadGroups":
         """As many heads as may share a grid step, for this many tokens and a packed table of this
         size."""
         _, heads, tokens, size = projection.shape
@@ -120,7 +120,7 @@ class Heads:
 
 
 def operands(
-    projection: Projection, heads: Heads, tokens: dict[str, tuple[int, Callable]]
+    projection: Projection, heads: HeadGroups, tokens: dict[str, tuple[int, Callable]]
 ) -> Operands:
     """The operands with which `OwnTokens` finishes some parts of a projection.
 
@@ -170,13 +170,13 @@ class OwnTokens:
     another; users mask them.
     """
 
-    heads: Heads
+    heads: HeadGroups
     scale: float
     refs: dict[str, Ref]
     first: Scalar
 
     @classmethod
-    def of(cls, heads: Heads, scale: float, refs: dict[str, Ref]) -> "OwnTokens":
+    def of(cls, heads: HeadGroups, scale: float, refs: dict[str, Ref]) -> "OwnTokens":
         """For a kernel whose grid has the heads in its second axis."""
         return cls(heads, scale, refs, pl.program_id(1) * heads.step)
 

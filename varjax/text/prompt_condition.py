@@ -64,7 +64,7 @@ def read_arrays(
     return arrays
 
 
-class PromptSet:
+class PromptCondition:
     """Base of conditions that are P prompts for N images.
 
     lens: tokens of each prompt [P]. prompts: the texts, where known. numbers: the prompt of every
@@ -124,7 +124,7 @@ class PromptSet:
         """The prompt of every image, where known."""
         return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
 
-    def _described(self, kind: str, **more: int) -> dict:
+    def _described(self, kind: str, **counts: int) -> dict:
         """A report's entry about the prompts; equal for equal arrays and images."""
         digest = hashlib.sha256()
         for array in (*self._arrays().values(), self.numbers):
@@ -135,7 +135,7 @@ class PromptSet:
             "prompts": len(self.lens),
             "tokens": int(self.lens.sum()),
             "longest": self.longest,
-            **more,
+            **counts,
             "sha256": digest.hexdigest(),
         }
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels import jax_versions, target
 from pallas_kernels.implementations import check_attention, require
-from pallas_kernels.mosaic_products import products, tile
+from pallas_kernels.shared.mosaic_products import products, tile
 from pallas_kernels.tables import BlockTable, BlockWrites
 
 Scratch = pl.MemoryRef | plgpu.Barrier  # memory of a program, or a barrier

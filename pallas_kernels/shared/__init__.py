@@ -1,0 +1,1 @@
+"""Operands, products and projections that the kernels of one platform share."""
