@@ -155,7 +155,7 @@ class Model:
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
         """Refuses the geometry of a plan for another model. For another number of rows,
-        `engine.drawing.drawing` says what to do.
+        `engine.build.specify` says what to do.
 
         Raises:
           UserError: what differs.

@@ -1,17 +1,19 @@
 """Previews of a picture while it is drawn: after every scale, or every few lines.
 
-watched = Watched(lambda **more: varjax.Generator(model, "headkv", 0.25, batch_size=1, **more))
+make = functools.partial(varjax.Generator, model, "headkv", 0.25, batch_size=1)
+watched = Watched(make, varjax.Build())
 show = Previews(model).of_picture()
 watched.run(condition, np.zeros(1, np.int32), hear=lambda *seen: print(show(*seen)))
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.io.images import to_uint8
 from varjax.model import Model
@@ -23,10 +25,10 @@ GREY = np.uint8(128)
 class Watched:
     """A generator each of whose runs may be heard by somebody else.
 
-    make: returns the generator from `watch=...`.
+    make: returns the generator from `build=...`. build: all of it but `watch`.
     """
 
-    def __init__(self, make: Callable[..., Generator]):
+    def __init__(self, make: Callable[..., Generator], build: Build):
         # JAX keeps what it has traced for a while, and with it who hears: so that must not know the
         # generator, whose programs would stay as long
         self._heard = heard = [None]
@@ -35,7 +37,7 @@ class Watched:
             if heard[0] is not None:
                 heard[0](int(number), np.array(what))
 
-        self.generator = make(watch=watch)
+        self.generator = make(build=replace(build, watch=watch))
 
     def run_batch(
         self, *arguments, hear: Callable[[int, np.ndarray], None] | None, **options

@@ -16,8 +16,8 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost
+from varjax.engine.build import AUTO, SCAN, UNROLL
 from varjax.engine.pixels import Decoding
-from varjax.engine.program import AUTO, SCAN, UNROLL
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
@@ -81,7 +81,7 @@ def predict(
     text_tokens: padded length of the text; None: the most that the model takes.
     decoding: how pixels are decoded; None: in float32, as many at once as it allows.
     platform: "cpu", "gpu" or "tpu", whose compilers differ; None: that of this machine.
-    layers: as `program.arrange_layers` takes it. "auto" counts a scan, which it takes where
+    layers: as `build.arrange_layers` takes it. "auto" counts a scan, which it takes where
       separate layers do not fit (`layers_that_fit`).
     """
     platform = platform or jax.default_backend()
@@ -191,7 +191,7 @@ def layers_that_fit(how: str, predict_for: Callable[..., Prediction], memory: in
     """Arrangement of the layers: the one asked for, but with "auto" a scan where separate layers
     are predicted not to fit and a scan is.
 
-    how: as `program.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
+    how: as `build.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
       device; None: it does not say.
     """
     if how != AUTO or memory is None:
