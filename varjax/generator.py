@@ -34,7 +34,7 @@ from varjax.parallel import processes, sharding
 from varjax.parallel import weights as sharded_weights
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
-from varjax.policies import Policy
+from varjax.policies.base import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.progress import reporter
 from varjax.sampling import Sampling
@@ -288,11 +288,14 @@ class Generator:
             self.timing.runs.append(time.perf_counter() - start)
         return found
 
+    @jax_settings.pinned()
     def decode_arguments(self, condition: Condition, seed: int = 0) -> tuple:
-        """The arguments of `varjax.engine.drawing.decode` that draw at most a batch of images as
-        this generator does, on one device: networks, empty cache, condition, keys, inputs. A short
-        batch repeats its last image."""
-        index = self._padded(np.arange(len(condition)))
+        """What `drawing.decode` takes to draw the first batch as this generator does, on one
+        device: networks, empty cache, condition, keys, inputs.
+
+        condition: of a run (`conditions.resolve`). A short batch repeats its last image.
+        """
+        index = self._padded(np.arange(min(len(condition), self.batch_size)))
         told = self.arguments(condition.take(index), index, sampling_lib.check_seed(seed))
         self._arrange()
         return self.networks, self.empty_state(), *told

@@ -18,7 +18,6 @@ from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
 from varjax.models import registry
-from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters, quantized, schemes
 from varjax.nn.families import Family
@@ -26,6 +25,7 @@ from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
 from varjax.nn.schemes import SCHEMES
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
@@ -95,7 +95,7 @@ class Model:
     @property
     def draws_tokens(self) -> bool:
         """Whether images are drawn token by token, not scale by scale."""
-        return isinstance(self.transformer, NextTokenTransformer)
+        return self.transformer.sequence(one_slot=True).kind == TOKENS
 
     @property
     def code_map(self) -> tuple[int, int, int]:

@@ -114,6 +114,16 @@ class Schedule:
         return f"token maps {str(self).replace(';', ' ')}"
 
     @property
+    def summary(self) -> str:
+        """What is drawn at a time, in words."""
+        return f"{self.num_scales} scales"
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64: which of the L tokens are drawn, and part of the picture."""
+        return np.arange(self.total_tokens)
+
+    @property
     def total_tokens(self) -> int:
         return self.ends[-1]
 

@@ -93,6 +93,11 @@ class TokenSequence:
         return f"{self.image_tokens} tokens one by one, condition of {self.condition}"
 
     @property
+    def summary(self) -> str:
+        """What is drawn at a time, in words."""
+        return f"token by token, condition of {self.condition}"
+
+    @property
     def total_tokens(self) -> int:
         return self.condition + self.image_tokens
 
