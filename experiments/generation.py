@@ -19,7 +19,7 @@ from varjax import jax_settings
 from varjax.cache.plan import CachePlan
 from varjax.conditions import Condition
 from varjax.engine import memory
-from varjax.engine.pixels import Decoding
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel.split import MeshSpec
@@ -34,33 +34,14 @@ class ProgramOptions:
     dtype: type of the computation. weights_dtype: type of stored weights.
     kv_dtype: type of the cache, of which budgets are fractions; a full cache that others are
       compared with has `dtype`.
-    attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
-    decoding: how pixels are decoded.
+    build: how both programs are built; in which arithmetic pixels are decoded is decided.
     """
 
     dtype: str
     weights_dtype: str
     kv_dtype: str
-    matmul_precision: str
-    segments: str
-    layers: str
-    attention: str | None
+    build: Build
     mesh: MeshSpec
-    decoding: Decoding
-
-    def generator(self, model: Model, plan: CachePlan, **more: object) -> Generator:
-        """Return the generator of a plan with these options, on one device. more: what else
-        `Generator` takes; it comes before what is said here."""
-        options = {
-            "segments": self.segments,
-            "layers": self.layers,
-            "attention": self.attention,
-            "kv_dtype": self.kv_dtype,
-            "matmul_precision": self.matmul_precision,
-            "decode_batch": self.decoding.at_once,
-            "decode_dtype": self.decoding.dtype,
-        }
-        return Generator(model, plan=plan, **options | more)
 
     def predict(
         self,
@@ -84,18 +65,18 @@ class ProgramOptions:
             self.kv_dtype,
             kernels=kernels,
             text_tokens=text,
-            decoding=self.decoding,
+            decoding=self.build.decoding,
             platform=platform,
-            layers=layers or self.layers,
+            layers=layers or self.build.layers,
         )
 
     def predict_here(
         self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
     ) -> memory.Prediction:
         """Predict the bytes of one device of this machine, for images of a condition."""
-        name = self.attention or implementations.preferred()
+        name = self.build.attention or implementations.preferred()
         kernels = name in implementations.PLATFORMS
-        if self.attention is None and name == "tpu":
+        if self.build.attention is None and name == "tpu":
             from pallas_kernels.shared.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
             kernels = plan.block_size >= min(BLOCK_SIZES)
@@ -135,11 +116,11 @@ class Generation:
             "dtype": program.dtype,
             "weights_dtype": program.weights_dtype,
             "kv_dtype": program.kv_dtype,
-            "matmul_precision": program.matmul_precision,
-            "decode_dtype": program.decoding.dtype,
-            "segments": program.segments,
-            "layers": program.layers,
-            "attention": program.attention or "auto",
+            "matmul_precision": program.build.matmul_precision,
+            "decode_dtype": program.build.decode_dtype,
+            "segments": program.build.segments,
+            "layers": program.build.layers,
+            "attention": program.build.attention or "auto",
             "mesh": str(program.mesh),
             **({"compiler": compiler} if (compiler := jax_settings.of_compiler()) else {}),
         }
@@ -158,14 +139,14 @@ class Generation:
         self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool
     ) -> Generator:
         """Return the generator of a plan. model: with weights. kv_dtype: of the stored cache."""
-        return self.program.generator(
+        return Generator(
             model,
-            plan,
+            plan=plan,
             sampling=self.sampling,
             batch_size=self.batch_size,
             kv_dtype=kv_dtype,
-            keep_logits=keep_logits,
             mesh=self.program.mesh,
+            build=dataclasses.replace(self.program.build, keep_logits=keep_logits),
         )
 
 

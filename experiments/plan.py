@@ -34,7 +34,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import partial, singledispatch
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -56,7 +56,6 @@ from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.sequence import SCALES
 from varjax.storage.atomic import new_file
 
 # A printed total of a model that draws token by token is keys and values, weights, and what
@@ -93,13 +92,10 @@ def summary(
     """Return the printed plan. remarks: lines that only some policies have."""
     g = plan.geometry
     excess = plan.fraction - plan.budget
-    scales = f"{g.schedule.num_scales} scales" if g.kind == SCALES else "token by token"
-    if g.kind != SCALES:
-        scales += f", condition of {g.schedule.condition}"
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, kv_dtype)
     lines = [
         f"{name}: {g.num_layers} layers, {g.heads}, "
-        f"{scales}, {g.schedule.total_tokens} tokens "
+        f"{g.schedule.summary}, {g.schedule.total_tokens} tokens "
         f"({g.schedule.persistent_tokens} per head in a full cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
@@ -139,13 +135,12 @@ def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str)
 # --- memory that papers print, beside the bytes of our plans ---
 
 
-def _scale_lines(
-    plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None, table: dict
-) -> list[str]:
+@singledispatch
+def _printed_lines(plan: ScalePlan, batch_size: int, kv_dtype: str, content: dict) -> list[str]:
     """Return the bytes as AMS-KV and HeatKV count them, and the row of HeatKV's table that is
-    nearest to the plan, if it has the same schedule. steady_tokens: per head, summed over layers,
-    that AMS-KV counts; None for other policies."""
-    g = plan.geometry
+    nearest to the plan, if it has the same schedule. content: of the file of printed numbers."""
+    g, table = plan.geometry, content["heatkv"]
+    steady_tokens = plan.rule.steady_tokens(g)  # as AMS-KV counts; None for other policies
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
     with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
@@ -170,12 +165,13 @@ def _scale_lines(
     return lines
 
 
-def _token_lines(plan: TokenPlan, kv_dtype: str, totals: list[dict]) -> list[str]:
+@_printed_lines.register
+def _(plan: TokenPlan, batch_size: int, kv_dtype: str, content: dict) -> list[str]:
     """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, and
     what our pool saves at their batch sizes. Other models and budgets have none."""
     g, lines = plan.geometry, []
     mine = [g.num_layers, g.num_heads, g.head_dim], g.schedule.image_tokens
-    for row in totals:
+    for row in content["totals"]:
         printed = {float(Fraction(part)): gib for part, gib in row["printed"].items()}
         near = min(printed, key=lambda part: abs(part - plan.budget))
         if (row["sizes"], row["tokens"]) != mine or abs(near - plan.budget) > NEAR:
@@ -221,13 +217,9 @@ def main(argv: list[str]) -> None:
     sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
     policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
     plan, calibration = POLICY.plan(policy, model)
-    steady = plan.rule.steady_tokens(geometry)
     remarks = of_budget + plan_remarks(plan, calibration)
     content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    if isinstance(plan, TokenPlan):
-        remarks += _token_lines(plan, kv_dtype, content["totals"])
-    else:
-        remarks += _scale_lines(plan, batch_size, kv_dtype, steady, content["heatkv"])
+    remarks += _printed_lines(plan, batch_size, kv_dtype, content)
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
         found = {"capacity": plan.capacity, "live_tokens": plan.live_tokens}

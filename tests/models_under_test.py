@@ -18,6 +18,7 @@ from ported_weights.convert import convert
 from varjax import conditions
 from varjax.codecs import bsq as bsq
 from varjax.codecs import maps
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.models import registry
@@ -253,13 +254,15 @@ def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **op
     compiles fastest and gives the same tokens."""
     exact = {"matmul_precision": "highest", "decode_dtype": "float32"}
     options = {"keep_logits": True, "segments": 1, **exact, **options}
-    return Generator(
-        model,
-        policy,
-        sampling=Sampling(cfg=cfg, greedy=True),
-        batch_size=batch_size,
-        **options,
-    )
+    sampling = Sampling(cfg=cfg, greedy=True)
+    return built(model, policy, sampling=sampling, batch_size=batch_size, **options)
+
+
+def built(*arguments, **options) -> Generator:
+    """A generator, of which some options are those of its `Build`."""
+    names = {field.name for field in dataclasses.fields(Build)} & options.keys()
+    build = Build(**{name: options.pop(name) for name in names})
+    return Generator(*arguments, **options, build=build)
 
 
 # Segments of six scales with the last one alone: it then stores nothing, so the final state holds

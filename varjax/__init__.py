@@ -15,6 +15,7 @@ plan.num_bytes(batch_size=8, dtype="bfloat16")
 from varjax import policies
 from varjax.api import generate, plan
 from varjax.editing.edit import edit
+from varjax.engine.build import Build
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, describe, load
@@ -22,6 +23,7 @@ from varjax.sampling import Sampling
 
 __version__ = "0.1.0"
 __all__ = [
+    "Build",
     "Generator",
     "Model",
     "Sampling",

@@ -11,6 +11,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.model import Model, check_model
 from varjax.parallel.split import MeshSpec
@@ -120,6 +121,6 @@ def generate(
         batch_size=min(count, batch_size or USUAL_BATCH),
         calibration=calibration,
         kv_dtype=kv_dtype,
-        decode_dtype=decode_dtype,
+        build=Build(decode_dtype=decode_dtype),
     )
     return generator(**given, seed=seed, progress=progress)

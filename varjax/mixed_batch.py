@@ -133,7 +133,7 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
         np.array([item.number for item in padded], np.int32),
         seed=np.array([item.seed for item in padded], np.int32),
         given=given_tokens(generator.model, [item.patch for item in padded]),
-        keep_cache=first.kept and generator.model.draws_tokens,
+        keep_cache=first.kept and generator.plan.final_cache_tells,
         **({"hear": first.hear} if watched else {}),
     )
     images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])

@@ -18,7 +18,6 @@ from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
 from varjax.models import registry, token_arrays
-from varjax.models.next_token import NextTokenTransformer
 from varjax.models.token_arrays import TokenArrays
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters, quantized, schemes
@@ -27,6 +26,7 @@ from varjax.nn.parameters import default_dtype
 from varjax.nn.published import TransformerConfig
 from varjax.nn.schemes import SCHEMES
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
@@ -101,7 +101,7 @@ class Model:
     @property
     def draws_tokens(self) -> bool:
         """Whether images are drawn token by token, not scale by scale."""
-        return isinstance(self.transformer, NextTokenTransformer)
+        return self.transformer.sequence(one_slot=True).kind == TOKENS
 
     @property
     def code_map(self) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ class Model:
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
         """Refuses the geometry of a plan for another model. For another number of rows,
-        `engine.drawing.drawing` says what to do.
+        `engine.build.specify` says what to do.
 
         Raises:
           UserError: what differs.

@@ -1,19 +1,24 @@
 """Previews of a picture while it is drawn: after every scale, or every few lines.
 
-watched = Watched(lambda **more: varjax.Generator(model, "headkv", 0.25, batch_size=1, **more))
+make = functools.partial(varjax.Generator, model, "headkv", 0.25, batch_size=1)
+watched = Watched(make, varjax.Build())
 show = Previews(model).of_picture()
 watched.run(condition, np.zeros(1, np.int32), hear=lambda *seen: print(show(*seen)))
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import singledispatchmethod
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 from varjax.storage.pictures import to_uint8
 
 LINES = 2  # of a token model, between two previews
@@ -23,10 +28,10 @@ GREY = np.uint8(128)
 class Watched:
     """A generator each of whose runs may be heard by somebody else.
 
-    make: returns the generator from `watch=...`.
+    make: returns the generator from `build=...`. build: all of it but `watch`.
     """
 
-    def __init__(self, make: Callable[..., Generator]):
+    def __init__(self, make: Callable[..., Generator], build: Build):
         # JAX keeps what it has traced for a while, and with it who hears: so that must not know the
         # generator, whose programs would stay as long
         self._heard = heard = [None]
@@ -35,7 +40,7 @@ class Watched:
             if heard[0] is not None:
                 heard[0](int(number), np.array(what))
 
-        self.generator = make(watch=watch)
+        self.generator = make(build=replace(build, watch=watch))
 
     def run_batch(
         self, *arguments, hear: Callable[[int, np.ndarray], None] | None, **options
@@ -79,14 +84,11 @@ class Previews:
     def of_picture(self, most: int | None = None) -> Show:
         """Returns what makes the previews of one picture, at most so many, from the number of each
         scale and the code map after it, or of each token and the token."""
-        rows = self.model.code_map[0]
-        stages = rows // LINES if self.model.draws_tokens else self.model.config.schedule.num_scales
-        last = stages - 1  # after it comes the picture itself
-        count = last if most is None else min(most, last)
-        chosen = {int(n) for n in np.linspace(0, last, count + 1)[1:] - 1} if count else set()
-        if self.model.draws_tokens:
-            return self._of_tokens(chosen)
-        maps = self.model.config.schedule.maps
+        return self._of(self.model.geometry.schedule, most)
+
+    @singledispatchmethod
+    def _of(self, order: Schedule, most: int | None) -> Show:
+        maps, chosen = order.maps, _chosen(order.num_scales, most)
 
         def show(number: int, code_map: np.ndarray) -> Preview | None:
             if number not in chosen:
@@ -96,9 +98,11 @@ class Previews:
 
         return show
 
-    def _of_tokens(self, chosen: set[int]) -> Show:
+    @_of.register
+    def _(self, order: TokenSequence, most: int | None) -> Show:
         rows, columns = self.model.code_map[:2]
-        places = {int(p): i for i, p in enumerate(self.model.geometry.schedule.places)}
+        places = {int(p): i for i, p in enumerate(order.places)}
+        chosen = _chosen(rows // LINES, most)
         tokens = np.zeros((1, rows * columns), np.int32)
 
         def show(number: int, token: np.ndarray) -> Preview | None:
@@ -120,3 +124,10 @@ class Previews:
     def _pixels(self, code_map) -> np.ndarray:
         decoded = _decode(self.model.codec, jax.numpy.asarray(code_map))
         return to_uint8((np.asarray(decoded) + 1) / 2)[0]
+
+
+def _chosen(stages: int, most: int | None) -> set[int]:
+    """Stages, at most so many, after which a preview is shown."""
+    last = stages - 1  # after it comes the picture itself
+    count = last if most is None else min(most, last)
+    return {int(n) for n in np.linspace(0, last, count + 1)[1:] - 1} if count else set()

@@ -5,6 +5,7 @@ counted from 0; tokens of all scales are concatenated coarse to fine, each map r
 scale is never cached, so the full cache holds F = c_(K-2) tokens per head (`persistent_tokens`).
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from varjax.errors import UserError, show
 
 LARGEST_SIDE = 4096  # of a token map
 LARGEST_COUNT = 64  # scales
+AUTO, SCAN = "auto", "scan"  # of the choices that `check_cut` is asked about
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,19 @@ class Schedule:
     def num_scales(self) -> int:
         return len(self.maps)
 
+    def check_cut(self, segments: int | str, layers: str = AUTO) -> int | None:
+        """The number of segments that the scales are cut into (an int or its text), None for
+        "auto". `UserError` for anything but a whole number from 1 to K. layers: any works."""
+        if isinstance(segments, str) and segments == AUTO:
+            return None
+        digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
+        with contextlib.suppress(UserError):
+            return integer("segments", int(segments) if digits else segments, 1, self.num_scales)
+        raise UserError(
+            f"segments={show(segments)} is not valid for a schedule of {self.num_scales} scales: "
+            f"give {AUTO!r} or a whole number from 1 to {self.num_scales}"
+        )
+
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         """Tokens t_k of each scale."""
@@ -97,6 +112,16 @@ class Schedule:
     def outline(self) -> str:
         """The order of drawing, as a line of text."""
         return f"token maps {str(self).replace(';', ' ')}"
+
+    @property
+    def summary(self) -> str:
+        """What is drawn at a time, in words."""
+        return f"{self.num_scales} scales"
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64: which of the L tokens are drawn, and part of the picture."""
+        return np.arange(self.total_tokens)
 
     @property
     def total_tokens(self) -> int:

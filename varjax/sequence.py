@@ -17,7 +17,8 @@ from typing import ClassVar
 import numpy as np
 
 from varjax.arguments import integer
-from varjax.schedule import Schedule
+from varjax.errors import UserError, show
+from varjax.schedule import AUTO, SCAN, Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
 LARGEST_IMAGE = 2**17  # tokens
@@ -42,6 +43,7 @@ class TokenSequence:
     new_lines: bool = False
 
     kind: ClassVar[str] = TOKENS
+    num_scales: ClassVar[int] = 0
 
     def __post_init__(self):
         for name, low, high in (
@@ -62,6 +64,20 @@ class TokenSequence:
         """The number of steps that draw an image; a step draws one token."""
         return self.image_tokens - self.new_lines * (self.image_tokens // self.line)
 
+    def check_cut(self, segments: int | str, layers: str = AUTO) -> None:
+        """`UserError` for a number of segments, or a scan over layers (`Build`)."""
+        if segments != AUTO:
+            raise UserError(
+                f"segments={show(segments)}: models that draw token by token have no scales to "
+                f"cut: give {AUTO!r}"
+            )
+        # given "auto" or "unroll", layers are separate in any case (`build.arrange`)
+        if layers == SCAN:
+            raise UserError(
+                "layers='scan': models that draw token by token run a body per layer, because a "
+                "scan would copy every layer's weights for every token: give 'auto' or 'unroll'"
+            )
+
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""
         return min(count, self.num_drawn)
@@ -75,6 +91,11 @@ class TokenSequence:
     def outline(self) -> str:
         """The order of drawing, as a line of text."""
         return f"{self.image_tokens} tokens one by one, condition of {self.condition}"
+
+    @property
+    def summary(self) -> str:
+        """What is drawn at a time, in words."""
+        return f"token by token, condition of {self.condition}"
 
     @property
     def total_tokens(self) -> int:

@@ -109,7 +109,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     sizing = partial(_sizing, wanted, model, program)
     groups = program.mesh.model
     policy, of_budget = POLICY.sized(policy, model, sampling, sizing, groups)
-    attention, asked = {}, program.attention
+    attention, asked = {}, program.build.attention
     for chip in wanted:
         attention[chip.name] = asked or implementations.choices(chip.platform, chip.capability)[0]
         why = asked and implementations.why_not(asked, chip.platform, chip.capability, chip.name)

@@ -17,6 +17,8 @@ The peak is bfloat16's, also of float32 products; products of two numbers in 8 b
 such numbers. All numbers are of one device; images/s are those of all devices.
 """
 
+from functools import singledispatch
+
 import jax
 import numpy as np
 
@@ -86,16 +88,20 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     return 2 * g.head_dim * g.rows_per_image * products
 
 
-def tokens_moved(plan: ScalePlan | TokenPlan) -> float:
+@singledispatch
+def tokens_moved(plan: ScalePlan) -> float:
     """Tokens of one row that are read from the pool and written to it, at least. Every scale reads
-    what its heads hold when it starts, and writes what is there more afterwards. Every image token
-    reads what is held when it is drawn, itself included; the buffer of a stage grows token by
-    token."""
-    if isinstance(plan, ScalePlan):
-        read = float(plan.capacity.sum(dtype=np.float64))
-        if plan.write_slots is not None:
-            return read + float((plan.write_slots >= 0).sum())
-        return read + float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
+    what its heads hold when it starts, and writes what is there more afterwards."""
+    read = float(plan.capacity.sum(dtype=np.float64))
+    if plan.write_slots is not None:
+        return read + float((plan.write_slots >= 0).sum())
+    return read + float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
+
+
+@tokens_moved.register
+def _(plan: TokenPlan) -> float:
+    """Every image token reads what is held when it is drawn, itself included; the buffer of a stage
+    grows token by token."""
     sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
     held = plan.allocation.held(plan.geometry)[1:]
     number = np.arange(sequence.steps)

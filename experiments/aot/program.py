@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,14 +27,14 @@ from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax import sampling
 from varjax.cache.plan import CachePlan
-from varjax.cache.stages import TokenPlan
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
+from varjax.engine import build as builds
 from varjax.engine import memory, pixels
 from varjax.engine import program as programs
+from varjax.engine.compiled import Weights, flat
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
-from varjax.engine.drawing import drawing
-from varjax.engine.program import BuildOptions
+from varjax.engine.drawing import Inputs, decode
 from varjax.logical_axes import make_mesh
 from varjax.model import Model
 from varjax.nn import parameters, stacked
@@ -96,8 +96,8 @@ def compile_program(
     """Compile and measure a program.
 
     Args:
-      trace: makes the traced program.
-      networks: the shapes of its first argument, the weights.
+      trace: makes the traced program, whose first argument is the weights or the first of them.
+      networks: the shapes of all weights.
       options: of the compiler.
       carried: arrays that should be updated in place.
       mesh: the devices.
@@ -122,7 +122,8 @@ def compile_program(
         temporaries = buffers.read_dump(Path(folder), module)
         started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
-    reads, cost = times_read(traced.jaxpr)[: len(weights)], program_cost(traced.jaxpr)
+    taken, cost = len(traced.args_info[0][0]), program_cost(traced.jaxpr)
+    reads = times_read(traced.jaxpr)[:taken] + [0] * (len(weights) - taken)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return CompiledProgram(
         memory=stats,
@@ -219,47 +220,41 @@ class Compilation:
         # not every kernel of models that draw token by token exists under every name: there each
         # operation takes its own best, unless the user named one or the best was refused
         best = implementations.choices(chip.platform, chip.capability)[0]
-        own = options.attention or workload.attention != best
-        free = isinstance(plan, TokenPlan) and not own
-        self.spec = drawing(
+        own = options.build.attention or workload.attention != best
+        self.way = builds.way(plan)
+        free = self.way.few_rows and not own
+        self.spec = builds.specify(
             networks,
             plan,
             workload.sampling,
-            BuildOptions(
-                segments=options.segments,
-                layers=options.layers,
-                attention=None if free else workload.attention,
-            ),
+            replace(options.build, attention=None if free else workload.attention),
             batch_size=batch_size,
             mesh=mesh,
             platform=chip.platform,
         )
         predict_for = partial(workload.predict, batch_size // mesh.data, chip.platform)
-        layers = memory.layers_that_fit(options.layers, predict_for, chip.memory)
-        self.spec.arrange(networks, layers, chip.platform)
+        layers = memory.layers_that_fit(options.build.layers, predict_for, chip.memory)
+        self.way.arrange(networks, layers, chip.platform, mesh.model)
         apart = stacked.is_separate(networks["transformer"])
-        self.layers = programs.UNROLL if apart else programs.SCAN
+        self.layers = builds.UNROLL if apart else builds.SCAN
         dtypes = map(jnp.dtype, (options.kv_dtype, options.dtype))
         state = jax.eval_shape(partial(plan.empty_state, batch_size, *dtypes, groups=mesh.model))
         numbers = np.zeros(batch_size, np.int32)
-        inputs = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
+        tables = self.spec.for_images(self.spec.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
-        arguments = (condition, keys, on(None, inputs), None)
+        arguments = (condition, keys, Inputs(self.spec, on(None, tables)))
         code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
-            self.sharded = ShardedProgram.of(
-                self.mesh,
-                self.spec,
-                networks,
-                inputs,
-                None,
-                options.kv_dtype,
-            )
-        self.networks, self.state, *self.arguments = self._placed(
-            (networks, state, *arguments), slice(None)
+            names = self.way.names(self.spec, tables, mesh.model)
+            given = networks, arguments[-1], names, options.kv_dtype
+            self.sharded = ShardedProgram.of(self.mesh, decode, *given)
+        leaves, tree = jax.tree.flatten(networks)
+        leaves, self.state, *self.arguments = self._placed(
+            (tuple(leaves), state, *arguments), slice(None)
         )
+        self.networks = tree.unflatten(leaves)
         self.code_map = self._placed(code_map, CONDITION)
 
     def _placed(self, tree: Tree, which: int | slice) -> Tree:
@@ -270,16 +265,16 @@ class Compilation:
 
     def compile_codes(self) -> None:
         """Compile the program that draws codes."""
-        generate = self.sharded or self.spec.generate
-        arguments = (self.networks, self.state, tuple(self.arguments), generate)
-        trace = partial(
-            programs.trace_codes,
-            *arguments,
-            precision=self.workload.program.matmul_precision,
-            auto_layout=self.automatic,
-        )
+        weights = Weights(self.networks)
+        given = self.sharded or flat(weights.tree), weights.arrays(), self.state, self.arguments
+
+        def trace() -> jax.stages.Traced:
+            jitted, arguments = programs.jit_codes(*given, auto_layout=self.automatic)
+            with programs.products(self.workload.program.build.matmul_precision):
+                return jitted.trace(*arguments)
+
         stored = self.workload.model.weights_dtype
-        how = {"few_rows": self.spec.few_rows, "weights_dtype": stored}
+        how = {"few_rows": self.way.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         self.codes = compile_program(trace, self.networks, options, carried, self.mesh)
@@ -287,8 +282,10 @@ class Compilation:
     def compile_pixels(self) -> None:
         """Compile the program that decodes pixels. It takes weights in the layouts of the other
         program."""
-        formats = self.codes.formats[0][0] if self.automatic else None
-        arguments = (self.networks, self.code_map, self.workload.program.decoding)
+        codec = self.networks["codec"]
+        count = len(jax.tree.leaves(codec))  # they come first among the weights
+        formats = self.codes.formats[0][0][:count] if self.automatic else None
+        arguments = codec, self.code_map, self.workload.program.build.decoding
         trace = partial(pixels.trace_pixels, *arguments, formats=formats, sharded=self.sharded)
         options = pixels.compiler_options(self.chip.platform)
         self.pixels = compile_program(trace, self.networks, options, (), self.mesh)

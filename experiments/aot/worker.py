@@ -168,10 +168,10 @@ def described(case: Compilation) -> dict:
     return {
         "status": "compiled",
         "batch_size": case.batch_size,
-        "attention": case.spec.options.attention or "auto",
+        "attention": case.spec.attention or "auto",
         "segments": [[s.start, s.stop, s.length] for s in case.spec.segments],
         "layers": case.layers,
-        "decode_dtype": workload.program.decoding.dtype,
+        "decode_dtype": workload.program.build.decode_dtype,
         "devices": mesh.num_devices,
         "parameter_bytes": parameters,
         "kv_pool_bytes": pool,
@@ -201,7 +201,7 @@ def compiled(workload: Workload, chip: Chip, batch: int) -> Compilation:
     except NotImplementedError as error:
         every = implementations.choices(chip.platform, chip.capability)
         rest = every[every.index(workload.attention) + 1 :]
-        if workload.program.attention or not rest:
+        if workload.program.build.attention or not rest:
             raise
         say(chip, f"{first_line(str(error))}: taking {rest[0]}")
         return compiled(replace(workload, attention=rest[0]), chip, batch)

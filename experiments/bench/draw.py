@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
@@ -24,8 +23,8 @@ import varjax
 from experiments.bench import random_models
 from experiments.bench.measured import columns, show_time
 from pallas_kernels import bench
-from varjax import sampling
 from varjax.engine import memory
+from varjax.engine.compiled import Weights
 from varjax.engine.memory import show_bytes
 from varjax.engine.program import OutOfMemory
 from varjax.errors import choose
@@ -123,17 +122,16 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
     timing, code_map = generator.timing, results["code_map"]
     row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
     row["finite"] = bool(np.isfinite(results["images"]).all())
-    shared = generator.spec.shared_inputs(networks["transformer"])
-    inputs = generator.spec.for_images(shared, numbers)
-    keys = sampling.image_keys(0, jnp.asarray(numbers))
-    condition, inputs = jax.device_put((condition, inputs))
+    told, weights = generator.arguments(condition, numbers), Weights(networks)
+    arrays = weights.arrays()
 
     def for_codes() -> tuple:  # each run takes its cache away
         state = jax.block_until_ready(generator.empty_state())
-        return networks, state, condition, keys, inputs, None
+        return arrays, state, *told
 
-    row["codes"] = _measured(generator.compiled, for_codes, repeats)
-    row["pixels"] = _measured(generator.compiled_decoder, lambda: (networks, code_map), repeats)
+    row["codes"] = _measured(generator.program.codes, for_codes, repeats)
+    for_pixels = arrays[: weights.of_codec], code_map
+    row["pixels"] = _measured(generator.program.pixels, lambda: for_pixels, repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     return row | {"process_peak_bytes": stats.get("peak_bytes_in_use")}
 

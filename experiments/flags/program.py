@@ -18,11 +18,8 @@ from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
 from varjax.engine import memory
-from varjax.engine.drawing import check_cut
-from varjax.engine.pixels import Decoding
-from varjax.engine.program import LAYERS
+from varjax.engine.build import LAYERS, MATMUL_PRECISIONS, Build
 from varjax.errors import UserError
-from varjax.generator import MATMUL_PRECISIONS
 from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
 from varjax.nn import schemes
 from varjax.nn.schemes import SCHEMES
@@ -153,7 +150,7 @@ class ProgramFlags:
     def resolve(self, model: Model, chip: Chip | None = None) -> ProgramOptions:
         """Return the options; all is checked that does not depend on the plan. chip: that programs
         are compiled for; None: this machine."""
-        check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
+        model.geometry.schedule.check_cut(self._segments.value, self._layers.value)
         given = self._dtype.value if self._dtype.present else None
         with about(self._weights):
             wanted = computed_in(given, self._weights.value)  # None: any
@@ -175,12 +172,15 @@ class ProgramFlags:
             dtype=dtype,
             weights_dtype=self._weights.value or dtype,
             kv_dtype=self._kv_dtype.value or dtype,
-            matmul_precision=self._precision.value,
-            segments=self._segments.value,
-            layers=self._layers.value,
-            attention=attention,
+            build=Build(
+                segments=self._segments.value,
+                layers=self._layers.value,
+                attention=attention,
+                matmul_precision=self._precision.value,
+                decode_batch=self._decode_batch.value,
+                decode_dtype=decoded,
+            ),
             mesh=self._mesh_here(model),
-            decoding=Decoding(decoded, self._decode_batch.value),
         )
 
     def stored(self, model: Model, chips: Sequence[Chip] = ()) -> Model:

@@ -131,7 +131,7 @@ def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     token, whose slots are all in use from the start."""
     done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
     schedule = sequence.parse(report["geometry"]["schedule"])
-    if not done or schedule.kind == sequence.TOKENS:
+    if not done or not schedule.num_scales:
         return None
     data = [{"cell": f"{c['label']} at {c['budget']:g}"} | _live_bytes(c) for c in done]
     cells = [row["cell"] for row in data]

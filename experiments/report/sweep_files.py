@@ -76,8 +76,7 @@ def check_report(report: dict) -> Geometry:
         raise Damaged(f"geometry: {error}") from None
     for i, cell in enumerate(report["cells"]):
         for name in ("live_tokens", "used_slots") if cell["status"] == "done" else ():
-            by_scale = geometry.kind == sequence.SCALES
-            scales = geometry.schedule.num_scales if by_scale else len(cell["live_tokens"])
+            scales = geometry.schedule.num_scales or len(cell["live_tokens"])  # of tokens: stages
             if [len(counts) for counts in cell[name]] != [geometry.num_layers] * scales:
                 raise Damaged(
                     f"cells[{i}].{name} is not {scales} lists of {geometry.num_layers} numbers"

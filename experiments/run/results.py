@@ -79,11 +79,11 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
 
 def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     """Return the content of report.json. Byte counts are for one batch."""
-    analysis, timing = generator.compiled.memory_analysis(), generator.timing
+    analysis, timing = generator.program.codes.memory_analysis(), generator.timing
     condition, warm = run.condition, timing.cache == "warm"
     # a device decodes in chunks of one size (`segments.map_in_chunks`)
     count = run.batch_size // run.program.mesh.data
-    decoding, codec = run.program.decoding, run.model.codec
+    decoding, codec = run.program.build.decoding, run.model.codec
     most = decoding.images_at_once(codec, run.model.code_map[:2], count)
     return {
         **run.describe(),
@@ -102,8 +102,8 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             # in the next, except for weights that stay.
             "phases": {
                 "text": condition.peak_bytes if isinstance(condition, Text) else None,
-                "transformer": peak_bytes(generator.compiled),
-                "decode": peak_bytes(generator.compiled_decoder),
+                "transformer": peak_bytes(generator.program.codes),
+                "decode": peak_bytes(generator.program.pixels),
             },
         },
         "time": {

@@ -26,6 +26,7 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.output import say
 from experiments.serve.subjects import subjects
 from varjax.cache.plan import CachePlan
+from varjax.engine.build import Build
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.generator import Generator
@@ -131,8 +132,9 @@ def make_service() -> "Service":
     say(f"{usual.policy.name}, budget {plan.budget:g}: {at_once}")
     model = model.load_weights(program.dtype)
 
-    def make(plan: CachePlan, sampling: Sampling, size: int, **more) -> Generator:
-        return program.generator(model, plan, sampling=sampling, batch_size=size, **more)
+    def make(plan: CachePlan, sampling: Sampling, size: int, build: Build) -> Generator:
+        given = {"plan": plan, "sampling": sampling, "batch_size": size}
+        return Generator(model, **given, kv_dtype=program.kv_dtype, build=build)
 
     def plan_of(choice: Choice) -> CachePlan:
         if choice == usual:
@@ -140,7 +142,8 @@ def make_service() -> "Service":
         choice.policy.check_images(1)
         return varjax.plan(model, choice.policy, sampling=choice.sampling)
 
-    programs = Programs(model, usual, make=make, plan_of=plan_of, most=most)
+    building = {"make": make, "plan_of": plan_of, "build": program.build}
+    programs = Programs(model, usual, most=most, **building)
     with about(POLICIES):
         return Service(
             model=model,

@@ -13,7 +13,7 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ import prometheus_client as prometheus
 from experiments.serve.guard import AGAIN, Refused, ends
 from varjax.cache.plan import CachePlan
 from varjax.editing.edit import source_tokens
+from varjax.engine.build import Build
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.mixed_batch import Drawn, Item, draw, draw_nothing
@@ -49,7 +50,7 @@ class Programs:
     """Compiles programs, and draws batches with them. Methods belong to the event loop, but for
     those that say otherwise.
 
-    make: returns a generator of (plan, sampling, batch size, more options).
+    make: returns a generator of (plan, sampling, batch size, build=...). build: of all of them.
     usual: the server's own choice. plan_of: the plan of a choice; `UserError` if the model cannot
       have it. most: images at once.
     """
@@ -62,8 +63,9 @@ class Programs:
         make: Callable[..., Generator],
         plan_of: Callable[[Choice], CachePlan],
         most: int,
+        build: Build,
     ):
-        self.model, self.usual, self._make = model, usual, make
+        self.model, self.usual, self._make, self._build = model, usual, make, build
         self.plan_of = functools.lru_cache(PLANS)(plan_of)
         self.sizes = sorted({most, *(2**i for i in range(most.bit_length()))})
         self.batches: dict[int, Generator | Watched] = {}
@@ -127,9 +129,8 @@ class Programs:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _new_program(self, choice: Choice) -> Watched:
-        plan = self.plan_of(choice)
-        make = functools.partial(self._make, plan, choice.sampling, 1, keep_contents=True)
-        found = Watched(make)
+        make = functools.partial(self._make, self.plan_of(choice), choice.sampling, 1)
+        found = Watched(make, replace(self._build, keep_contents=True))
         draw_nothing(found.generator)
         self._compiled += 1
         if self._compiled % KEPT == 0:
@@ -139,7 +140,8 @@ class Programs:
         return found
 
     def _new_batch(self, size: int) -> Generator:
-        generator = self._make(self.plan_of(self.usual), self.usual.sampling, size)
+        plan, sampling = self.plan_of(self.usual), self.usual.sampling
+        generator = self._make(plan, sampling, size, build=self._build)
         draw_nothing(generator)
         return generator
 

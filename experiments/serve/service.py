@@ -147,9 +147,8 @@ class Service:
         png, kept = pictures.png(drawn.picture, LEVEL), drawn.kept
         told = {"b64_json": base64.b64encode(png).decode(), "seed": seed}
         if kept is not None:
-            if self.model.draws_tokens:  # ends of lines are no part of the picture
-                places = self.model.geometry.schedule.places
-                kept = kept[..., places[places < kept.shape[-1]]]
+            places = self.model.geometry.schedule.places  # without the ends of lines
+            kept = kept[..., places[places < kept.shape[-1]]]
             sizes = dict(zip(("layers", "heads", "tokens"), kept.shape, strict=True))
             told["kept"] = sizes | {"b64": base64.b64encode(np.packbits(kept)).decode()}
         if asked.tokens:
@@ -179,7 +178,7 @@ class Service:
             told
             | self.cost(usual, self.programs.seconds)
             | {
-                "maps": [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps,
+                "maps": model.config.token_maps,
                 "policies": policies,
                 "sampling": {n: None if isinstance(v, tuple) else v for n, v in sampling.items()},
             }

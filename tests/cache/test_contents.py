@@ -13,7 +13,7 @@ LABELS = [1, 2]
 
 
 def drawn(model, policy, **options):
-    generator = Generator(model, policy, 0.6, batch_size=2, **options)
+    generator = models.built(model, policy, 0.6, batch_size=2, **options)
     arrays, index = models.arrays_of(model, LABELS), np.arange(2, dtype=np.int32)
     return generator, *generator.run_batch(arrays, index, seed=3)
 
@@ -81,4 +81,4 @@ def test_token_by_token(policy):
 def test_one_device():
     model = models.fixture_model("c_k5_nol2norm")
     with pytest.raises(UserError, match="one device"):
-        Generator(model, "full", batch_size=2, keep_contents=True, mesh=MeshSpec(data=2))
+        models.built(model, "full", batch_size=2, keep_contents=True, mesh=MeshSpec(data=2))

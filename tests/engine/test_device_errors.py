@@ -6,6 +6,7 @@ import pytest
 import varjax
 from tests.models_under_test import fixture_model
 from varjax.engine import pixels, program
+from varjax.engine.compiled import Program
 from varjax.errors import UserError
 
 # XLA's words for GPUs and CPUs, for TPUs that compile, and that run
@@ -22,7 +23,7 @@ OTHER = [
     "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
 ]
 # where they are raised: while memory is taken for the arguments, or by the compiler
-PLACES = ["traced_arguments", "compile_codes", "compile_pixels"]
+PLACES = ["arguments", "compile_codes", "compile_pixels"]
 
 
 def cases(messages: list[str]) -> list[tuple[str, str]]:
@@ -43,9 +44,9 @@ def failing(message: str):
 
 
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
-    """Let a step of `Runner.compile` fail: the arguments, or the compiler at either program."""
+    """Let a step of `Generator.compile` fail: the arguments, or the compiler at either program."""
     owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
-    patch.setattr(program, "trace_codes", lambda *args, **options: None)  # takes long
+    patch.setattr(program, "jit_codes", lambda *args, **options: (jax.jit(len), ((),)))  # fast
     patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))
     patch.setattr(owner, place, failing(message))
 
@@ -61,7 +62,7 @@ def test_too_little_memory(place, message, generator, monkeypatch):
 
 
 def test_too_little_memory_while_drawing(generator, monkeypatch):
-    monkeypatch.setattr(generator, "compiled", failing(MEMORY[0]))
+    generator.program = Program(failing(MEMORY[0]), None, generator._empty)
     with pytest.raises(program.OutOfMemory, match="out of memory drawing a batch of 2"):
         generator([0, 1])
 

@@ -16,12 +16,11 @@ from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.cache.step import cache_step
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
-from varjax.engine import program
+from varjax.engine import build
 from varjax.engine.scales import ScaleSpec
 from varjax.engine.segments import plan_segments
 from varjax.models.var import VAR, VARConfig
 from varjax.nn import parameters
-from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 
@@ -61,15 +60,13 @@ def test_pool_is_never_copied(policy, dtype, layers):
     policy = POLICIES[policy]
     depth = LAYERS[layers]
     networks, batch = abstract_networks(depth), 4
-    program.arrange_layers(networks, layers, "cpu")
+    build.arrange_layers(networks, layers, "cpu")
     transformer = networks["transformer"]
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    how = Sampling(greedy=True), program.BuildOptions(), MeshSpec()
-    spec = ScaleSpec(
-        plan, segments, tuple(cache_step(plan, s.scales, None) for s in segments), *how
-    )
+    cache = tuple(cache_step(plan, s.scales, None) for s in segments)
+    spec = ScaleSpec(plan, segments, cache, Sampling(greedy=True))
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     shared = spec.shared_inputs(transformer)
     compiled = (

@@ -3,7 +3,8 @@ import pytest
 import varjax
 from tests.models_under_test import checkpoint_folder
 from varjax import Generator, api
-from varjax.engine import memory, program
+from varjax.engine import build, memory
+from varjax.engine.build import Build
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
 from varjax.model import describe
@@ -56,7 +57,7 @@ def test_layers_that_fit(asked, available, found):
 
 
 def test_a_generator_scans_where_separate_layers_do_not_fit(monkeypatch):
-    monkeypatch.setattr(program, "SCANNED_BYTES", 0)  # no model is small
+    monkeypatch.setattr(build, "SCANNED_BYTES", 0)  # no model is small
     model = varjax.load(checkpoint_folder("c_k5_nol2norm"), "float32")
     generator = Generator(model, batch_size=2)
     assert generator.layers == "unroll"
@@ -67,7 +68,7 @@ def test_a_generator_scans_where_separate_layers_do_not_fit(monkeypatch):
     assert scan < separate
     monkeypatch.setattr(memory, "device_bytes", lambda: (scan + separate) / 2 / memory.SAFETY)
     assert Generator(model, batch_size=2).layers == "scan"
-    assert Generator(model, batch_size=2, layers="unroll").layers == "unroll"
+    assert Generator(model, batch_size=2, build=Build(layers="unroll")).layers == "unroll"
 
 
 def test_a_window_of_queries_takes_memory_even_with_kernels():

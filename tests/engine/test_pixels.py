@@ -31,13 +31,13 @@ def test_a_decoder_in_bfloat16_rounds_pixels():
     model = fixture_model(NAME)
     code_map = jnp.zeros((2, *model.config.code_map)) + 0.1
     code_map += jax.random.normal(jax.random.key(0), code_map.shape)
-    traced = pixels.trace_pixels(model.networks, code_map, Decoding("bfloat16"))
+    traced = pixels.trace_pixels(model.codec, code_map, Decoding("bfloat16"))
     convolutions = [line for line in str(traced.jaxpr).splitlines() if "conv_general" in line]
     assert convolutions and all("bf16[" in line for line in convolutions)
-    exact = pixels.trace_pixels(model.networks, code_map, Decoding("float32"))
+    exact = pixels.trace_pixels(model.codec, code_map, Decoding("float32"))
     highest = "precision=(Precision.HIGHEST, Precision.HIGHEST)"  # GPUs use no TF32 then
     assert str(exact.jaxpr).replace("\n", "").count(highest) >= len(convolutions)
-    found = traced.lower().compile()(model.networks, code_map)
+    found = traced.lower().compile()(tuple(jax.tree.leaves(model.codec)), code_map)
     expected = jax.jit(pixels.decode, static_argnums=2)(model.codec, code_map, Decoding())
     assert found.dtype == jnp.float32
     error = np.sqrt(np.square(found - expected).mean())

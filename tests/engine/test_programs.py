@@ -11,9 +11,10 @@ from tests.models_under_test import checkpoint_folder
 from tests.often import often
 from varjax import Generator, Model
 from varjax.engine import program
-from varjax.engine.scales import ScaleSpec
-from varjax.engine.tokens import TokenSpec
+from varjax.engine.build import WAYS, Build
+from varjax.engine.compiled import Weights
 from varjax.sampling import Sampling
+from varjax.sequence import SCALES, TOKENS
 
 
 def small_model() -> Model:
@@ -24,31 +25,33 @@ def small_model() -> Model:
 def test_weights_are_placed_where_a_program_wants_them():
     """Every matrix transposed in memory: other layout, same numbers, nothing left behind."""
     networks = small_model().networks
+    weights = Weights(networks)
     before = [np.asarray(a) for a in jax.tree.leaves(networks)]
 
     def transposed(a):
         order = (*range(a.ndim - 2), *reversed(range(a.ndim)[-2:]))
         return Format(Layout(major_to_minor=order), a.sharding)
 
-    formats = jax.tree.map(transposed, networks)
-    program.place(networks, formats)
+    formats = jax.tree.map(transposed, weights.arrays())
+    weights.place(formats)
     for array, wanted, old in zip(*map(jax.tree.leaves, (networks, formats)), before, strict=True):
         assert array.format.layout.major_to_minor == wanted.layout.major_to_minor
         np.testing.assert_array_equal(array, old)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", often((program.UNROLL,), (program.SCAN, program.UNROLL)))
+@pytest.mark.parametrize("layers", often(("unroll",), ("scan", "unroll")))
 def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     """What runs on TPU, forced on this platform: same tokens, a cache that lies row by row."""
     labels, index = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
-    options = dict(sampling=Sampling(greedy=True), batch_size=2, layers=layers)
+    build = Build(layers=layers)
+    options = dict(sampling=Sampling(greedy=True), batch_size=2, build=build)
     expected = Generator(small_model(), **options).run_batch(labels, index)[0]["tokens"]
     monkeypatch.setattr(program, "AUTO_LAYOUT_PLATFORMS", (jax.default_backend(),))
     generator = Generator(small_model(), **options)
     results, state = generator.run_batch(labels, index)
     assert jnp.array_equal(results["tokens"], expected)
-    taken = generator.compiled.input_formats[0][1]
+    taken = generator.program.codes.input_formats[0][1]
     for array, wanted in zip(*map(jax.tree.leaves, (state, taken)), strict=True):
         assert wanted.layout.major_to_minor == tuple(range(array.ndim))
         assert array.format == wanted
@@ -56,7 +59,7 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
 
 def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert TokenSpec.few_rows and not ScaleSpec.few_rows
+    assert WAYS[TOKENS].few_rows and not WAYS[SCALES].few_rows
     eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
     for few_rows, cpu in ((False, eigen), (True, ())):
         assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu

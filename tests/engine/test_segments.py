@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import varjax
-from varjax.engine import program
+from varjax.engine import build
 from varjax.engine.segments import TILE_8_BITS, Segment, padded_tokens, plan_segments
 from varjax.errors import UserError
 from varjax.models.step_inputs import StepInputs
@@ -128,11 +128,11 @@ def test_index_maps(name, how):
 
 
 def test_a_large_model_in_8_bits_is_cut_for_its_products(monkeypatch):
-    monkeypatch.setattr(program, "SCANNED_BYTES", 0)
+    monkeypatch.setattr(build, "SCANNED_BYTES", 0)
     model, schedule = varjax.describe(), SCHEDULES["var-256"]
     lengths = {}
     for scheme in (None, "int8", "fp8"):
         networks = (model.quantized(scheme, emulated=scheme == "fp8") if scheme else model).networks
-        cut = program.plan_segments(networks, schedule, "auto", 2, "gpu")
+        cut = build.plan_segments(networks, schedule, "auto", 2, "gpu")
         lengths[scheme] = [segment.length for segment in cut]
     assert lengths == {None: [100, 172, 256], "int8": [100, 172, 256], "fp8": [104, 176, 256]}

@@ -9,6 +9,7 @@ from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from tests.experiments.test_aot_tokens import OPTIONS
 from varjax import api
+from varjax.engine.build import Build
 from varjax.model import describe
 
 GIB = 2**30
@@ -35,7 +36,7 @@ def workload(model: str, policy: str, budget: float, chip: Chip, layers: str) ->
         model=model,
         plan=api.plan(model, policy, budget),
         sampling=model.sampling(),
-        program=replace(OPTIONS, layers=layers),
+        program=replace(OPTIONS, build=Build(layers=layers, decode_dtype="float32")),
         attention=implementations.choices(chip.platform, chip.capability)[0],
         text_tokens=None,
     )

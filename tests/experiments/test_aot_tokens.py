@@ -9,19 +9,15 @@ from experiments.aot.program import Compilation, CompiledProgram, Workload
 from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from varjax import api
-from varjax.engine.pixels import Decoding
+from varjax.engine.build import Build
 from varjax.model import Model, describe
 from varjax.parallel.split import MeshSpec
 
 TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype")}
 OPTIONS = ProgramOptions(
     **TYPES,
-    matmul_precision="default",
-    segments="auto",
-    layers="unroll",
-    attention=None,
+    build=Build(layers="unroll", decode_dtype="float32"),
     mesh=MeshSpec(),
-    decoding=Decoding(),
 )
 PROMPT = 200
 

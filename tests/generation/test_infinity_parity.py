@@ -9,7 +9,7 @@ import varjax
 from pallas_kernels.projection import quarter_turn, quarter_turn_by_product
 from tests import models_under_test as models
 from tests.often import often
-from varjax import Generator, Model
+from varjax import Model
 from varjax.cache.planner import plan_cache
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
@@ -60,7 +60,7 @@ def run(case: str, plan=None):
         scales = int(arrays["gt_leak"])
         given = model.token_arrays.tokens_from_file(arrays["gt_bits"], len(text), scales)
         forced = {"given": given, "given_scales": scales}
-    generator = Generator(
+    generator = models.built(
         model,
         sampling=sampling_of(arrays),
         batch_size=len(text),

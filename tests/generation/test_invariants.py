@@ -12,7 +12,6 @@ from tests import models_under_test as models
 from tests.often import often
 from varjax import policies
 from varjax.engine.scales import ScaleSpec
-from varjax.generator import Generator
 from varjax.sampling import Sampling
 
 NAME = models.FAMILIES["var"]
@@ -26,7 +25,7 @@ POLICIES = {"full": policies.Full(), "headkv": policies.HeadKV(budget=0.3)}
 def sampled(policy, *, batch_size, segments=1, count=3, name=SMALL, **options):
     """Tokens and images of the first `count` images, drawn with filters."""
     sampling, model = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options), models.fixture_model(name)
-    generator = Generator(
+    generator = models.built(
         model,
         policy,
         sampling=sampling,
@@ -80,7 +79,7 @@ def test_called_again_nothing_is_traced_again(monkeypatch):
     chex.clear_trace_counter()
     once = chex.assert_max_traces(ScaleSpec.generate, n=1)
     monkeypatch.setattr(ScaleSpec, "generate", once)
-    generator = Generator(models.fixture_model("c_k5_nol2norm"), batch_size=2, segments=1)
+    generator = models.built(models.fixture_model("c_k5_nol2norm"), batch_size=2, segments=1)
     first, again = generator([3, 4, 1], seed=0), generator([3, 4], seed=0)
     chex.assert_trees_all_equal(first[:2], again)
     assert (generator([3, 4], seed=1) != again).any() and len(generator.timing.runs) == 4

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import varjax
+from tests import models_under_test as models
 from varjax import policies
 from varjax.calibration import files as calibrations
 from varjax.errors import UserError
@@ -79,7 +80,7 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
 )
 def test_nonsense_for_a_generator_is_refused(demo, arguments, message):
     with pytest.raises(UserError, match=message):
-        varjax.Generator(demo, **arguments)
+        models.built(demo, **arguments)
 
 
 def test_a_plan_of_another_model_is_refused(demo):

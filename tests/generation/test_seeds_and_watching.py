@@ -7,13 +7,12 @@ import pytest
 from tests import models_under_test as models
 from tests.often import often
 from varjax.errors import UserError
-from varjax.generator import Generator
 
 
 @pytest.mark.slow
 def test_a_seed_for_each_image():
     model = models.fixture_model("c_k5_nol2norm")
-    generator = Generator(model, "headkv", 0.6, batch_size=3, segments=1)
+    generator = models.built(model, "headkv", 0.6, batch_size=3, segments=1)
     labels, index = np.array([1, 1, 2], np.int32), np.array([0, 0, 3], np.int32)
 
     def tokens(seed):
@@ -40,10 +39,10 @@ def test_watching(name):
 
     options = {"batch_size": 2, "segments": "auto"}
     arrays, index = models.arrays_of(model, [0, 1]), np.arange(2, dtype=np.int32)
-    watched = Generator(model, "streaming", 0.6, watch=watch, **options)
+    watched = models.built(model, "streaming", 0.6, watch=watch, **options)
     results, _ = watched.run_batch(arrays, index, seed=3)
     jax.effects_barrier()
-    plain, _ = Generator(model, "streaming", 0.6, **options).run_batch(arrays, index, seed=3)
+    plain, _ = models.built(model, "streaming", 0.6, **options).run_batch(arrays, index, seed=3)
     np.testing.assert_array_equal(results["tokens"], plain["tokens"])
     steps = watched.plan.geometry.schedule.num_drawn
     assert sorted(seen) == list(range(steps))

@@ -104,7 +104,7 @@ def test_predicted_bytes_bound_the_compiled_program(monkeypatch, policy):
     plan = plan_cache(model.geometry, policy)
     generator = models.greedy_generator(model, plan=plan, keep_logits=False, segments=1)
     generator.compile(models.arrays_of(model, [0, 1]))
-    stats = generator.compiled.memory_analysis()
+    stats = generator.program.codes.memory_analysis()
     needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     # decoding pixels, which is another program, would be the larger part of the prediction
     monkeypatch.setattr(Decoding, "image_bytes", lambda *_: 1)

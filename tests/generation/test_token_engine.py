@@ -28,7 +28,7 @@ DRAWN = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
 
 def generator(name: str, policy="full", budget=None, **options) -> Generator:
     options = {"matmul_precision": "highest", "batch_size": 2, "kv_dtype": "float32", **options}
-    return Generator(models.fixture_model(name), policy, budget, **options)
+    return models.built(models.fixture_model(name), policy, budget, **options)
 
 
 def greedy(arrays: dict) -> Sampling:
@@ -82,7 +82,7 @@ def run_fixture(name: str, prompts, cfg: float, shape, slots: int):
     """Results and final caches of a prompt model, greedy; `slots` may be more than prompts have."""
     model = models.fixture_model(name).with_grid(shape).with_prompt_tokens(slots)
     options = {"matmul_precision": "highest", "keep_logits": True, "batch_size": len(prompts)}
-    found = Generator(model, sampling=model.sampling(cfg=cfg, greedy=True), **options)
+    found = models.built(model, sampling=model.sampling(cfg=cfg, greedy=True), **options)
     condition = conditions.resolve(model, prompt_ids=prompts)
     return model, *found.run_images(condition, np.arange(len(prompts)))
 

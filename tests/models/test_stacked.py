@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
-from varjax.engine import program
+from varjax.engine import build
 from varjax.errors import UserError
 from varjax.nn import arrange, parameters, stacked
 from varjax.nn.layers import Linear
@@ -111,11 +111,11 @@ def test_unrolled_layers_draw_the_same_tokens(name):
 
 def test_large_models_are_unrolled_but_on_tpus(monkeypatch):
     model = fixture_model("c_k5_nol2norm")
-    monkeypatch.setattr(program, "SCANNED_BYTES", 0)
+    monkeypatch.setattr(build, "SCANNED_BYTES", 0)
     for platform, apart in {"tpu": False, "gpu": True, "cpu": True}.items():
-        program.arrange_layers(model.networks, "auto", platform)
+        build.arrange_layers(model.networks, "auto", platform)
         assert stacked.is_separate(model.transformer) == apart
-    program.arrange_layers(model.networks, "scan", "gpu")
+    build.arrange_layers(model.networks, "scan", "gpu")
     assert not stacked.is_separate(model.transformer)
 
 

@@ -34,9 +34,9 @@ def main() -> None:
     found = {}
     for name, policy, budget, mesh in CASES:
         model, spec = models.fixture_model(name), MeshSpec.parse(mesh)
-        generator = Generator(model, policy, budget, batch_size=4, segments="auto", mesh=spec)
+        generator = Generator(model, policy, budget, batch_size=4, mesh=spec)
         generator.compile()
-        programs = {"codes": generator.compiled, "pixels": generator.compiled_decoder}
+        programs = {"codes": generator.program.codes, "pixels": generator.program.pixels}
         counts = {key: count(value) for key, value in programs.items()}
         found[f"{name} {mesh}"] = {**counts, "segments": len(generator.spec.segments)}
     print(json.dumps(found))

@@ -154,7 +154,7 @@ def main(cases, images: int) -> None:
 
         def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):
             model = load(name, bool(mesh))
-            generator = Generator(
+            generator = models.built(
                 model,
                 sampling=Sampling(cfg=2.0, top_k=100),
                 batch_size=images,

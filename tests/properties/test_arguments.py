@@ -15,6 +15,7 @@ import varjax
 from experiments import plan as plan_command
 from experiments.cli import command_line
 from experiments.flags.policy import stand_in
+from tests.models_under_test import built
 from tests.properties.limits import GIB, run_limited
 from tests.properties.mutations import hostile_values
 from varjax import policies
@@ -246,8 +247,8 @@ def test_arguments_of_generate(demo, data):
 @given(data=st.data())
 def test_arguments_of_a_generator(demo, data):
     with contextlib.suppress(UserError):
-        generator = Generator(demo, **data.draw(some_of(GENERATOR)))
-        assert generator.batch_size >= 1 and generator.decoding.at_once != 0
+        generator = built(demo, **data.draw(some_of(GENERATOR)))
+        assert generator.batch_size >= 1 and generator.build.decode_batch != 0
         with pytest.raises(Compiled):
             generator([1], seed=3)
 

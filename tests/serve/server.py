@@ -14,6 +14,7 @@ import numpy as np
 from experiments.serve.subjects import subjects
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
+from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.mixed_batch import Drawn
 from varjax.policies import get_policy
@@ -32,13 +33,14 @@ def programs_of(model, most=2, policy=POLICY, budget=BUDGET, make=None, segments
     """Programs of a model that compiles quickly."""
     from experiments.serve.programs import Choice, Programs
 
-    def generator(plan, sampling, size, **more):
-        cut = "auto" if model.draws_tokens else segments
-        return Generator(model, plan=plan, sampling=sampling, batch_size=size, segments=cut, **more)
+    def generator(plan, sampling, size, build):
+        return Generator(model, plan=plan, sampling=sampling, batch_size=size, build=build)
 
+    cut = segments if model.geometry.schedule.num_scales else "auto"
     usual = Choice(get_policy(policy, budget), model.sampling())
     planned = functools.partial(plan_of, model)
-    return Programs(model, usual, make=make or generator, plan_of=planned, most=most)
+    building = {"make": make or generator, "plan_of": planned, "build": Build(segments=cut)}
+    return Programs(model, usual, most=most, **building)
 
 
 def service_of(programs, most=6, **options):

@@ -14,7 +14,6 @@ from PIL import Image
 
 from tests import models_under_test as models
 from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
-from varjax.generator import Generator
 from varjax.models.labels import Labels
 from varjax.policies import get_policy
 from varjax.storage import pictures
@@ -54,7 +53,7 @@ def client(address):
 def drawn(labels, seed):
     """What `experiments.run` draws."""
     model = models.fixture_model(MODEL)
-    generator = Generator(model, POLICY, BUDGET, batch_size=len(labels), segments=1)
+    generator = models.built(model, POLICY, BUDGET, batch_size=len(labels), segments=1)
     condition = Labels.of(labels, model.num_classes)
     return to_uint8(
         np.concatenate([r["images"] for _, r in generator.batches(condition, seed=seed)])
@@ -129,7 +128,7 @@ def test_a_policy_of_a_request(client, service):
     answer = client.post(GENERATIONS, json=body)
     found = answer.json()
     policy = get_policy("h2o", 0.7, {"recent_share": "0.4"})
-    generator = Generator(model, policy, batch_size=1, segments=1, keep_contents=True)
+    generator = models.built(model, policy, batch_size=1, segments=1, keep_contents=True)
     arrays, index = models.arrays_of(model, [1]), np.zeros(1, np.int32)
     results, _ = generator.run_batch(arrays, index, seed=5)
     assert close(pictures_of(answer)[0], to_uint8(np.asarray(results["images"]))[0])

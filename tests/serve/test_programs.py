@@ -120,7 +120,7 @@ def test_a_batch_that_fails_does_not_end_the_task(caplog):
 
 def test_sizes():
     model = types.SimpleNamespace()
-    made = lambda most: Programs(model, None, make=None, plan_of=str, most=most).sizes  # noqa: E731
+    made = lambda most: Programs(model, None, make=None, plan_of=str, most=most, build=None).sizes  # noqa: E731
     assert made(1) == [1] and made(8) == [1, 2, 4, 8] and made(6) == [1, 2, 4, 6]
     drawer = FakePrograms(sizes=(1, 2, 4, 8))
     # padded where three quarters are full, else a smaller one is filled

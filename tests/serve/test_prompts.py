@@ -16,7 +16,6 @@ from tests import prompt_models_under_test as small
 from tests import text_encoder_under_test as encoder
 from tests.often import often
 from tests.serve.server import programs_of, service_of
-from varjax.generator import Generator
 from varjax.storage.pictures import to_uint8
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -42,7 +41,7 @@ def _folder(family, tmp_path):
 
 def _generator(model, size):
     segments = "auto" if model.draws_tokens else 1
-    return Generator(model, POLICY, BUDGET, batch_size=size, segments=segments)
+    return models.built(model, POLICY, BUDGET, batch_size=size, segments=segments)
 
 
 @pytest.fixture(scope="module", params=often((), ["infinity", *small.CONFIGS]))

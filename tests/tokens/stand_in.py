@@ -15,7 +15,6 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.engine import tokens as engine
 from varjax.models.next_token import TokenLayers
-from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling, Scores
 from varjax.sequence import TokenSequence
 
@@ -129,10 +128,9 @@ def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8, group=1)
 
 def traced(model: StandIn, plan, dtype="float32", decide=None, attention="reference"):
     """The jitted program of a plan, and its arguments. decide: wraps every layer's strategy."""
-    options = engine.BuildOptions(attention=attention, keep_logits=True)
     numbers = range(plan.geometry.num_layers)
     layers = tuple(engine.token_step(plan, i, attention) for i in numbers)
-    spec = engine.TokenSpec(plan, layers, GREEDY, options, MeshSpec())
+    spec = engine.TokenSpec(plan, layers, GREEDY, attention, keep_logits=True)
     if decide is not None:
         spec = dataclasses.replace(spec, layers=tuple(map(decide, spec.layers)))
     rows = model.q.shape[1]

@@ -208,7 +208,7 @@ def test_geometry_of_groups():
     assert "8 heads of 128, each of 8 query heads" in str(plans[1].facts())
     (half, other) = plans[1].divide(2)
     assert half.geometry.query_heads == other.geometry.query_heads == 32
-    flops = [cost.token_attention_flops(plan)["attention"] for plan in plans]
+    flops = [cost.attention_flops(plan, None)["attention"] for plan in plans]
     assert flops[1] == 8 * flops[0]
 
 

@@ -53,7 +53,7 @@ class Geometry:
             object.__setattr__(self, name, value)
         # Tables and searches grow with these numbers: refused before anything is made.
         heads, tokens = self.num_layers * self.num_heads, self.schedule.total_tokens
-        scales = self.schedule.num_scales if isinstance(self.schedule, Schedule) else 0
+        scales = self.schedule.num_scales
         for size, most, words in (
             (heads, LARGEST_HEADS, "heads in all"),
             (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),

@@ -35,6 +35,7 @@ class CachePlan:
       policy, with what to do instead; None if they can.
     static_content: whether the contents are known before the program starts.
     chooses: whether the device ever has to choose which tokens stay.
+    final_cache_tells: whether `at_the_end` reads the final cache.
     live_tokens: int64 [K, L], tokens in the whole cache (one row) right after layer l of scale or
       stage s has stored. used_slots: slots in use then, counted in whole blocks.
     empty_state(batch_size, dtype, compute_dtype, groups): an empty cache for a batch of images, its
@@ -62,6 +63,8 @@ class CachePlan:
     pool_blocks: int
     capacity: np.ndarray
     policy: Policy
+
+    final_cache_tells = False
 
     @cached_property
     def rule(self) -> Rule:

@@ -3,7 +3,7 @@ blocks of how many slots, when rounding is charged to the budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.policy import Policy, Rule
 from varjax.cache.scale_plan import build_plan
 from varjax.errors import UserError
-from varjax.sequence import SCALES
+from varjax.sequence import SCALES, TOKENS
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 # Kernels fetch whole blocks, and what a head holds need not begin where a block does. In blocks of
@@ -51,8 +51,7 @@ def plan_cache(
             f"choose a divisor of {geometry.num_heads}"
         )
     policy, allocation, block_size = choose(geometry, policy, calibration, groups)
-    build = build_plan if geometry.kind == SCALES else stages.build_plan
-    plan = build(geometry, allocation, block_size, policy)
+    plan = WAYS[geometry.kind].build(geometry, allocation, block_size, policy)
     if plan.chooses and not plan.rule.selects:
         raise UserError(
             f"policy {policy.name!r}: `allocate` leaves it open which tokens stay, but there is no "
@@ -71,20 +70,25 @@ def choose(
     rule = policy.rule(geometry.kind)
     rule.check(geometry)
     rule.check_budget(geometry)
+    way = WAYS[geometry.kind]
 
     def allocate(budget: float) -> Allocation | StageAllocation:
         found = rule.allocate(geometry, budget)
-        by_scale = geometry.kind == SCALES
-        kinds = (StaticAllocation, RegionAllocation) if by_scale else (StageAllocation,)
-        words = f"a {' or '.join(kind.__name__ for kind in kinds)}"
-        arguments.instance(f"policy {policy.name!r}: result of `allocate`", found, kinds, words)
-        return found
+        words = f"a {' or '.join(kind.__name__ for kind in way.allocations)}"
+        said = f"policy {policy.name!r}: result of `allocate`"
+        return arguments.instance(said, found, way.allocations, words)
 
-    if geometry.kind != SCALES:
-        return policy, *stages.fit_slots(geometry, rule, allocate)
-    # Heads share the blocks of one pool. Papers count tokens and leave rounding out; here it is
-    # charged to the budget by default, so that the bytes of the pool, not a count of tokens, keep
-    # the promise.
+    return policy, *way.fit(geometry, rule, allocate, groups)
+
+
+def _fit_blocks(
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation], groups: int
+) -> tuple[Allocation, int]:
+    """The allocation that is left when slots are rounded to blocks of one pool that heads share,
+    and the size of these blocks."""
+    policy = rule.policy
+    # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
+    # that the bytes of the pool, not a count of tokens, keep the promise.
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
         tokens = peak_tokens(geometry, allocation)
@@ -95,7 +99,7 @@ def choose(
         # others are not divided
         if groups > 1 and isinstance(allocation, StaticAllocation):
             allocation, block_size = search.divided(groups, allocation, block_size)
-    return policy, allocation, check_block_size(block_size)
+    return allocation, check_block_size(block_size)
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
@@ -261,3 +265,21 @@ class _Search:
 
 def _parts(allocation: StaticAllocation, groups: int) -> list[StaticAllocation]:
     return [StaticAllocation(part) for part in np.split(allocation.last_use, groups, axis=1)]
+
+
+class _Way(NamedTuple):
+    """What planning has of its own where a model draws scales, or tokens.
+
+    allocations: what a rule's `allocate` may return. fit: the allocation that is left when slots
+    are rounded, and the slots of a block. build: lays it out.
+    """
+
+    allocations: tuple[type, ...]
+    fit: Callable[..., tuple[Allocation | StageAllocation, int]]
+    build: Callable[..., CachePlan]
+
+
+WAYS = {
+    SCALES: _Way((StaticAllocation, RegionAllocation), _fit_blocks, build_plan),
+    TOKENS: _Way((StageAllocation,), stages.fit_slots, stages.build_plan),
+}

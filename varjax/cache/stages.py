@@ -38,6 +38,7 @@ class TokenPlan(CachePlan):
 
     sequence = property(attrgetter("geometry.schedule"))
     chooses = property(attrgetter("allocation.decides"))
+    final_cache_tells = True
     static_content = property(lambda self: not self.allocation.decides)
 
     @property
@@ -173,12 +174,13 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
 
 
 def fit_slots(
-    geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation], groups: int = 1
 ) -> tuple[StageAllocation, int]:
     """The allocation that is left when the slots of every head are rounded to blocks of a size that
     kernels like, and the size of these blocks. What papers count is not rounded, nor a full cache.
 
-    allocate: the allocation of a budget. `UserError` where too few slots are left.
+    allocate: the allocation of a budget. `UserError` where too few slots are left. groups: of
+      heads, which are alike here.
     """
     policy, sequence = rule.policy, geometry.schedule
     wanted, asked = rule.slots(geometry, policy.budget), policy.block_size

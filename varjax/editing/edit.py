@@ -23,6 +23,7 @@ from varjax.api import USUAL_BATCH
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
+from varjax.engine.build import Build
 from varjax.engine.given import Given, Mixture
 from varjax.errors import UserError
 from varjax.generator import Generator
@@ -148,7 +149,7 @@ def edit(
         batch_size=doubled * min(count, batch_size or USUAL_BATCH),
         calibration=calibration,
         kv_dtype=kv_dtype,
-        decode_dtype=decode_dtype,
+        build=Build(decode_dtype=decode_dtype),
     )
     editor = Editor(generator, progress=reporter(progress, "edit"))
     if by_text is not None:

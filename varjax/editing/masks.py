@@ -80,17 +80,17 @@ def _one_each(name: str, array: np.ndarray, model: Model, count: int) -> np.ndar
 def kept_tokens(model: Model, drawn: Bool[np.ndarray, "N H W"]) -> Bool[np.ndarray, "N L"]:
     """Returns which tokens stay those of the picture. `UserError` if the model draws row by row,
     and something is kept behind what is drawn."""
-    maps = [model.code_map[:2]] if model.draws_tokens else model.config.schedule.maps
+    by_token = model.draws_tokens
     keep = (~drawn).astype(np.float64)
     parts = []
-    for size in maps:
+    for size in model.config.token_maps:
         rows, columns = (bilinear_matrix(n, m) for n, m in zip(keep.shape[1:], size, strict=True))
         resized = np.einsum("nhw,ph,qw->npq", keep, rows.astype(float), columns.astype(float))
         parts.append(resized.reshape(len(keep), -1) > CUT)
-        if not model.draws_tokens and size[0] * size[1] <= WHOLE:  # kept where anything is
+        if not by_token and size[0] * size[1] <= WHOLE:  # kept where anything is
             parts[-1][:] = keep.any(axis=(1, 2))[:, None]
     kept = np.concatenate(parts, axis=1)
-    if model.draws_tokens and (kept[:, 1:] & ~kept[:, :-1]).any():
+    if by_token and (kept[:, 1:] & ~kept[:, :-1]).any():
         raise UserError(
             f"{model.name} draws its tokens row by row and cannot look ahead: what is drawn must be"
             f" the end of the picture, as all rows below a line; mask everything behind the first"

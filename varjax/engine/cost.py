@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import singledispatch
 
 import jax
 import numpy as np
@@ -18,8 +19,9 @@ from jaxtyping import PyTree
 from pallas_kernels.jax_versions import AnyJaxpr, open_jaxpr
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
-from varjax.cache.step import CacheStep, DecidingStep
-from varjax.engine.segments import Segment
+from varjax.cache.step import DecidingStep
+from varjax.engine.scales import ScaleSpec
+from varjax.engine.tokens import TokenSpec
 
 # Equations that call a function once. A scan, a while loop or a branch is none of them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
@@ -182,9 +184,8 @@ def _inner(values: Iterable) -> Iterable:
 # --- attention, from the plan ---------------------------------------------------------------------
 
 
-def attention_flops(
-    plan: CachePlan, segments: tuple[Segment, ...], cache: tuple[CacheStep, ...]
-) -> dict[str, float]:
+@singledispatch
+def attention_flops(plan: CachePlan, spec: ScaleSpec) -> dict[str, float]:
     """FLOPs per image, padding included: {"attention": ..., "observation": ..., "share":
     observation / attention}.
 
@@ -192,7 +193,7 @@ def attention_flops(
     the policy repeats of them (`Needs`).
     """
     g, attention, observation = plan.geometry, 0.0, 0.0
-    for segment, step in zip(segments, cache, strict=True):
+    for segment, step in zip(spec.segments, spec.cache, strict=True):
         for scale in segment.scales:
             # Kernels read whole blocks, as many for all heads as the fullest one needs, and the
             # scale's own tokens with padding.
@@ -211,7 +212,8 @@ def attention_flops(
     return {"attention": attention, "observation": observation, "share": share}
 
 
-def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
+@attention_flops.register
+def token_attention_flops(plan: TokenPlan, spec: TokenSpec) -> dict[str, float]:
     """`attention_flops` for a model that draws token by token.
 
     The condition's tokens attend to each other. Every image token attends to all slots of its head,

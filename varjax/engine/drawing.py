@@ -1,76 +1,52 @@
-"""The choice between drawing scales (`engine.scales`) and drawing tokens (`engine.tokens`).
+"""Drawing a batch: one pure function of arrays, whichever way a model draws.
 
-Both static sides of a program have one interface, which `Generator` and `experiments.aot` know: how
-weights are arranged, the program's inputs and the names of their axes. The plan itself answers what
-concerns the cache alone: an empty one, its division over devices.
+It may be jitted, vmapped, and put into programs of one's own. `Generator.decode_arguments`
+has what it takes. Generators compile it with weights as a flat tuple (`compiled.flat`).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import jax
 from flax import nnx
+from jaxtyping import Array, PyTree
 
-from varjax.cache.plan import CachePlan
-from varjax.cache.stages import TokenPlan
-from varjax.cache.step import cache_step
-from varjax.engine import program
-from varjax.engine.program import BuildOptions
+from varjax.cache.state import KVState
+from varjax.cache.token_state import LayerCache
+from varjax.engine.given import Given
 from varjax.engine.scales import ScaleSpec
-from varjax.engine.segments import AUTO, plan_segments
-from varjax.engine.tokens import TokenSpec, token_step
-from varjax.errors import UserError, show
-from varjax.parallel.split import MeshSpec
-from varjax.sampling import Sampling
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
+from varjax.engine.tokens import TokenSpec
+
+State = KVState | tuple[LayerCache, ...]
 
 
-def drawing(
-    networks: Mapping[str, nnx.Module],
-    plan: CachePlan,
-    sampling: Sampling,
-    options: BuildOptions,
-    *,
-    batch_size: int,
-    mesh: MeshSpec,
-    platform: str,
-) -> ScaleSpec | TokenSpec:
-    """The static side of the program for the model of a plan. `UserError` for segments or sampling
-    that do not fit, or a plan for another number of rows. batch_size: images on the whole mesh."""
-    config, schedule = networks["transformer"].config, plan.geometry.schedule
-    check_cut(schedule, options.segments, options.layers)
-    # guidance runs an unconditional row beside the conditional one, with a cache of its own
-    rows, planned = 1 + config.is_guided(config.check_sampling(sampling)), plan.geometry
-    if planned.rows_per_image != rows:
-        raise UserError(
-            f"the cache plan is for {planned.rows_per_image} rows per image, guidance "
-            f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-            f"(`Model.geometry_for`)"
-        )
-    if isinstance(plan, TokenPlan):
-        numbers = range(plan.geometry.num_layers)
-        layers = tuple(token_step(plan, i, options.attention) for i in numbers)
-        return TokenSpec(plan, layers, sampling, options, mesh)
-    # The cut depends on the rows that one device multiplies: few rows make padding free.
-    rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
-    cuts = program.plan_segments(networks, schedule, options.segments, rows, platform)
-    cache = tuple(cache_step(plan, cut.scales, options.attention) for cut in cuts)
-    return ScaleSpec(plan, cuts, cache, sampling, options, mesh)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """What a program is told of a batch besides conditions and keys.
+
+    spec: the static side, compared by content: equal ones share a program.
+    tables: arrays of the plan, and what its policy knows beforehand (`for_images` of the spec).
+    given: tokens that replace the draw; None: all are drawn.
+    """
+
+    spec: ScaleSpec | TokenSpec = field(metadata={"static": True})
+    tables: tuple
+    given: Given | None = None
 
 
-def check_cut(order: Schedule | TokenSequence, segments: int | str, layers: str) -> None:
-    """Raises `UserError` for options that make no sense for a model that draws in this order."""
-    if isinstance(order, Schedule):
-        # raises for what does not fit; the cut that is used comes later, when the rows are known
-        plan_segments(order, segments)
-        return
-    if segments != AUTO:
-        raise UserError(
-            f"segments={show(segments)}: models that draw token by token have no scales to cut: "
-            f"give {AUTO!r}"
-        )
-    # given "auto" or "unroll", layers are separate in any case (`TokenSpec.arrange`)
-    if layers == program.SCAN:
-        raise UserError(
-            "layers='scan': models that draw token by token run a body per layer, because a scan "
-            "would copy every layer's weights for every token: give 'auto' or 'unroll'"
-        )
+def decode(
+    params: Mapping[str, nnx.Module],
+    state: State,
+    condition: PyTree[Array],
+    keys: Array,
+    inputs: Inputs,
+) -> tuple[dict[str, Array], State]:
+    """Draws a batch of B images, and leaves the cache as it is after the last step. The results and
+    the arguments are those of `ScaleSpec.generate` and `TokenSpec.generate`.
+
+    params: "transformer" and "codec", arranged as the spec takes them (`build.arrange`).
+    state: an empty cache (`CachePlan.empty_state`); donate it.
+    condition: of B images (`Condition.take`). keys: a typed random key for each [B].
+    """
+    return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)

@@ -5,6 +5,7 @@ import bisect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import singledispatchmethod
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.engine import cost
+from varjax.engine.build import AUTO, SCAN, UNROLL
 from varjax.engine.pixels import Decoding
-from varjax.engine.program import AUTO, SCAN, UNROLL
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
@@ -81,7 +82,7 @@ def predict(
     text_tokens: padded length of the text; None: the most that the model takes.
     decoding: how pixels are decoded; None: in float32, as many at once as it allows.
     platform: "cpu", "gpu" or "tpu", whose compilers differ; None: that of this machine.
-    layers: as `program.arrange_layers` takes it. "auto" counts a scan, which it takes where
+    layers: as `build.arrange_layers` takes it. "auto" counts a scan, which it takes where
       separate layers do not fit (`layers_that_fit`).
     """
     platform = platform or jax.default_backend()
@@ -104,7 +105,7 @@ def predict(
         weights=sharded_weights.bytes_per_device(shapes, parts) + parameters.count(model.codec) * 4,
         kv_pool=held,
         # pixels are decoded after the last step, where the cache and the condition were
-        activations=max(step.bytes(), pixels - held - condition),
+        activations=max(step.bytes(plan), pixels - held - condition),
         condition=condition,
     )
 
@@ -145,28 +146,30 @@ class _WidestStep:
         """Bytes of logits and of what sampling makes of them."""
         return ARRAYS_PER_LOGIT * images * tokens * self.config.logits_per_token * 4
 
-    def bytes(self) -> int:
-        """Bytes of the scale with most tokens; token by token of the wider of two steps: the
-        condition, all its tokens at once; or a query of every head, and the policy's window, with
-        all slots of a layer."""
-        plan, config = self.plan, self.config
-        if isinstance(plan, TokenPlan):
-            condition, g = config.condition_tokens, plan.geometry
-            queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
-            # the reference converts keys and values to float32
-            whole = 4 * 2 * g.head_dim if self.kv_dtype.itemsize < 4 else 0
-            scores = SCORE_ARRAYS * g.queries_per_head * 4  # of a query of every head with one slot
-            # one query of the token and the window's queries score all slots of a layer
-            token = max(plan.layer_slots) * (scores * queries + whole)
-            attention = self.rows * g.num_heads * max(scores * condition**2, token)
-            return max(self.layer(condition) + attention, self.logits(self.batch_size, 1))
-        tokens = max(plan.geometry.schedule.tokens)
+    @singledispatchmethod
+    def bytes(self, plan: ScalePlan) -> int:
+        """Bytes of the scale with most tokens."""
+        config, tokens = self.config, max(plan.geometry.schedule.tokens)
         attention = self._scale_attention(plan, tokens)
         # images whose logits exist at one time: sampling takes a batch in chunks
         chosen = min(self.batch_size, images_at_once(tokens, config.logits_per_token))
         # All rows of the head's input stay alive while logits are made for a few images at a time.
         last = self.rows * tokens * config.embed_dim * self.dtype.itemsize
         return max(self.layer(tokens) + attention, self.logits(chosen, tokens) + last)
+
+    @bytes.register
+    def _(self, plan: TokenPlan) -> int:
+        """Bytes of the wider of two steps: the condition, all its tokens at once; or a query of
+        every head, and the policy's window, with all slots of a layer."""
+        condition, g = self.config.condition_tokens, plan.geometry
+        queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+        # the reference converts keys and values to float32
+        whole = 4 * 2 * g.head_dim if self.kv_dtype.itemsize < 4 else 0
+        scores = SCORE_ARRAYS * g.queries_per_head * 4  # of a query of every head with one slot
+        # one query of the token and the window's queries score all slots of a layer
+        token = max(plan.layer_slots) * (scores * queries + whole)
+        attention = self.rows * g.num_heads * max(scores * condition**2, token)
+        return max(self.layer(condition) + attention, self.logits(self.batch_size, 1))
 
     def _scale_attention(self, plan: ScalePlan, tokens: int) -> int:
         keys = tokens + int(plan.capacity.max(initial=0))
@@ -191,7 +194,7 @@ def layers_that_fit(how: str, predict_for: Callable[..., Prediction], memory: in
     """Arrangement of the layers: the one asked for, but with "auto" a scan where separate layers
     are predicted not to fit and a scan is.
 
-    how: as `program.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
+    how: as `build.arrange_layers` takes it. predict_for: takes `layers`. memory: bytes of the
       device; None: it does not say.
     """
     if how != AUTO or memory is None:

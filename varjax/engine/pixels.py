@@ -5,13 +5,12 @@ As in `varjax.engine.program`, arguments may be arrays or `jax.ShapeDtypeStruct`
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 from flax import nnx
 from jax.experimental.layout import Format
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from varjax.codecs import arithmetic
 from varjax.engine import program
@@ -59,31 +58,34 @@ class Decoding:
 
 
 def trace_pixels(
-    networks: Mapping[str, nnx.Module],
+    codec: nnx.Module,
     code_map: Array | jax.ShapeDtypeStruct,
     decoding: Decoding,
     *,
-    formats: PyTree[Format] | None = None,
+    formats: tuple[Format, ...] | None = None,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """Traces the program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`, which are
+    """Traces the program `(weights, code_map [B, P, Q, C]) -> images [B, H, W, 3]`, which are
     float32 in [0, 1].
 
-    formats: where and how the weights lie (`Compiled.input_formats`); None: as usual.
+    weights: the arrays of the codec.
+    formats: where and how they lie (`Compiled.input_formats`); None: as usual.
     sharded: the program of a mesh, for several devices.
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
+    leaves, tree = jax.tree.flatten(codec)
+    weights = tuple(leaves)
     if sharded is not None:
         # each device decodes its own images
-        over_images = sharded.over_images(lambda networks, maps: _pixels(networks, maps, decoding))
-        return jax.jit(over_images, **where).trace(networks, code_map)
+        over_images = sharded.over_images(lambda *local: _pixels(*local, tree, decoding))
+        return jax.jit(over_images, **where).trace(weights, code_map)
     # one function for all generators, not a closure each: JAX then traces it once per model
-    traced = jax.jit(_pixels, static_argnums=(2,), **where)
-    return traced.trace(networks, code_map, decoding)
+    traced = jax.jit(_pixels, static_argnums=(2, 3), **where)
+    return traced.trace(weights, code_map, tree, decoding)
 
 
-def _pixels(networks, code_map, decoding: Decoding):
-    return decode(networks["codec"], code_map, decoding)
+def _pixels(weights: tuple[Array, ...], code_map, tree, decoding: Decoding):
+    return decode(tree.unflatten(weights), code_map, decoding)
 
 
 def decode(

@@ -1,82 +1,46 @@
 """The program that draws codes, before it is compiled, and what it shares with the one that decodes
 pixels (`varjax.engine.pixels`).
 
-`varjax.generator` compiles both for the device that is there, `experiments.aot` for chips that are
-absent. Both therefore compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s,
-whose `sharding` names the device.
+`varjax.engine.compiled` compiles both for the device that is there, `experiments.aot` for chips
+that are absent. Both therefore compile the same thing. Arguments may be arrays or
+`jax.ShapeDtypeStruct`s, whose `sharding` names the device.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import jax
-import numpy as np
-from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import implementations
-from varjax.engine import compilation_cache, segments
-from varjax.engine.segments import Segment
-from varjax.errors import UserError, choose
-from varjax.nn import arrange, quantized
+from varjax.engine import compilation_cache
+from varjax.errors import UserError
 from varjax.nn.schemes import INT8
-from varjax.schedule import Schedule
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
-AUTO, SCAN, UNROLL = LAYERS = ("auto", "scan", "unroll")
-# Weights of the layers of small models at most: copying them is soon done, and unrolled layers and
-# more segments take longer to compile.
-SCANNED_BYTES = 64 * 2**20
-# Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
-# accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
-FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
 # Memories on the chip. A kernel that has used one up says the same words as a full device, but no
 # smaller batch helps.
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuildOptions:
-    """A user's choices of how the program is built; results do not depend on them.
-
-    segments: how the scale loop is cut (`segments.plan_segments`).
-    layers: how the weights of layers lie (`arrange_layers`).
-    attention: implementation of the kernels; None takes what the platform has.
-    keep_logits: also return guided logits.
-    keep_contents: also return what the cache holds after every scale (`Generator`).
-    watch: called on the host while images are drawn (`Generator`).
-    """
-
-    segments: int | str = segments.AUTO
-    layers: str = AUTO
-    attention: str | None = None
-    keep_logits: bool = False
-    keep_contents: bool = False
-    watch: Callable[[Array, Array], None] | None = None
-
-
-def trace_codes(
-    networks: Mapping[str, nnx.Module],
+def jit_codes(
+    run: Callable,
+    weights: tuple[Array, ...],
     state: PyTree[Array],
     arguments: tuple,
-    program: Callable,
     *,
-    precision: str = "default",
     auto_layout: bool = False,
-) -> jax.stages.Traced:
-    """Traces the program `(networks, state, *arguments) -> (results, state)`. The state is donated:
-    the program updates the caller's buffers.
+) -> tuple[Callable, tuple]:
+    """The jitted program `(weights, state, *arguments) -> (results, state)`, and all arguments to
+    trace it with. The state is donated: the program updates the caller's buffers.
 
-    arguments: condition, keys, inputs, given (`ScaleSpec.generate`).
-    program: `generate` of a `ScaleSpec` or `TokenSpec`, or the `ShardedProgram` of a mesh; shapes
-      then carry its `shardings`.
-    precision: "default" or "highest", of float32 products.
+    run: the function (`compiled.flat`), or the `ShardedProgram` of a mesh; shapes then carry its
+      `shardings`.
+    arguments: condition, keys, inputs (`drawing.decode`).
     auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
-      caller puts them there, see `place`. The cache lies row by row; the caller makes it so
+      caller puts them there (`Weights.place`). The cache lies row by row; the caller makes it so
       (`Compiled.input_formats`).
     """
     # The pool is the largest buffer. Without donation the program would allocate a second one for
@@ -88,19 +52,23 @@ def trace_codes(
         # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-        def somewhere(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def somewhere(leaf) -> jax.ShapeDtypeStruct:
             where = getattr(leaf, "sharding", None) or here
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        networks, state = jax.tree.map(somewhere, (networks, state))
-        weights = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
+        weights, state = jax.tree.map(somewhere, (weights, state))
+        chosen = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), weights)
         cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
-        where["in_shardings"] = (weights, cache, *(None,) * len(arguments))
+        where["in_shardings"] = (chosen, cache, *(None,) * len(arguments))
         where["out_shardings"] = (None, cache)
+    return jax.jit(run, donate_argnums=(1,), **where), (weights, state, *arguments)
+
+
+def products(precision: str) -> contextlib.AbstractContextManager[None]:
+    """Sets the precision of float32 products of programs that are traced inside: "default" or
+    "highest". Around calls of a compiled program it would do nothing."""
     as_it_is = precision == "default"
-    # part of the trace: it has to be set here, not around calls of the compiled program
-    with contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision):
-        return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
+    return contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision)
 
 
 def compiler_options(
@@ -117,7 +85,7 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
-    few_rows: whether products have the few rows of a token, as `ScaleSpec.few_rows` says of
+    few_rows: whether products have the few rows of a token, as `build.way` says of
       programs that draw codes.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
@@ -131,81 +99,19 @@ def compiler_options(
     return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
 
 
-def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-    """Stacks the weights of the transformer's layers, or takes them apart (`varjax.nn.arrange`).
-    The modules are changed.
-
-    how: "scan" stacks them: one compiled body for all layers. Except on a TPU it copies the weights
-      of a layer before it uses them. "unroll" separates them: a body per layer, nothing is copied.
-      "auto" is "unroll" for large models on GPUs and CPUs, else "scan".
-    platform: "cpu", "gpu" or "tpu".
-    """
-    transformer = networks["transformer"]
-    large = arrange.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
-    if how == UNROLL or (how == AUTO and platform != "tpu" and large):
-        arrange.separate(transformer.blocks, transformer.once)
-    else:
-        arrange.restack(transformer.blocks)
-
-
-def plan_segments(
-    networks: Mapping[str, nnx.Module],
-    schedule: Schedule,
-    wanted: int | str,
-    rows: int,
-    platform: str,
-) -> tuple[Segment, ...]:
-    """Cuts the scale loop for this model on this platform (`segments.plan_segments`).
-
-    wanted: how many segments, or "auto".
-    rows: cache rows of one device.
-    """
-    # In a small program the bodies' compile time counts, in a large one what padding costs.
-    transformer = networks["transformer"]
-    if arrange.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
-        return segments.plan_segments(schedule, wanted)
-    tile = segments.TILE if quantized.scheme_of_rows(transformer) is None else segments.TILE_8_BITS
-    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
-
-
-def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
-    """Puts the weights where a program wants them, in the layout that it wants
-    (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
-    weights never exist twice. Arrays that lie right already stay."""
-    held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # formats have one leaf per array, in the order in which JAX flattens the networks
-    wanted = iter(jax.tree.leaves(formats))
-    for variable in held:
-        arrays, tree = jax.tree.flatten(variable.get_value())  # several where layers are separate
-        pairs = [(array, next(wanted)) for array in arrays]
-        if any(array.format != where for array, where in pairs):
-            placed = [a if a.format == where else jax.device_put(a, where) for a, where in pairs]
-            variable.set_value(tree.unflatten(placed))
-
-
 def compile_codes(
     traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compiles the program of `trace_codes` for the device that is there; also what the compilation
+    """Compiles the program of `jit_codes` for the device that is there; also what the compilation
     cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`."""
-    how = {"few_rows": few_rows, "weights_dtype": weights_dtype}
-    options = compiler_options(jax.default_backend(), **how)
+    options = compiler_options(
+        jax.default_backend(), few_rows=few_rows, weights_dtype=weights_dtype
+    )
     lowered = traced.lower()
     # this program only: helpers compile too quickly to be kept, and look cold
     before = compilation_cache.events.copy()
     compiled = lowered.compile(compiler_options=options)
     return compiled, compilation_cache.verdict(before)
-
-
-def check_attention(implementation: str | None) -> None:
-    """Raises `UserError` unless this implementation of the kernels runs on this machine."""
-    if implementation is None:
-        return
-    choose("attention", implementation, implementations.NAMES)
-    if reason := implementations.why_not_here(implementation):
-        stepwise = implementations.step_by_step(implementation)
-        ways = ", ".join(filter(None, ("reference", stepwise)))
-        raise UserError(f"attention={reason}: choose {ways} or None")
 
 
 # --- errors of a device or its compiler, with what to do about them ---

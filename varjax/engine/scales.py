@@ -6,7 +6,7 @@ The carry (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from varjax import sampling as sampling_lib
@@ -23,13 +22,10 @@ from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep
 from varjax.engine.given import Given, Mixture
-from varjax.engine.program import BuildOptions, arrange_layers
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
-from varjax.logical_axes import HEADS
 from varjax.models.step_inputs import StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
-from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 
@@ -40,20 +36,21 @@ class ScaleSpec:
     plan: of the cache.
     segments: of its schedule.
     cache: how each segment's layers use the cache.
-    options: of which `watch` is called with a scale's number and the code map [B, P, Q, C].
+    attention: implementation of the kernels; None takes what the platform has.
+    keep_logits, keep_contents: whether these are among the results (`generate`).
+    watch: called on the host with a scale's number and the code map [B, P, Q, C] after it.
+    groups: of heads, each with a pool of its own on a device of its own.
     """
 
     plan: ScalePlan
     segments: tuple[Segment, ...]
     cache: tuple[CacheStep, ...]
     sampling: Sampling
-    options: BuildOptions
-    mesh: MeshSpec
-
-    # Products have the rows of whole scales: the compiler options of large products fit.
-    few_rows = False
-
-    arrange = staticmethod(arrange_layers)  # the weights, as the program takes them
+    attention: str | None = None
+    keep_logits: bool = False
+    keep_contents: bool = False
+    watch: Callable[[Array, Array], None] | None = None
+    groups: int = 1
 
     def shared_inputs(self, transformer: Transformer) -> tuple[SegmentInputs, ...]:
         """Host arrays that are the same for every batch: all but what a policy wants to know about
@@ -61,7 +58,7 @@ class ScaleSpec:
         # Kept apart because they are slow: for VAR-d30 they take 0.3 s on a CPU of 2026, longer
         # than drawing an image on a GPU should. Every device along `model` has a pool of its own,
         # and so tables of its own, which lie side by side.
-        groups, resampling = self.plan.divide(self.mesh.model), transformer.resampling
+        groups, resampling = self.plan.divide(self.groups), transformer.resampling
         schedule = self.plan.geometry.schedule
         found = []
         for s in self.segments:
@@ -85,16 +82,6 @@ class ScaleSpec:
             # `replace` keeps the shared arrays, which may be on the device already
             found.append(replace(given, layers=replace(given.layers, policy=mine)))
         return tuple(found)
-
-    def input_names(self, inputs: tuple[SegmentInputs, ...]) -> tuple[SegmentInputs, ...]:
-        """The inputs with names of their axes (`varjax.logical_axes`) in place of every array."""
-        # tables of groups of heads lie side by side along the third axis; all devices need all of
-        # what describes the scale itself
-        heads = PartitionSpec(None, None, HEADS) if self.mesh.model > 1 else PartitionSpec()
-        whole = PartitionSpec()
-        steps = (jax.tree.map(lambda _: whole, segment.step) for segment in inputs)
-        tables = (jax.tree.map(lambda _: heads, segment.layers) for segment in inputs)
-        return tuple(map(SegmentInputs, steps, tables))
 
     def generate(
         self,
@@ -122,7 +109,7 @@ class ScaleSpec:
         # once per image, outside both scans: text and modulation are the same for every scale
         with jax.named_scope("encode_condition"):
             guided = self.plan.geometry.rows_per_image == 2
-            kernel = self.options.attention
+            kernel = self.attention
             context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
             context = context | {"attention": transformer.attention_vectors()}
         code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
@@ -147,7 +134,7 @@ class ScaleSpec:
             )
         code_map, state = carry
         results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
-        if self.options.keep_contents:
+        if self.keep_contents:
             results["contents"] = jax.tree.map(lambda *a: jnp.concatenate(a), *contents)
         return results | {"code_map": code_map}, state
 
@@ -198,14 +185,14 @@ def _scale(
     # kernels find their part of the tables themselves. It is counted in the carry: taken from an
     # array of numbers it would be a kernel of its own in every layer.
     scanned = (transformer.blocks, context["layers"])
-    carry = (transformer.stream(x, spec.options.attention), state, jnp.int32(0))
+    carry = (transformer.stream(x, spec.attention), state, jnp.int32(0))
     x, state, _ = stacked.scan(layer, carry, scanned)
     drawn = _sample(networks, context["head"], x.settled(), keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
-    if spec.options.watch is not None:
-        jax.debug.callback(spec.options.watch, step.scale, code_map)
-    if spec.options.keep_contents:
+    if spec.watch is not None:
+        jax.debug.callback(spec.watch, step.scale, code_map)
+    if spec.keep_contents:
         drawn["contents"] = {"position": state.position, "regions": state.regions}
     return (code_map, state), drawn
 
@@ -233,9 +220,7 @@ def _sample(
         some_head, some_x = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
         scores = transformer.logits(some_head, some_x, step, sampling)
         with jax.named_scope("sample"):
-            tokens, filtered = transformer.sample(
-                scores, keys[index], sampling, spec.options.attention
-            )
+            tokens, filtered = transformer.sample(scores, keys[index], sampling, spec.attention)
         if given is not None:
             tokens = given.replace(tokens, step.token_index, index)
         codes = codec.codes(tokens)
@@ -245,7 +230,7 @@ def _sample(
             mixed = sampling_lib.smooth_codes(filtered, keys[index], step.ratio, book)
             # a given token stands for its own code
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
-        kept = {"logits": scores.guided()} if spec.options.keep_logits else {}
+        kept = {"logits": scores.guided()} if spec.keep_logits else {}
         if isinstance(given, Mixture):
             # of every bit that it is 1, from the logits that it is drawn from
             logits = scores.guided()

@@ -10,10 +10,8 @@ Letters: K scales, S scales of a segment, T padded tokens of each of them.
 Chunks are a few images at a time, where all at once would take too much memory.
 """
 
-import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -22,13 +20,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from varjax.arguments import integer
-from varjax.errors import UserError, show
-from varjax.schedule import Schedule
+from varjax.schedule import AUTO, Schedule
 
 Chunk = TypeVar("Chunk")  # a tree of arrays with a leading image axis
 
-AUTO = "auto"
 # "auto" accepts this much of the exact count, of a small and of a large program; integers, so that
 # 1.25x exactly is still in
 SMALL_OVERHEAD, LARGE_OVERHEAD = (5, 4), (21, 20)
@@ -63,10 +58,10 @@ def plan_segments(
     into those that cost least. Together they cover scales 0..K-1, in order. Among equal cuts the
     last segment that starts later is taken, so the answer is always the same.
 
-    segments: how many (an int or its text), or "auto"; `UserError` for anything but a whole number
-      from 1 to K. With "auto" a small program gets the fewest segments whose padded tokens are at
-      most 1.25x the exact count: another compiled body costs more than padding. A large one gets
-      the fewest that cost at most 1.05x what no padding would.
+    segments: how many, or "auto" (`Schedule.check_cut`, whose errors are raised). With "auto" a
+      small program gets the fewest segments whose padded tokens are at most 1.25x the exact count:
+      another compiled body costs more than padding. A large one gets the fewest that cost at most
+      1.05x what no padding would.
     rows: rows that each token has on one device. It is given for a large program, whose products
       take most of its time. Lengths are then rounded up to whole tiles of rows.
     free_rows: rows of a product that take as long as one.
@@ -74,16 +69,7 @@ def plan_segments(
     """
     # Below `free_rows` rows a product takes as long as with all of them, because it waits for the
     # weights: a scale costs at least as much as `least` tokens.
-    tokens, count = tuple(schedule.tokens), None
-    if not (isinstance(segments, str) and segments == AUTO):
-        digits = isinstance(segments, str) and re.fullmatch("[0-9]{1,7}", segments)
-        with contextlib.suppress(UserError):
-            count = integer("segments", int(segments) if digits else segments, 1, len(tokens))
-        if count is None:
-            raise UserError(
-                f"segments={show(segments)} is not valid for a schedule of {len(tokens)} scales: "
-                f"give {AUTO!r} or a whole number from 1 to {len(tokens)}"
-            )
+    tokens, count = tuple(schedule.tokens), schedule.check_cut(segments)
     least = free_rows / rows if rows else 0
     more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
     exact = sum(max(n, least) for n in tokens)

@@ -20,21 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import CurrentToken, Heads, OffsetStep, RingStep, StageStep, TokenStep
 from varjax.engine.given import Given
-from varjax.engine.program import BuildOptions
 from varjax.engine.segments import Segment
-from varjax.logical_axes import HEADS
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
-from varjax.nn import arrange, stacked
+from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
-from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 
@@ -45,26 +41,19 @@ class TokenSpec:
 
     plan: of the cache.
     layers: how each layer uses its cache.
-    options: of which `watch` is called with an image token's number and the tokens [B, 1].
+    attention: implementation of the kernels; None takes what the platform has.
+    keep_logits: whether guided logits are among the results.
+    watch: called on the host with an image token's number and the tokens [B, 1].
     """
 
     plan: TokenPlan
     layers: tuple[TokenStep, ...]
     sampling: Sampling
-    options: BuildOptions
-    mesh: MeshSpec
+    attention: str | None = None
+    keep_logits: bool = False
+    watch: Callable[[Array, Array], None] | None = None
 
-    # Products have the rows of one token: other compiler options than for whole scales are faster.
-    few_rows = True
     segments: ClassVar[tuple[Segment, ...]] = ()
-
-    def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-        transformer = networks["transformer"]
-        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
-        # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that
-        # are divided over devices are multiplied as they lie.
-        turned = platform == "cpu" and self.mesh.model == 1
-        arrange.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer: Transformer) -> tuple:
         """Host arrays that are the same for every batch: none."""
@@ -74,14 +63,6 @@ class TokenSpec:
         """For each layer what its policy knows beforehand about a batch of images."""
         found = self.plan.policy_inputs(image_index)
         return () if found is None else tuple(found)
-
-    def input_names(self, inputs: tuple) -> tuple:
-        # the same for all images: `parallel.sharding.check_plan` refuses inputs that depend on them
-        # heads are divided along `model`: inputs that differ by head have to be, too
-        axis = self.plan.rule.inputs_heads if inputs and self.mesh.model > 1 else None
-        # in front of what `select` sees lies an axis of stages
-        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * (1 + axis), HEADS)
-        return jax.tree.map(lambda _: spec, inputs)
 
     def generate(
         self,
@@ -165,7 +146,7 @@ class _TokenSteps:
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
         self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Array] = {}
-        self.layers = transformer.token_layers(spec.options.attention)
+        self.layers = transformer.token_layers(spec.attention)
         # Layers are unrolled, but those that use their caches alike share one trace: `jit` finds it
         # by the function and the shapes.
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
@@ -299,8 +280,8 @@ class _TokenSteps:
             )
         else:
             drawn = self._drawn(x, index, index)
-        if self.spec.options.watch is not None:
-            jax.debug.callback(self.spec.options.watch, index, drawn["tokens"])
+        if self.spec.watch is not None:
+            jax.debug.callback(self.spec.watch, index, drawn["tokens"])
         return drawn
 
     def _drawn(
@@ -312,11 +293,11 @@ class _TokenSteps:
         # folding in the token's number, not its place in a stage: stages do not change results
         keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(self.keys)
         with jax.named_scope("sample"):
-            tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.options.attention)
+            tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
         if self.given is not None:
             tokens = self.given.replace(tokens, place[None])
         # the temperature may as well be applied after guidance
-        kept = {"logits": replace(scores, tau=None).guided()} if spec.options.keep_logits else {}
+        kept = {"logits": replace(scores, tau=None).guided()} if spec.keep_logits else {}
         return {"tokens": tokens} | kept
 
 

@@ -6,7 +6,7 @@ exchanged. An image does not depend on how a batch is split.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -31,45 +31,52 @@ _unchecked = partial(jax.shard_map, check_vma=False)
 
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """The program of a `ScaleSpec` or `TokenSpec` (`varjax.engine`) for a mesh.
+    """The program that draws codes (`varjax.engine.drawing`), for a mesh.
 
-    specs: `PartitionSpec`s of the arguments (networks, state, condition, keys, inputs, given).
+    decode: `drawing.decode`, which every device runs on its share.
+    tree: the structure of the networks.
+    specs: `PartitionSpec`s of the arguments (weights, state, condition, keys, inputs).
     """
 
     mesh: Mesh
-    spec: Any
+    decode: Callable
+    tree: jax.tree_util.PyTreeDef
     specs: tuple
 
     @classmethod
     def of(
         cls,
         mesh: Mesh,
-        spec: Any,
+        decode: Callable,
         networks: Mapping[str, nnx.Module],
-        inputs: tuple,
-        given: PyTree,
+        inputs: Any,
+        tables: PyTree[P],
         kv_dtype,
     ) -> "ShardedProgram":
         """Divide every array by the names of its axes (`varjax.logical_axes.RULES`).
 
-        networks, given: may be shapes. kv_dtype: type of the pool.
+        networks, inputs (`drawing.Inputs`): may be shapes. tables: names of the tables of these
+        (`build.way`). kv_dtype: type of the pool.
         """
         images = P(IMAGES)
-        state = _state_names(spec.plan, spec.mesh, kv_dtype)
-        given = jax.tree.map(lambda _: images, given)
-        names = weights.names(networks), state, images, images, spec.input_names(inputs), given
-        return cls(mesh, spec, jax.tree.map(lambda a: mesh_spec(a, mesh.axis_names), names))
+        state = _state_names(inputs.spec.plan, mesh.shape[MODEL], kv_dtype)
+        given = jax.tree.map(lambda _: images, inputs.given)
+        flat = tuple(jax.tree.leaves(weights.names(networks)))
+        names = flat, state, images, images, replace(inputs, tables=tables, given=given)
+        specs = jax.tree.map(lambda a: mesh_spec(a, mesh.axis_names), names)
+        return cls(mesh, decode, jax.tree.structure(networks), specs)
 
     def __call__(self, *arguments):
-        state = self.specs[1]
+        state, spec = self.specs[1], self.specs[-1].spec
 
-        def run(networks, *local):
+        def run(local, *more):
+            networks = self.tree.unflatten(local)
             if self.mesh.shape[MODEL] > 1:
                 divided = networks["transformer"].over(MODEL)
                 networks = {**networks, "transformer": divided}
-            return self.spec.generate(networks, *local)
+            return self.decode(networks, *more)
 
-        names = ["tokens", "code_map"] + ["logits"] * self.spec.options.keep_logits
+        names = ["tokens", "code_map"] + ["logits"] * spec.keep_logits
         results = {name: P(DATA) for name in names}
         where = {"mesh": self.mesh, "in_specs": self.specs, "out_specs": (results, state)}
         return _unchecked(run, **where)(*arguments)
@@ -84,9 +91,9 @@ class ShardedProgram:
         )
 
     def over_images(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Make every device along `data` run `function(networks, array [B, ...]) -> array [B, ...]`
-        for its own images."""
-        given = (self.specs[0], P(DATA))
+        """Make every device along `data` run `function(weights, array [B, ...]) -> array [B, ...]`
+        for its own images. weights: the codec's, whole on all devices."""
+        given = (P(), P(DATA))
         return _unchecked(function, mesh=self.mesh, in_specs=given, out_specs=P(DATA))
 
     @cached_property
@@ -117,13 +124,13 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
         )
 
 
-def _state_names(plan: CachePlan, spec: MeshSpec, dtype) -> PyTree[P]:
+def _state_names(plan: CachePlan, groups: int, dtype) -> PyTree[P]:
     """Return the plan's cache with names of its axes (`varjax.logical_axes`) in place of every
-    array. dtype: type of the pool."""
+    array. groups: of heads. dtype: type of the pool."""
     # Axes are found by comparison: that of rows in the cache of two images, those that devices
     # divide in the cache of one of them. The type of queries and keys that a policy observes does
     # not change how they are divided.
-    groups, part = spec.model, plan.divide(spec.model)[0]
+    part = plan.divide(groups)[0]
     one, two, share = (
         jax.eval_shape(lambda p=p, n=n, g=g: p.empty_state(n, dtype, groups=g))
         for p, n, g in ((plan, 1, groups), (plan, 2, groups), (part, 1, 1))
