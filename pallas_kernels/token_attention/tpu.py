@@ -97,12 +97,12 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     cost = estimates.attend_token(query, slots, 0 if token is None else tile)
     stored = None if token is None else slots.pool
     results = Results(query.q, slots.mass, stored, given.slots.scores)
-    options = {"tile": tile, "cost": cost, "interpret": interpret}
+    launch = partial(tpu_call.launch, tile=tile, cost=cost, interpret=interpret)
     if cut:
         numbers = numbers._replace(used=one_number(slots.used))
-        found = tpu_used.attend(numbers, given, results, heads=some, piece=piece, **options)
+        found = tpu_used.attend(launch, numbers, given, results, some, piece)
     else:
-        found = tpu_call.launch(
+        found = launch(
             partial(_attend_rows, some, slots.group_size(query.q)),
             numbers,
             given,
@@ -110,7 +110,6 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
             grid=(rows // together, heads // some),
             step=(together, some),
             spec=partial(_spec, rows=together, heads=some),
-            **options,
         )
     pool = slots.pool if token is None else found.pool
     scores = slots.scores if query.probe is None else found.scores

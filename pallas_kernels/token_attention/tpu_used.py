@@ -7,6 +7,7 @@ piece in use ask for that one again and do nothing. Maximum, total and sums of a
 memory from piece to piece.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -39,25 +40,17 @@ class Running(NamedTuple):
 
 
 def attend(
-    numbers: Prefetched,
-    given: Operands,
-    results: Results,
-    *,
-    heads: int,
-    piece: int,
-    tile: int,
-    cost: pl.CostEstimate,
-    interpret,
+    launch: Callable, numbers: Prefetched, given: Operands, results: Results, heads: int, piece: int
 ) -> Results:
-    """Piece after piece of the slots in use, `heads` and `piece` slots of them in a grid step.
-    tile, cost, interpret: of `tpu_call.launch`."""
+    """Piece after piece of the slots in use, `heads` and `piece` slots of them in a grid step, by
+    `tpu_call.launch`."""
     pool, size = given.slots.pool, given.query.q.shape[-1]
     rows, every, slots, width = pool.shape
     group, queries = given.slots.group_size(given.query.q), given.query.q.shape[1]
     line, sums = (queries, 1), (queries, tpu_row.columns(size, width))
     # kept from grid step to grid step, unlike blocks of operands and results
     running = Running(*(pltpu.VMEM(shape, jnp.float32) for shape in (line, line, sums)))
-    return tpu_call.launch(
+    return launch(
         partial(_attend_piece, heads, group, slots),
         numbers,
         given,
@@ -67,9 +60,6 @@ def attend(
         step=(1, heads),
         spec=partial(_spec, heads=heads, piece=piece),
         scratch=[running],
-        tile=tile,
-        cost=cost,
-        interpret=interpret,
     )
 
 
