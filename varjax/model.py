@@ -17,8 +17,8 @@ from flax import nnx
 from varjax import arguments, jax_settings
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
-from varjax.models import registry, token_arrays
-from varjax.models.token_arrays import TokenArrays
+from varjax.models import registry
+from varjax.models.token_arrays import FORMS, TokenArrays
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters, quantized, schemes
 from varjax.nn.families import Family
@@ -96,7 +96,7 @@ class Model:
     @property
     def token_arrays(self) -> TokenArrays:
         """What makes arrays of its tokens: in the form in which they are drawn, and for files."""
-        return token_arrays.of(self.transformer)
+        return FORMS[self.transformer.token_name](self.config)
 
     @property
     def draws_tokens(self) -> bool:

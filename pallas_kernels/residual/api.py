@@ -8,6 +8,11 @@ from pallas_kernels.residual.operands import Activation, Bits8, Branch, Norm, Ro
 MODULES = implementations.modules_of(__package__, "mosaic")
 
 
+def has_kernel(implementation: str | None) -> bool:
+    """Whether a name stands for a kernel here (`implementations.run`)."""
+    return implementations.first_choice(implementation, MODULES) != "reference"
+
+
 def add_and_normalize(
     stream: Float[Array, "R T D"],
     branch: Branch | None,

@@ -11,7 +11,7 @@ from tests import models_under_test as models
 from tests.often import often
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
-from varjax.engine.given import Mixture
+from varjax.editing.mixture import Mixture
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.schedule import Schedule

@@ -23,8 +23,9 @@ from varjax.api import USUAL_BATCH
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.editing import masks
+from varjax.editing.mixture import Mixture
 from varjax.engine.build import Build
-from varjax.engine.given import Given, Mixture
+from varjax.engine.given import Given
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model, check_model

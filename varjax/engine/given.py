@@ -1,31 +1,18 @@
-"""Tokens that are given and not drawn: any place of any image; and bits drawn between a picture's
-own and those of another text (`Mixture`): editing without a mask.
+"""Tokens that are given and not drawn: any place of any image."""
 
-After EditMod (arXiv 2608.09057), for models that draw bits scale by scale. The first scales take
-the bits of the picture. The scales after them draw every bit from
-
-    clip(Q + p(b | target) - p(b | source), 0, 1),  Q = p where the picture's bit is 1, else 1 - p
-
-and the last scales draw freely. Both probabilities are the model's, with guidance and temperature,
-after the scales that have been drawn; only the texts differ. So a batch holds every image twice:
-its first half draws under the target texts, its second half follows it under the source texts.
-
-Letters: B images of a batch, of which B / 2 are edited; T tokens of a scale, C bits per token.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from varjax.arguments import integer
 from varjax.models.step_inputs import AnyArray
+from varjax.sampling import Scores
 from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
-
-MIXTURE_KEY = 2  # folded into a scale's key for the draws of a mixture
 
 
 @jax.tree_util.register_dataclass
@@ -91,63 +78,21 @@ class Given:
         where = self.where[:, place][images]
         return jnp.where(where.reshape(*where.shape, *(1,) * (other.ndim - 2)), given, other)
 
+    def noted(self, scores: Scores) -> dict[str, Array]:
+        """What `settled` takes of the scores of some images, whose axis comes first."""
+        return {}
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Mixture(Given):
-    """Given tokens of an edit by text. `tokens` are the picture's, in both halves of a batch.
-
-    mixed: which tokens are drawn from the mixture.
-    probability: p, how firmly their bits stay those of the picture, float32.
-    """
-
-    mixed: Bool[AnyArray, "B L"]
-    probability: Float[AnyArray, ""]
-
-    @classmethod
-    def of_scales(
-        cls,
-        tokens: Integer[np.ndarray, "B L C"],
-        schedule: Schedule,
-        keep_scales: int,
-        mix_scales: int,
-        probability: float,
-    ) -> "Mixture":
-        """The first `keep_scales` scales take the picture's bits, those up to `mix_scales` are
-        mixed. tokens: of the pictures of a batch, whose second half repeats the first."""
-        scale = np.broadcast_to(schedule.scale_of_token, tokens.shape[:2])
-        # both halves of a batch have the same picture, so the same scales are kept in both
-        kept = scale < keep_scales
-        mixed = (scale < mix_scales) & ~kept
-        p = jnp.float32(probability)
-        return cls(jnp.asarray(tokens), jnp.asarray(kept), jnp.asarray(mixed), p)
-
-    def settle(
+    def settled(
         self,
-        drawn: Integer[Array, "B T C"],
-        chances: Float[Array, "B T C"],
+        drawn: dict[str, Array],
+        codes: Callable[[Array], Array],
         keys: Array,
         place: Int[Array, " T"],
         greedy: bool,
-    ) -> Integer[Array, "B T C"]:
-        """The tokens of a scale, the same in both halves.
+    ) -> dict[str, Array]:
+        """What a scale has drawn of all images, after a last word on its tokens and their codes.
 
-        drawn: tokens, with those that are given in their places.
-        chances: of every bit that it is 1, under the texts of both halves.
-        keys: of this scale, one per image. greedy: take the likelier bit.
+        drawn: `tokens`, `codes` and what is `noted`, which is taken out.
+        codes: of tokens. keys: of the scale, one per image. greedy: take what is likeliest.
         """
-        half = len(drawn) // 2
-        # Q: of every bit, how likely the picture alone makes it 1
-        ones = self.tokens[:half, place] == 1
-        source = jnp.where(ones, self.probability, 1 - self.probability)
-        expected = chances[:half] - chances[half:] + source
-        if greedy:
-            found = expected > 0.5
-        else:
-            keys = jax.vmap(lambda key: jax.random.fold_in(key, MIXTURE_KEY))(keys[:half])
-            # a number per bit that does not depend on the padded length, as in `sampling.gumbel`
-            draw = jax.vmap(lambda key: jax.random.uniform(key, drawn.shape[1:], jnp.float32))
-            found = draw(keys) < expected  # numbers in [0, 1): clipping would change nothing
-        mixed = self.mixed[:half, place, None]
-        tokens = jnp.where(mixed, found.astype(drawn.dtype), drawn[:half])
-        return jnp.concatenate([tokens, tokens])
+        return drawn

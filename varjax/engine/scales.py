@@ -21,7 +21,7 @@ from varjax.cache.layer_inputs import SegmentInputs, join_heads, layer_inputs, o
 from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep
-from varjax.engine.given import Given, Mixture
+from varjax.engine.given import Given
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.models.step_inputs import StepInputs
 from varjax.models.transformer import Transformer
@@ -231,16 +231,13 @@ def _sample(
             # a given token stands for its own code
             codes = mixed if given is None else given.choose(codes, mixed, step.token_index, index)
         kept = {"logits": scores.guided()} if spec.keep_logits else {}
-        if isinstance(given, Mixture):
-            # of every bit that it is 1, from the logits that it is drawn from
-            logits = scores.guided()
-            kept["chances"] = jax.nn.sigmoid(logits[..., 1] - logits[..., 0])
+        if given is not None:
+            kept |= given.noted(scores)
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)
     drawn = map_in_chunks(some, images, at_once)
-    if isinstance(given, Mixture):  # after the chunks: an image and its other half may lie in two
-        chances, place = drawn.pop("chances"), step.token_index
-        drawn["tokens"] = given.settle(drawn["tokens"], chances, keys, place, sampling.greedy)
-        drawn["codes"] = codec.codes(drawn["tokens"])
-    return drawn
+    if given is None:
+        return drawn
+    # after the chunks: images that belong together may lie in two
+    return given.settled(drawn, codec.codes, keys, step.token_index, sampling.greedy)

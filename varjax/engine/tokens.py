@@ -207,7 +207,7 @@ class _TokenSteps:
         with jax.named_scope("embed"):
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
-            x, angles = layers.start(x), layers.angles(rotation)
+            x, rotation = layers.start(x, rotation)
         # What layers with equal strategies share about a token (its slot, who is seen) is computed
         # once, from the cache of any of them.
         any_cache = dict(zip(self.spec.layers, state, strict=True))
@@ -215,7 +215,7 @@ class _TokenSteps:
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
             weights = layers.weights(index)
-            x, cache = self._attend[step](weights, angles, x, cache, current[step], bias)
+            x, cache = self._attend[step](weights, rotation, x, cache, current[step], bias)
             caches.append(cache)
         x = layers.settled(x, len(state[0].pool))
         # the output for a token leads to the next one; the last token is drawn and never run
@@ -226,10 +226,10 @@ class _TokenSteps:
         """The function of a layer whose cache is used in this way."""
         layers = self.layers
 
-        def body(weights, angles, x, cache: LayerCache, current: CurrentToken, bias):
+        def body(weights, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
                 total = partial(step.summed, cache, current)
-                heads, total = layers.project(weights, angles, x, len(cache.pool), total)
+                heads, total = layers.project(weights, rotation, x, len(cache.pool), total)
             with jax.named_scope("attend"):
                 out, cache = step.attend(cache, Heads(*heads, bias, total), current)
             with jax.named_scope("post_attention"):

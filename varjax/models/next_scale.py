@@ -69,8 +69,6 @@ class NextScaleTransformer(Transformer):
 
     @staticmethod
     def splits() -> dict[str, Split]:
-        """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
-        the others are whole on every device."""
         return {
             "qkv.kernel": Split(2, HEADS, parts=(1, 1, 1)),
             "q_bias": Split(1, HEADS),

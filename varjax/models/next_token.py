@@ -69,13 +69,11 @@ class TokenLayers:
     def __init__(self, transformer: "NextTokenTransformer"):
         self.transformer = transformer
 
-    def start(self, x: Float[Array, "R 1 D"]) -> PyTree[Array]:
-        """The residual stream before the first layer."""
-        return x
-
-    def angles(self, rotation: PyTree[Array]) -> PyTree[Array]:
-        """The token's rotation, for `project`."""
-        return rotation
+    def start(
+        self, x: Float[Array, "R 1 D"], rotation: PyTree[Array]
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
+        """The residual stream before the first layer, and the token's rotation."""
+        return x, rotation
 
     def weights(self, index: int) -> PyTree[Array]:
         """What `project` and `rest` take of layer `index`."""
@@ -84,7 +82,7 @@ class TokenLayers:
     def project(
         self,
         weights: PyTree[Array],
-        angles: PyTree[Array],
+        rotation: PyTree[Array],
         x: PyTree[Array],
         rows: int,
         total: Callable[[], PyTree[Array]],
@@ -94,7 +92,7 @@ class TokenLayers:
 
         rows: R. total: gives the running sum that queries may be added to (`TokenStep.summed`).
         """
-        p = self.transformer.project(weights, angles, x)
+        p = self.transformer.project(weights, rotation, x)
         q, k, v = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
         return (q, k, v), None
 

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 
 from varjax.codecs.maps import patchify, unpatchify
 from varjax.errors import UserError
-from varjax.models.transformer import Transformer
 from varjax.schedule import Schedule
 
 
@@ -96,9 +95,5 @@ class BitArrays(TokenArrays):
         return np.concatenate(parts, axis=1)
 
 
-FORMS: dict[str, type[TokenArrays]] = {"bits": BitArrays}
-
-
-def of(transformer: Transformer) -> TokenArrays:
-    """The arrays of what a transformer draws, by `Transformer.token_name`."""
-    return FORMS.get(transformer.token_name, TokenArrays)(transformer.config)
+# by `Transformer.token_name`
+FORMS: dict[str, type[TokenArrays]] = {"tokens": TokenArrays, "bits": BitArrays}

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import implementations
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import (
     Branch,
@@ -20,9 +19,9 @@ from pallas_kernels.residual import (
     Sums,
     Vectors,
     add_and_normalize,
+    has_kernel,
     to_8_bits,
 )
-from pallas_kernels.residual.api import MODULES
 from pallas_kernels.residual.operands import Bits8
 from varjax.nn import layers, quantized, stacked
 from varjax.nn.layers import Activation, Linear, ResidualStream
@@ -121,8 +120,3 @@ def stream_of(
     if fits and stacked.is_separate(transformer.blocks) and has_kernel(implementation):
         return FusedStream(x, implementation=implementation, bits=bits)
     return ResidualStream(x)
-
-
-def has_kernel(implementation: str | None) -> bool:
-    """Whether sums and norms are a kernel. implementation: see `implementations.run`."""
-    return implementations.first_choice(implementation, MODULES) != "reference"

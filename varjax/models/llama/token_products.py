@@ -34,12 +34,12 @@ class TokenProducts(TokenLayers):
         # of each layer's first norm, of the one behind all layers, of each layer's second
         self.norms = jnp.concatenate([first, transformer.norm[...][None], second])
 
-    def start(self, x: Float[Array, "R 1 D"]) -> TokenStream:
+    def start(
+        self, x: Float[Array, "R 1 D"], rotation: tuple[Array, Array]
+    ) -> tuple[TokenStream, Angles]:
         norm, eps = RMSNorm(self.norms, jnp.int32(0)), self.transformer.config.norm_eps
-        return token_products.start(x[:, 0], norm, eps, self.transformer.dtype, **self.how)
-
-    def angles(self, rotation: tuple[Array, Array]) -> Angles:
-        return angles_of(self.transformer, rotation)
+        stream = token_products.start(x[:, 0], norm, eps, self.transformer.dtype, **self.how)
+        return stream, angles_of(self.transformer, rotation)
 
     def weights(self, index: int) -> Weights:
         return super().weights(index), jnp.int32(index)
@@ -47,13 +47,13 @@ class TokenProducts(TokenLayers):
     def project(
         self,
         weights: Weights,
-        angles: Angles,
+        rotation: Angles,
         x: TokenStream,
         rows: int,
         total: Callable[[], QuerySum | None],
     ) -> tuple[tuple[Array, Array, Array], Array | None]:
         matrix, size = _matrix(weights[0].qkv), self.transformer.config.head_dim
-        found, total = token_products.project(x, matrix, angles, total(), **self.how)
+        found, total = token_products.project(x, matrix, rotation, total(), **self.how)
         # a kernel gives whole tiles of rows
         heads = tuple(a[:rows].reshape(rows, -1, size) for a in found)
         return heads, None if total is None else total.reshape(heads[0].shape)
