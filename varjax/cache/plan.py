@@ -10,14 +10,13 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from varjax import arguments
-from varjax.cache.allocation import Geometry
+from varjax.cache.allocation import Allocation, Geometry, StageAllocation
 from varjax.cache.policy import Policy, Rule
 from varjax.errors import UserError
 
@@ -58,7 +57,7 @@ class CachePlan:
     """
 
     geometry: Geometry
-    allocation: Any
+    allocation: Allocation | StageAllocation
     block_size: int
     pool_blocks: int
     capacity: np.ndarray

@@ -6,8 +6,10 @@ import pkgutil
 
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.policy import Policy
-from varjax.policies import masks
+from varjax.policies import capacities, masks
 from varjax.policies.registry import POLICIES, get_policy, load_module, register
+from varjax.policies.scale_rule import ScaleRule
+from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.policies.windows import Full, SlidingWindow, Streaming
 
 from varjax.policies.headkv import HeadKV  # isort: skip
@@ -44,10 +46,14 @@ __all__ = [
     "Policy",
     "RKV",
     "ScaleKV",
+    "ScaleRule",
     "SlidingWindow",
     "SnapKV",
+    "StagedPolicy",
     "Streaming",
     "Table",
+    "TokenRule",
+    "capacities",
     "get_policy",
     "load_module",
     "masks",
