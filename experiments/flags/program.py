@@ -20,8 +20,10 @@ from varjax.conditions import Condition
 from varjax.engine import memory
 from varjax.engine.build import LAYERS, MATMUL_PRECISIONS, Build
 from varjax.errors import UserError
-from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
+from varjax.loading import DTYPES, WEIGHTS_DTYPES, computed_in
+from varjax.model import Model
 from varjax.nn import schemes
+from varjax.nn.parameters import default_dtype
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import processes, sharding, weights
 from varjax.parallel.split import MeshSpec

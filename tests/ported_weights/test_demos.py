@@ -14,7 +14,7 @@ from ported_weights.configurations import PublishedModel
 from varjax.errors import UserError
 from varjax.evaluation import extractors
 from varjax.io.images import to_uint8
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.policies import HeatKV

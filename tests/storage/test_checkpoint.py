@@ -14,7 +14,7 @@ import pytest
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
 from varjax.evaluation import extractors
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var import VARConfig
