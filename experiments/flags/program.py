@@ -224,9 +224,8 @@ class ProgramFlags:
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""
-        if mesh.num_devices > 1:
-            with about(self._mesh):
-                sharding.check_plan(plan, mesh)
+        with about(self._mesh):
+            sharding.check_plan(plan, mesh)
 
     def sizing(self, options: ProgramOptions, model: Model, condition: Condition) -> Sizing:
         """Return what bytes of a cache mean on this machine, for --batch_size or, if it is not
