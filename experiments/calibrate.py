@@ -26,7 +26,8 @@ from experiments.prompts import condition as text_condition
 from varjax import measure_calibration
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
-from varjax.model import default_dtype
+from varjax.loading import load_weights
+from varjax.nn.parameters import default_dtype
 from varjax.progress import Progress
 
 FLAGS = CommandFlags(
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> None:
     progress = Progress("measured image", STABILITY.value * len(condition))
     progress.note("compiling")
     found = measure_calibration.measure(
-        model.load_weights(dtype),
+        load_weights(model, dtype),
         condition,
         sampling,
         runs=STABILITY.value,

@@ -19,7 +19,8 @@ from experiments.flags.prompts import PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
 from varjax.errors import UserError
-from varjax.model import default_dtype, describe
+from varjax.loading import describe
+from varjax.nn.parameters import default_dtype
 from varjax.progress import Progress
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib

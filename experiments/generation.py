@@ -21,6 +21,7 @@ from varjax.conditions import Condition
 from varjax.engine import memory
 from varjax.engine.build import Build
 from varjax.generator import Generator
+from varjax.loading import load_weights
 from varjax.model import Model
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
@@ -133,7 +134,7 @@ class Generation:
     def load_model(self) -> Model:
         """Load the weights; they stay on disk until it is known which devices share them."""
         several = self.program.mesh.num_devices > 1
-        return self.model.load_weights(self.program.dtype, on_disk=several)
+        return load_weights(self.model, self.program.dtype, on_disk=several)
 
     def generator(
         self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool

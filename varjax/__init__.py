@@ -18,7 +18,8 @@ from varjax.editing.edit import edit
 from varjax.engine.build import Build
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.model import Model, describe, load
+from varjax.loading import describe, load
+from varjax.model import Model
 from varjax.sampling import Sampling
 
 __version__ = "0.1.0"

@@ -133,7 +133,9 @@ class Generator:
             mesh=mesh,
             platform=jax.default_backend(),
         )
-        _check_mesh(mesh, plan, self.batch_size)
+        sharding.check_plan(plan, mesh)
+        devices = {"available": len(jax.devices()), "where": hosts.where()}
+        mesh.check(batch_size=self.batch_size, num_heads=plan.geometry.num_heads, **devices)
         self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
         predict_for = partial(
             memory.predict,
@@ -401,15 +403,3 @@ class Generator:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""
         return (jax.jit(self._empty) if self.program is None else self.program.empty_state)()
-
-
-def _check_mesh(mesh: MeshSpec, plan: CachePlan, batch_size: int) -> None:
-    """Raises `UserError` unless the plan and batches of this size can be divided over the mesh."""
-    if mesh.num_devices > 1:
-        sharding.check_plan(plan, mesh)
-    mesh.check(
-        batch_size=batch_size,
-        num_heads=plan.geometry.num_heads,
-        available=len(jax.devices()),
-        where=hosts.where(),
-    )

@@ -9,7 +9,8 @@ from experiments.cli.flags import CommandFlags
 from experiments.prompts.condition import Text, TokenizedPrompts
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
-from varjax.model import Model, describe
+from varjax.loading import describe, has_weights
+from varjax.model import Model
 from varjax.models import registry
 from varjax.models.infinity.config import SIZES, TEMPLATES
 from varjax.models.registry import found
@@ -97,7 +98,7 @@ class ModelFlags:
         )
         if self.text_tokens(model) is None:
             model = model.with_prompt_tokens(self._prompt_tokens.value)
-        if weights and not model.has_weights:
+        if weights and not has_weights(model):
             raise UserError(
                 f"{model.name} is a published model without weights here: {otherwise}get them "
                 f"with `python -m ported_weights --model={model.name} --source=hub`; "

@@ -20,8 +20,10 @@ from varjax.conditions import Condition
 from varjax.engine import memory
 from varjax.engine.build import LAYERS, MATMUL_PRECISIONS, Build
 from varjax.errors import UserError
-from varjax.model import DTYPES, WEIGHTS_DTYPES, Model, computed_in, default_dtype
+from varjax.loading import DTYPES, WEIGHTS_DTYPES, computed_in
+from varjax.model import Model
 from varjax.nn import schemes
+from varjax.nn.parameters import default_dtype
 from varjax.nn.schemes import SCHEMES
 from varjax.parallel import hosts, sharding, weights
 from varjax.parallel.split import MeshSpec
@@ -222,9 +224,8 @@ class ProgramFlags:
 
     def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""
-        if mesh.num_devices > 1:
-            with about(self._mesh):
-                sharding.check_plan(plan, mesh)
+        with about(self._mesh):
+            sharding.check_plan(plan, mesh)
 
     def sizing(self, options: ProgramOptions, model: Model, condition: Condition) -> Sizing:
         """Return what bytes of a cache mean on this machine, for --batch_size or, if it is not

@@ -30,6 +30,7 @@ from varjax.engine.build import Build
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError, require
 from varjax.generator import Generator
+from varjax.loading import load_weights
 from varjax.model import Model
 from varjax.policies import Policy, get_policy
 from varjax.sampling import Sampling
@@ -130,7 +131,7 @@ def make_service() -> "Service":
     size = show_bytes(plan.num_bytes(1, program.kv_dtype))
     at_once = f"{size} of keys and values for an image, {most} images at once"
     say(f"{usual.policy.name}, budget {plan.budget:g}: {at_once}")
-    model = model.load_weights(program.dtype)
+    model = load_weights(model, program.dtype)
 
     def make(plan: CachePlan, sampling: Sampling, size: int, build: Build) -> Generator:
         given = {"plan": plan, "sampling": sampling, "batch_size": size}

@@ -6,7 +6,7 @@ from experiments.flags.policy import stand_in
 from pallas_kernels.shared import mosaic_operands, triton_operands
 from tests.often import often
 from varjax.cache import planner
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
 

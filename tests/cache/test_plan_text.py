@@ -3,7 +3,7 @@
 import pytest
 
 import varjax
-from varjax.model import describe
+from varjax.loading import describe
 
 
 @pytest.mark.parametrize(("model", "policy"), [("demo-llamagen", "headkv"), ("var-d30", "full")])

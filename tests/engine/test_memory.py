@@ -7,7 +7,7 @@ from varjax.engine import build, memory
 from varjax.engine.build import Build
 from varjax.engine.pixels import Decoding
 from varjax.errors import UserError
-from varjax.model import describe
+from varjax.loading import describe
 
 ONE = Decoding(at_once=1)
 

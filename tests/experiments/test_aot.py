@@ -15,7 +15,7 @@ from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
 from varjax.cache.state import KVState
-from varjax.model import load
+from varjax.loading import load
 from varjax.storage import checkpoint
 
 COMPILED = {

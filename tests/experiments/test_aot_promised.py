@@ -10,7 +10,7 @@ from pallas_kernels.chips import Chip
 from tests.experiments.test_aot_tokens import OPTIONS
 from varjax import api
 from varjax.engine.build import Build
-from varjax.model import describe
+from varjax.loading import describe
 
 GIB = 2**30
 # model, policy, budget, batch, chip, layers; GiB of the compiled program that draws codes

@@ -10,7 +10,8 @@ from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from varjax import api
 from varjax.engine.build import Build
-from varjax.model import Model, describe
+from varjax.loading import describe
+from varjax.model import Model
 from varjax.parallel.split import MeshSpec
 
 TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype")}

@@ -6,7 +6,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.calibration import files as measured
-from varjax.model import Model, load
+from varjax.loading import load
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_flags_that_cannot_work(call, tmp_path, flags, message):
     ],
 )
 def test_bad_input(call, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr(Model, "load_weights", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr("experiments.calibrate.load_weights", lambda *a: pytest.fail("loaded"))
     status, _, err = call("calibrate", f"--save={tmp_path / 'x.json'}", *flags)
     assert status == 2 and message in err
     assert not (tmp_path / "x.json").exists()

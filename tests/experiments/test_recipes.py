@@ -11,7 +11,7 @@ from experiments.recipes import recipe as recipes
 from experiments.run import __main__ as run
 from tests import models_under_test as models
 from varjax.errors import UserError
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.policies import get_policy
 

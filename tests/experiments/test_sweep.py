@@ -15,7 +15,7 @@ from tests.experiments import made_up_sweep
 from varjax.api import Generator
 from varjax.calibration import files as calibration_lib
 from varjax.errors import UserError
-from varjax.model import describe
+from varjax.loading import describe
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 

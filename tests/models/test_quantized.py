@@ -15,7 +15,8 @@ from tests.models_under_test import FAMILIES, arrays_of, fixture_model, greedy_g
 from tests.often import often
 from varjax.engine import memory
 from varjax.errors import UserError
-from varjax.model import Model, computed_in
+from varjax.loading import computed_in
+from varjax.model import Model
 from varjax.nn import parameters, quantized
 from varjax.nn.quantized import Quantized, quantize
 from varjax.nn.stored import Stored
@@ -140,7 +141,7 @@ def test_loaded_as_they_are_converted():
 @pytest.mark.parametrize("name", ["demo", "demo-llamagen"])
 @pytest.mark.parametrize("dtype", often(["bfloat16"], ["float32", "bfloat16"]))
 def test_predicted_bytes(name, dtype):
-    abstract, model = varjax.model.describe(name).quantized(), varjax.load(name, dtype)
+    abstract, model = varjax.describe(name).quantized(), varjax.load(name, dtype)
     assert abstract.is_abstract and "only shapes of float32, matrices in int8" in repr(abstract)
     held = jax.tree.leaves(model.quantized().networks)
     plan = varjax.plan(abstract, "full")

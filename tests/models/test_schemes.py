@@ -132,7 +132,7 @@ def test_widths():
     check_widths(SCHEMES["int8"], "qkv", (2, 63, 47))
     with pytest.raises(UserError, match="multiples of 16; qkv is 64 x 40: choose int8"):
         check_widths(SCHEMES["fp8"], "qkv", (2, 64, 40))
-    model = varjax.model.describe()
+    model = varjax.describe()
     config = dataclasses.replace(model.config, vocab_size=4100)
     parts = {**model.parts, "transformer": model.family.tree["transformer"].abstract(config)}
     odd = dataclasses.replace(model, parts=parts)
@@ -142,7 +142,7 @@ def test_widths():
 
 
 def test_one_scheme_at_a_time():
-    eight = varjax.model.describe().quantized("int8")
+    eight = varjax.describe().quantized("int8")
     assert eight.quantized("int8") is eight
     with pytest.raises(UserError, match="in int8 already"):
         eight.quantized("fp8")

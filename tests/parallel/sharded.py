@@ -14,6 +14,7 @@ import varjax
 from tests import compilation
 from tests import models_under_test as models
 from varjax import Generator
+from varjax.loading import load_weights
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
@@ -54,9 +55,9 @@ APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a 
 def load(name: str, on_disk: bool = False):
     """The demo, or a fixture."""
     own, _, scheme = name.partition(" in ")
-    model = varjax.model.describe() if own == DEMO else models.fixture_model(own)
+    model = varjax.describe() if own == DEMO else models.fixture_model(own)
     model = model.quantized(scheme, emulated=scheme != "int8") if scheme else model
-    return model.load_weights("float32", on_disk=on_disk) if own == DEMO else model
+    return load_weights(model, "float32", on_disk=on_disk) if own == DEMO else model
 
 
 def plan_for(model, policy: str, arguments: dict, folder: str, meshes: tuple[str, ...]):

@@ -13,7 +13,7 @@ from experiments.judges import Judges
 from ported_weights import convert
 from ported_weights.configurations import PublishedModel
 from varjax.errors import UserError
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.policies import HeatKV

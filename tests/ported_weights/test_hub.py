@@ -17,7 +17,7 @@ from tests import models_under_test as models
 from tests.conftest import ROOT
 from tests.ported_weights.hub_server import Hub, serving
 from varjax.errors import UserError
-from varjax.model import load
+from varjax.loading import load
 from varjax.models import registry
 from varjax.models.registry import found
 from varjax.storage import names

@@ -159,7 +159,7 @@ def light(monkeypatch):
         (bench.bench, "errors"),
         (bench.draw, "rows"),
         (page, "build"),
-        (serve.Model, "load_weights"),
+        (serve, "load_weights"),
     ):
         monkeypatch.setattr(owner, name, heavy)
     refused = {"status": "refused", "error": HEAVY, "needed_bytes": 2**30}

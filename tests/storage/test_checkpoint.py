@@ -13,7 +13,7 @@ import pytest
 
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
-from varjax.model import describe
+from varjax.loading import describe
 from varjax.models import registry
 from varjax.models.judges import JUDGES
 from varjax.models.registry import CATALOGUE, FAMILIES

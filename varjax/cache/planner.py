@@ -3,7 +3,7 @@ blocks of how many slots, when rounding is charged to the budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,8 @@ def plan_cache(
             f"choose a divisor of {geometry.num_heads}"
         )
     policy, allocation, block_size = choose(geometry, policy, calibration, groups)
-    plan = WAYS[geometry.kind].build(geometry, allocation, block_size, policy)
+    *_, build = WAYS[geometry.kind]
+    plan = build(geometry, allocation, block_size, policy)
     if plan.chooses and not plan.rule.selects:
         raise UserError(
             f"policy {policy.name!r}: `allocate` leaves it open which tokens stay, but there is no "
@@ -70,15 +71,15 @@ def choose(
     rule = policy.rule(geometry.kind)
     rule.check(geometry)
     rule.check_budget(geometry)
-    way = WAYS[geometry.kind]
+    kinds, fit, _ = WAYS[geometry.kind]
 
     def allocate(budget: float) -> Allocation | StageAllocation:
         found = rule.allocate(geometry, budget)
-        words = f"a {' or '.join(kind.__name__ for kind in way.allocations)}"
+        words = f"a {' or '.join(kind.__name__ for kind in kinds)}"
         said = f"policy {policy.name!r}: result of `allocate`"
-        return arguments.instance(said, found, way.allocations, words)
+        return arguments.instance(said, found, kinds, words)
 
-    return policy, *way.fit(geometry, rule, allocate, groups)
+    return policy, *fit(geometry, rule, allocate, groups)
 
 
 def _fit_blocks(
@@ -267,19 +268,9 @@ def _parts(allocation: StaticAllocation, groups: int) -> list[StaticAllocation]:
     return [StaticAllocation(part) for part in np.split(allocation.last_use, groups, axis=1)]
 
 
-class _Way(NamedTuple):
-    """What planning has of its own where a model draws scales, or tokens.
-
-    allocations: what a rule's `allocate` may return. fit: the allocation that is left when slots
-    are rounded, and the slots of a block. build: lays it out.
-    """
-
-    allocations: tuple[type, ...]
-    fit: Callable[..., tuple[Allocation | StageAllocation, int]]
-    build: Callable[..., CachePlan]
-
-
-WAYS = {
-    SCALES: _Way((StaticAllocation, RegionAllocation), _fit_blocks, build_plan),
-    TOKENS: _Way((StageAllocation,), stages.fit_slots, stages.build_plan),
+# Where a model draws scales, or tokens: kinds of allocations; the allocation that is left when
+# slots are rounded, with the slots of a block; what lays it out.
+WAYS: dict[str, tuple[tuple[type, ...], Callable, Callable[..., CachePlan]]] = {
+    SCALES: ((StaticAllocation, RegionAllocation), _fit_blocks, build_plan),
+    TOKENS: ((StageAllocation,), stages.fit_slots, stages.build_plan),
 }

@@ -3,6 +3,7 @@ side of the program that draws, and how weights are arranged for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ from pallas_kernels import implementations
 from varjax import arguments
 from varjax.cache.layer_inputs import SegmentInputs
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.step import cache_step
 from varjax.codecs import arithmetic
 from varjax.engine import segments
@@ -165,15 +168,21 @@ def plan_segments(
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
 
 
-def _scale_spec(networks, plan, sampling, build, rows, groups, platform) -> ScaleSpec:
-    schedule, kernels = plan.geometry.schedule, build.attention
-    cuts = plan_segments(networks, schedule, build.segments, rows, platform)
-    cache = tuple(cache_step(plan, cut.scales, kernels) for cut in cuts)
+Cut = Callable[[], tuple[Segment, ...]]
+
+
+def _scale_spec(
+    plan: ScalePlan, sampling: Sampling, build: Build, groups: int, cut: Cut
+) -> ScaleSpec:
+    cuts, kernels = cut(), build.attention
+    cache = tuple(cache_step(plan, segment.scales, kernels) for segment in cuts)
     keep = build.keep_logits, build.keep_contents
     return ScaleSpec(plan, cuts, cache, sampling, kernels, *keep, build.watch, groups)
 
 
-def _token_spec(networks, plan, sampling, build, rows, groups, platform) -> TokenSpec:
+def _token_spec(
+    plan: TokenPlan, sampling: Sampling, build: Build, groups: int, cut: Cut
+) -> TokenSpec:
     numbers = range(plan.geometry.num_layers)
     layers = tuple(token_step(plan, i, build.attention) for i in numbers)
     return TokenSpec(plan, layers, sampling, build.attention, build.keep_logits, build.watch)
@@ -204,12 +213,8 @@ def _token_names(spec: TokenSpec, tables: tuple, groups: int) -> tuple:
 
 
 class _Way(NamedTuple):
-    """What building has of its own where a model draws scales, or tokens.
-
-    spec, arrange, names: functions above. groups: of heads, on a device each.
-    few_rows: whether products have the rows of one token, not of whole scales: other options of the
-      compiler are faster then.
-    """
+    """What building has of its own where a model draws scales, or tokens: functions above, and
+    whether products have the few rows of one token (`program.compiler_options`)."""
 
     spec: Callable[..., ScaleSpec | TokenSpec]
     arrange: Callable[[Mapping[str, nnx.Module], str, str, int], None]
@@ -252,4 +257,5 @@ def specify(
         )
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = rows * batch_size // mesh.data or 1
-    return way(plan).spec(networks, plan, sampling, build, rows, mesh.model, platform)
+    given = networks, planned.schedule, build.segments, rows, platform
+    return way(plan).spec(plan, sampling, build, mesh.model, partial(plan_segments, *given))

@@ -16,7 +16,7 @@ from varjax.models.infinity import transformer as infinity
 from varjax.models.labels import LABELS
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
-from varjax.nn.families import Catalogue, Family, Part
+from varjax.nn.families import CATALOGUE, Family, Part
 from varjax.nn.published import Configuration
 from varjax.storage import own_modules
 from varjax.storage.names import converted
@@ -48,7 +48,8 @@ def _family(name: str, transformer: Part, codec: Part, agreed: tuple[str, ...], 
     return Family(name, parts, agreed=agreed, conditions=conditions)
 
 
-FAMILIES = {
+FAMILIES = CATALOGUE.families  # models of the user's own come to them
+FAMILIES |= {
     "var": _family(
         "var",
         Part("VAR", var.VARConfig, var.VAR),
@@ -86,7 +87,7 @@ FAMILIES = {
         prompt_ids=PROMPT_IDS,
     ),
 }
-CATALOGUE = Catalogue(FAMILIES, {"text_encoder": TEXT_ENCODER})
+CATALOGUE.parts["text_encoder"] = TEXT_ENCODER
 family = CATALOGUE.family
 
 # What the authors recommend: VAR's and LlamaGen's published FID evaluations, and the published

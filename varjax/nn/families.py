@@ -90,9 +90,12 @@ class Catalogue:
       others to none.
     """
 
-    families: Mapping[str, Family] = field(default_factory=dict)
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    families: dict[str, Family] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def family(self, name: str) -> Family:
         """The family called `name`; `UserError` with the list of families otherwise."""
         return self.families[choose("model family", name, self.families)]
+
+
+CATALOGUE = Catalogue()  # of models: `varjax.models.registry` fills it

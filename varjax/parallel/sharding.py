@@ -104,6 +104,8 @@ class ShardedProgram:
 
 def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
+    if spec.num_devices == 1:
+        return
     if spec.model > 1 and (reason := plan.whole_because):
         raise UserError(f"mesh {spec}: policy {plan.policy.name!r} {reason}")
     taken = plan.allocated_bytes(1, "float32", spec.model)

@@ -9,7 +9,7 @@ from flax import nnx
 from experiments.evaluation import extractors
 from experiments.evaluation.extractors import CompiledNetwork
 from experiments.judges import feature_distance
-from varjax import model as models
+from varjax import loading as models
 from varjax.errors import UserError
 from varjax.models.judges.classifier import (
     Classifier,
