@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pallas_kernels import target
+
 GIB = 2**30
 TERA = 10**12
 GPUS_PER_HOST = 8
@@ -147,6 +149,7 @@ _CHIPS = (
     _chip("b200", 191_500_000_000, (2250, 4500, 4500), 7672, _B200),
 )
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
+target.CAPABILITIES |= {chip.name: chip.capability for chip in _CHIPS if chip.capability}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
 _ALIASES |= {name.removeprefix("tpu-"): name for name in CHIPS if name.startswith("tpu-")}
 _TPU_KINDS = {"tpu v5 lite": "tpu-v5e", "tpu v5": "tpu-v5p", "tpu v6 lite": "tpu-v6e"}

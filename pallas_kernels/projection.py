@@ -2,7 +2,8 @@
 done to them: bias, L2 norm, learned multiplier, rotation.
 
 Kernels read the product where it lies and finish it as they read, so that memory never holds a
-transpose or a normalised copy of the queries. The methods here define what is correct.
+transpose or a normalised copy of the queries. The methods here define what is correct. The norms
+that come before a product are here, too.
 """
 
 from collections.abc import Sequence
@@ -125,6 +126,20 @@ def finished(projection: Projection, parts: Sequence[int]) -> Float[Array, "R T 
     each = [ways[part]().transpose(0, 2, 1, 3) for part in parts]
     rows, tokens = each[0].shape[:2]
     return jnp.concatenate([a.reshape(rows, tokens, -1) for a in each], axis=-1)
+
+
+def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Layer normalisation without learned scale or shift. Statistics are float32; the result has
+    the type of `x`."""
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+
+
+def modulate(x, scale, shift):
+    """AdaLN: x * (1 + scale) + shift with per-row vectors [R, D] over x [R, T, D]."""
+    return x * (1 + scale[:, None]) + shift[:, None]
 
 
 def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
+from pallas_kernels.projection import layer_norm, modulate
 from pallas_kernels.residual.operands import TINY, Activation, Bits8, Branch, Norm, Rows8, Sums
 
 
@@ -41,17 +42,3 @@ def rows_8(
         x = jax.lax.optimization_barrier(x)
     numbers = bits.rounded(run(x).astype(jnp.float32) * (bits.largest / magnitude))
     return Rows8(numbers, magnitude / bits.largest, dtype)
-
-
-def layer_norm(x: Float[jax.Array, "... D"], eps: float) -> Float[jax.Array, "... D"]:
-    """Layer normalisation without learned scale or shift. Statistics are float32; the result has
-    the type of `x`."""
-    wide = x.astype(jnp.float32)
-    mean = wide.mean(-1, keepdims=True)
-    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
-    return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
-
-
-def modulate(x, scale, shift):
-    """AdaLN: x * (1 + scale) + shift with per-row vectors [R, D] over x [R, T, D]."""
-    return x * (1 + scale[:, None]) + shift[:, None]

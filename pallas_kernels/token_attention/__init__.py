@@ -2,7 +2,7 @@
 token by token."""
 
 from pallas_kernels.token_attention.api import attend, scores, scores_on_the_way, store_and_attend
-from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query, QuerySum
 from pallas_kernels.token_attention.reference import store
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "NewToken",
     "Probe",
     "Query",
+    "QuerySum",
     "attend",
     "scores",
     "scores_on_the_way",

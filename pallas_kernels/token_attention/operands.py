@@ -149,3 +149,16 @@ def kernel_operands(
     # jax rebuilds both classes without checking annotations: scalars are [1] from here on
     given = query, HeadSlots(*arrays)
     return jax.tree.map(lambda a: a if jnp.ndim(a) else jnp.reshape(a, 1), given)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuerySum:
+    """A running sum of queries: total * (keep > 0) + weight * query, in float32.
+
+    keep, weight: single numbers.
+    """
+
+    total: Float[Array, "R C"]
+    keep: Float[Array, ""]
+    weight: Float[Array, ""]

@@ -8,12 +8,11 @@ from pallas_kernels.token_products.api import (
     start,
     why_not,
 )
-from pallas_kernels.token_products.operands import Angles, QuerySum, RMSNorm, TokenStream
+from pallas_kernels.token_products.operands import Angles, RMSNorm, TokenStream
 
 __all__ = [
     "Angles",
     "RMSNorm",
-    "QuerySum",
     "TokenStream",
     "add",
     "gate",

@@ -10,7 +10,8 @@ R rows (2 to 256), D width of the stream, C columns, F width of the feed-forward
 from jaxtyping import Array, Float
 
 from pallas_kernels import implementations
-from pallas_kernels.token_products.operands import Angles, QuerySum, RMSNorm, TokenStream
+from pallas_kernels.token_attention.operands import QuerySum
+from pallas_kernels.token_products.operands import Angles, RMSNorm, TokenStream
 
 MODULES = implementations.modules_of(__package__, "mosaic")
 

@@ -29,7 +29,8 @@ from pallas_kernels.implementations import require
 from pallas_kernels.refs import one_number
 from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.shared.mosaic_products import LAYOUT, PER_COLUMN, PER_ROW, ROWS, across, down
-from pallas_kernels.token_products.operands import PIECE, Angles, QuerySum, TokenStream
+from pallas_kernels.token_attention.operands import QuerySum
+from pallas_kernels.token_products.operands import PIECE, Angles, TokenStream
 
 STEP = 64  # of the input width
 STAGES = 6  # steps in shared memory, at most

@@ -81,16 +81,3 @@ class Angles:
         matrix = np.zeros((size, size), np.float32)
         matrix[other, number] = 1
         return matrix
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class QuerySum:
-    """A running sum of queries: total * (keep > 0) + weight * query, in float32.
-
-    keep, weight: single numbers.
-    """
-
-    total: Float[Array, "R C"]
-    keep: Float[Array, ""]
-    weight: Float[Array, ""]

@@ -5,7 +5,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.token_products.operands import Angles, QuerySum, TokenStream
+from pallas_kernels.token_attention.operands import QuerySum
+from pallas_kernels.token_products.operands import Angles, TokenStream
 
 
 def start(x, norm, eps: float, dtype) -> TokenStream:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import implementations, token_products
-from pallas_kernels.token_products import Angles, QuerySum, RMSNorm, mosaic_gpu, reference
+from pallas_kernels.token_attention import QuerySum
+from pallas_kernels.token_products import Angles, RMSNorm, mosaic_gpu, reference
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels.gpu_simulation import RACE, no_races
 from tests.pallas_kernels.test_kernels import TOLERANCE, error

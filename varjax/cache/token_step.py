@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import target, token_attention
-from pallas_kernels.token_attention import NewToken, Probe, Query
-from pallas_kernels.token_products import QuerySum
+from pallas_kernels.token_attention import NewToken, Probe, Query, QuerySum
 from varjax.cache import token_decision
 from varjax.cache.observation import Observation
 from varjax.cache.policy import Rule

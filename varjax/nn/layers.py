@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from pallas_kernels.projection import Projection
-from pallas_kernels.residual.reference import layer_norm, modulate
+from pallas_kernels.projection import Projection, layer_norm, modulate
 
 __all__ = ["layer_norm", "modulate"]  # besides what is defined here
 

@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_products
-from pallas_kernels.token_products import Angles, QuerySum, RMSNorm, TokenStream
+from pallas_kernels.token_attention import QuerySum
+from pallas_kernels.token_products import Angles, RMSNorm, TokenStream
 from varjax.models.next_token import TokenLayers
 from varjax.nn import quantized
 from varjax.nn.arrange import Turned
