@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.storage.atomic import new_file
+from varjax.storage.values import require
 
 GAP = 2  # white pixels between the tiles of a grid
 LINE_HEIGHT = 12  # pixels of a line of caption

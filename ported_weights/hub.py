@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from varjax.errors import UserError, nearest, require, some
+from varjax.errors import UserError, nearest, some
 from varjax.storage import ordinary
 from varjax.storage.names import inside
+from varjax.storage.values import require
 
 HUB = "hub"  # the value of --source
 DATA = Path(__file__).with_name("hub.json")

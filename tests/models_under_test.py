@@ -24,7 +24,7 @@ from varjax.model import Model
 from varjax.models import registry
 from varjax.models.labels import Labels
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 

@@ -8,6 +8,7 @@ import pytest
 
 from varjax import arguments
 from varjax.errors import UserError
+from varjax.storage import values
 
 NAN, INF = float("nan"), float("inf")
 
@@ -88,22 +89,22 @@ def test_no_types_of_numbers(value):
     ids=lambda value: repr(value)[:20],
 )
 def test_no_paths(value):
-    assert arguments.path("file", Path("x")) == Path("x")
+    assert values.path("file", Path("x")) == Path("x")
     with pytest.raises(UserError, match="^file=") as error:
-        arguments.path("file", value)
+        values.path("file", value)
     assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("value", ["x/" * 2047, "x" * 255, "ä.json", "\udc80"])
 def test_paths(value):
-    assert arguments.path("file", value) == value
+    assert values.path("file", value) == value
 
 
 @pytest.mark.parametrize("value", ["a", [], ["a", 3], ["\ud800"], None])
 def test_no_texts(value):
-    assert arguments.texts("texts", ["a", ""], "give texts") == ("a", "")
+    assert values.texts("texts", ["a", ""], "give texts") == ("a", "")
     with pytest.raises(UserError, match="^texts"):
-        arguments.texts("texts", value, "give texts")
+        values.texts("texts", value, "give texts")
 
 
 def test_messages_stay_short():

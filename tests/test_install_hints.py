@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.conftest import ROOT
-from varjax.errors import MissingExtra, require
+from varjax.storage.values import MissingExtra, require
 
 PLACES = ("varjax", "experiments", "ported_weights", "pallas_kernels", "tests", "docs")
 FROM_AN_INDEX = re.compile(r"""pip3? install[^\n`]*?[\s'"]varjax\b(?!/)""")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from varjax.arguments import parse_pairs
 from varjax.errors import UserError
+from varjax.storage.values import parse_pairs
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 
 def test_counts_and_offsets():

@@ -5,8 +5,6 @@ was given and what is allowed. NumPy's numbers count as numbers. True and False 
 not a whole number.
 """
 
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import TypeVar
@@ -19,8 +17,6 @@ from varjax.errors import UserError, choose, show
 LARGEST_FLOAT = 1.7976931348623157e308
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
 LARGEST_BATCH = 10**6  # images per call of a program
-LONGEST_PATH = 4096  # bytes, as on Linux, with the end of the text
-LONGEST_NAME = 255  # bytes of a file's or folder's own name
 T = TypeVar("T")
 
 
@@ -92,35 +88,10 @@ def text(name: str, value: object) -> str:
     return value
 
 
-def texts(name: str, values: object, words: str) -> tuple[str, ...]:
-    """Checks a list or tuple of at least one text. words: what to give instead."""
-    given = values if isinstance(values, (list, tuple)) else ()
-    if not given or not all(isinstance(value, str) for value in given):
-        raise wrong(name, values, words)
-    return tuple(text(f"{name}[{i}]", value) for i, value in enumerate(values))
-
-
 def instance(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
     """Checks that an object has a class, or one of several. words: what to give instead."""
     if not isinstance(value, kind):
         raise wrong(name, value, f"give {words}")
-    return value
-
-
-def path(name: str, value: object) -> str | os.PathLike:
-    """Checks the path of a file or folder: a text or a `pathlib.Path`."""
-    instance(name, value, (str, os.PathLike), "a path")
-    plain = os.fspath(value)
-    if not isinstance(plain, str) or not plain or "\0" in plain:
-        raise wrong(name, value, "it is no path: give the name of a file or folder")
-    try:
-        encoded = os.fsencode(plain)
-    except UnicodeEncodeError as error:
-        raise wrong(name, value, f"no name of a file holds character {error.start}") from None
-    if len(encoded) >= LONGEST_PATH:
-        raise wrong(name, value, f"a path has less than {LONGEST_PATH} bytes")
-    if max(map(len, encoded.split(os.sep.encode()))) > LONGEST_NAME:
-        raise wrong(name, value, f"names of files and folders have up to {LONGEST_NAME} bytes")
     return value
 
 
@@ -158,52 +129,6 @@ def integers(name: str, values: object, words: str, most: int) -> np.ndarray:
     for i, value in enumerate(array if array.dtype == object else ()):
         integer(f"{name}[{i}]", value)
     return array
-
-
-def as_array(name: str, values: object) -> np.ndarray:
-    """The values as an array of any dtype."""
-    if isinstance(values, range):  # it may be longer than memory
-        raise wrong(name, values, "give an array")
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{name} is no regular array of numbers: {error}") from None
-
-
-def measured(name: str, values: object, largest: float) -> np.ndarray:
-    """Checks an array of measured numbers, which lie between 0 and `largest`."""
-    array = as_array(name, values)
-    wrong_kind = array.dtype.kind not in "iuf"
-    found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)
-    for is_wrong, what in (
-        (wrong_kind, f"{str(array.dtype):.20} where numbers are needed"),
-        (not np.isfinite(found).all(), "values that are not finite numbers"),
-        (found.min(initial=0) < 0, "negative numbers"),
-        (found.max(initial=0) > largest, f"numbers above {largest:g}"),
-    ):
-        if is_wrong:
-            raise UserError(f"{name} holds {what}")
-    return array
-
-
-def parse_pairs(given: str) -> dict[str, str]:
-    """Reads `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
-
-    Only a comma before `key=` separates two entries, so a value may hold commas and "=". Values
-    stay texts; the caller knows the type of each key. `UserError` for an entry without `key=value`,
-    an empty value, or a key given twice.
-    """
-    text("key=value,key=value", given)
-    pairs = {}
-    for entry in re.split(r",(?=\s*\w+\s*=)", given) if given.strip() else []:
-        key, equals, value = (part.strip() for part in entry.partition("="))
-        if not (key.isidentifier() and equals and value) or value.endswith(","):
-            where = f"{show(entry.strip())} of {show(given)}"
-            raise UserError(f"cannot read {where}: write key=value,key=value")
-        if key in pairs:
-            raise UserError(f"{key} is given twice in {show(given)}: keep one of them")
-        pairs[key] = value
-    return pairs
 
 
 # --- fields of frozen dataclasses that are filled from outside ---

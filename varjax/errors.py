@@ -6,9 +6,7 @@ exit with status 2.
 
 import contextlib
 import difflib
-import importlib
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 
 LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 
@@ -23,10 +21,6 @@ class UserError(ValueError):
         if len(text) > LONGEST_MESSAGE:
             text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
         super().__init__(text)
-
-
-class MissingExtra(UserError):
-    """An optional package is not installed; the message holds the pip command."""
 
 
 @contextlib.contextmanager
@@ -68,18 +62,3 @@ def choose(what: str, given: object, allowed: Iterable[str]) -> str:
         close = nearest(given, allowed) if isinstance(given, str) else ""
         raise UserError(f"unknown {what} {show(given)}: choose one of {', '.join(allowed)}{close}")
     return given
-
-
-def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports `module`, which comes with the optional dependencies `extra` of pyproject.toml.
-    `MissingExtra` names the package, what it is needed for (`purpose`) and the pip command."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] != module.split(".")[0]:
-            raise  # the package is there, but something that it needs is not
-        raise MissingExtra(
-            f"{purpose} needs the package {module.split('.')[0]}, which is not installed: "
-            f"run `pip install -e '.[{extra}]'` in the folder of varjax, or "
-            f"`pip install 'FILE.whl[{extra}]'` with its wheel"
-        ) from None

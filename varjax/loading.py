@@ -12,7 +12,7 @@ from varjax.models import registry
 from varjax.nn import quantized, schemes
 from varjax.nn.parameters import default_dtype
 from varjax.nn.schemes import SCHEMES
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, values
 
 DTYPES = ("float32", "bfloat16")
 WEIGHTS_DTYPES = (*DTYPES, *SCHEMES)  # of stored weights
@@ -35,7 +35,7 @@ def describe(
       UserError: there is no usable checkpoint there, or no such shape.
     """
     if name_or_directory is not None:
-        arguments.path("model", name_or_directory)
+        values.path("model", name_or_directory)
     if str(name_or_directory) in registry.PRESETS and not Path(name_or_directory).exists():
         name, directory = str(name_or_directory), None
         preset = registry.preset(name)

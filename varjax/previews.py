@@ -17,8 +17,7 @@ from jaxtyping import PyTree
 from varjax.engine.build import Build
 from varjax.generator import Generator
 from varjax.model import Model
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
+from varjax.sequence import Schedule, TokenSequence
 from varjax.storage.pictures import to_uint8
 
 LINES = 2  # of a token model, between two previews

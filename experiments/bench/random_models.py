@@ -15,7 +15,7 @@ from varjax.models import registry
 from varjax.models.registry import Preset
 from varjax.models.transformer import Transformer
 from varjax.nn import parameters
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 PUBLISHED = {"var-d30": "var-d30", "infinity-2b": "infinity-2b", "llamagen-xl": "llamagen-xl-384"}
 TEXT = 128  # tokens of a text

@@ -14,8 +14,8 @@ from absl import flags
 
 from experiments.cli.reading import check_arguments, list_hint, not_valid, parse_flags
 from varjax import errors
-from varjax.arguments import parse_pairs
 from varjax.errors import UserError, nearest
+from varjax.storage.values import parse_pairs
 
 # {flag that is gone: what to use instead}, of all commands
 GONE = {

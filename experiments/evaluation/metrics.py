@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from varjax.errors import UserError, require, show
+from varjax.errors import UserError, show
 from varjax.storage import own_modules
+from varjax.storage.values import require
 
 AnyArray = Array | np.ndarray
 Images = Float[AnyArray, "N H W C"]

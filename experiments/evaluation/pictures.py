@@ -22,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, require, some
+from varjax.errors import UserError, some
 from varjax.progress import Progress
 from varjax.storage import npz, ordinary, pictures
+from varjax.storage.values import require
 
 ARRAY = "arr_0"
 PACKED = ("data", "offsets", "labels")

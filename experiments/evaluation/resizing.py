@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Real, UInt8
 
-from varjax.errors import require
 from varjax.models.judges.inception import SIDE
+from varjax.storage.values import require
 
 BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
 

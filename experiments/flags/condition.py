@@ -17,9 +17,10 @@ from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax import arguments
 from varjax.conditions import MOST_IMAGES, Condition
-from varjax.errors import MissingExtra, UserError
+from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models.labels import Labels
+from varjax.storage.values import MissingExtra
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 from varjax.text import prompt_ids

@@ -11,7 +11,6 @@ from experiments import budgets
 from experiments.budgets import Sizing
 from experiments.cli.flags import CommandFlags, about
 from experiments.evaluation import metrics
-from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import choose, plan_cache
@@ -24,6 +23,7 @@ from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies.registry import OWN as own_policies
 from varjax.sampling import Sampling
 from varjax.storage import own_modules
+from varjax.storage.values import parse_pairs
 
 UNMEASURED = (
     "ranking   without --calibration layers and heads count as alike: what each of them keeps is "

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 
-from varjax import arguments
 from varjax.errors import UserError, choose, show
-from varjax.storage import ordinary
+from varjax.storage import ordinary, values
 from varjax.storage.manifest import parse_json
 
 
@@ -91,7 +90,7 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
       UserError: no path, no such file, another format, a bad entry (named with file and line), no
         prompts or too many.
     """
-    path = Path(arguments.path("prompts", path))
+    path = Path(values.path("prompts", path))
     choose("kind of prompts", kind, KINDS)
     if not path.exists():
         raise UserError(f"there is no prompt file or folder {path}")

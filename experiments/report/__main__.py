@@ -21,8 +21,9 @@ from experiments.output import FileFlags
 from experiments.sweep import tables
 from varjax.calibration.files import load as load_calibration
 from varjax.engine.memory import show_bytes
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.storage.atomic import new_file
+from varjax.storage.values import require
 
 PAGES = (".html", ".htm")
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images

@@ -13,7 +13,7 @@ import vl_convert
 
 from experiments.evaluation.metrics import METRICS, Metric
 from varjax import sequence
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 MEBI = 2.0**20
 # seven colours, first with whole lines, then dashed, then dotted

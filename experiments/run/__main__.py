@@ -36,12 +36,13 @@ from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api, errors
-from varjax.errors import UserError, require, some
+from varjax.errors import UserError, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.parallel import hosts
 from varjax.progress import Progress
 from varjax.storage import npz
+from varjax.storage.values import require
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
 

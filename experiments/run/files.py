@@ -19,9 +19,9 @@ from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
-from varjax.errors import MissingExtra
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.pictures import to_uint8
+from varjax.storage.values import MissingExtra
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest

@@ -28,13 +28,14 @@ from experiments.serve.subjects import subjects
 from varjax.cache.plan import CachePlan
 from varjax.engine.build import Build
 from varjax.engine.memory import show_bytes
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.loading import load_weights
 from varjax.model import Model
 from varjax.policies import Policy, get_policy
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
+from varjax.storage.values import require
 
 if TYPE_CHECKING:
     from experiments.serve.service import Service

@@ -49,10 +49,11 @@ from experiments.sweep.cells import CellRunner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.parallel import hosts
 from varjax.policies import HeatKV
 from varjax.storage import ordinary
+from varjax.storage.values import require
 
 FLAGS = CommandFlags(
     "--policies=headkv,streaming --budgets=0.1,0.25 --num_images=4",

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from experiments.budgets import parse_bytes
 from experiments.generation import Generation, policy_arguments
 from experiments.judges import Judges
-from varjax.arguments import parse_pairs
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -19,6 +18,7 @@ from varjax.calibration.data import Calibration
 from varjax.engine import memory
 from varjax.errors import UserError, about, choose
 from varjax.policies import POLICIES, get_policy
+from varjax.storage.values import parse_pairs
 
 ALL = "all"
 NOT_IN_ALL = ("full", "table")  # the reference, and a policy that needs a file

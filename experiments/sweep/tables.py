@@ -15,8 +15,8 @@ from experiments.json_text import json_text
 from experiments.sweep import intervals
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Sweep
-from varjax.errors import MissingExtra, require
 from varjax.storage.atomic import Written, new_folder, write_text
+from varjax.storage.values import MissingExtra, require
 
 FORMAT_VERSION = 1
 FULL = "full"

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from varjax.errors import UserError, require, some
+from varjax.errors import UserError, some
 from varjax.storage import ordinary
 from varjax.storage.manifest import is_text
 from varjax.storage.pictures import ENDINGS, STORED, fit_picture, picture_files, read_picture
+from varjax.storage.values import require
 
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 REACH = 2  # the largest move of a copied picture, in pixels

@@ -13,7 +13,7 @@ from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError, choose
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 DTYPES = ("float32", "bfloat16")
 BOTH, SECOND, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)

@@ -25,7 +25,8 @@ from ported_weights.readers.pickle_program import (
     Symbol,
     name_of,
 )
-from varjax.errors import UserError, require
+from varjax.errors import UserError
+from varjax.storage.values import require
 
 # Little-endian element types of torch's storage classes.
 STORAGES = {

@@ -15,7 +15,7 @@ from ported_weights.rules import Ignore, Refuse, Stack, Take, linear, product, z
 from varjax.errors import some
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.models.var import VARConfig
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 _N = r"blocks\.(\d+)\."
 _CHUNKED = r"block_chunks\.(\d+)\.module\.(\d+)\."

@@ -7,7 +7,7 @@ from varjax import policies
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.scale_plan import build_plan
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 GEOMETRY = Geometry(
     schedule=Schedule.parse("1x1;2x1;2x3;3x3;4x2;4x4"), num_layers=3, num_heads=2, head_dim=4

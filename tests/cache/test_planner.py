@@ -8,7 +8,7 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.models.var import SIDES_256
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 SCHEDULES = {
     "demo": Schedule.square((1, 2, 3, 4, 6, 8)),

@@ -13,7 +13,7 @@ from varjax.calibration import data
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/policies"
 GEOMETRY = Geometry(

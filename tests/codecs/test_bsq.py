@@ -21,10 +21,11 @@ from tests.models_under_test import sums_of_bits
 from varjax.codecs import arithmetic
 from varjax.codecs import bsq as quantizer
 from varjax.codecs.bsq import BSQVAE, BSQConfig
-from varjax.codecs.maps import flatten_maps, patchify, resize_area, resize_bilinear
+from varjax.codecs.codes import flatten_maps
+from varjax.codecs.maps import patchify, resize_area, resize_bilinear
 from varjax.errors import UserError
 from varjax.nn import parameters
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"
 CONFIGS = json.loads((FIXTURES / "configs.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 
 def test_published_variants():

@@ -14,7 +14,7 @@ from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
 from varjax.editing.mixture import Mixture
 from varjax.errors import UserError
 from varjax.generator import Generator
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.text.features import TextFeatures
 
 INFINITY = "infinity_a_small"

@@ -22,7 +22,7 @@ from varjax.engine.segments import plan_segments
 from varjax.models.var import VAR, VARConfig
 from varjax.nn import parameters
 from varjax.sampling import Sampling, image_keys
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 SCHEDULE = Schedule.square((1, 2, 4, 6, 9, 12, 16))
 POLICIES = {

@@ -19,7 +19,7 @@ from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.model import Model
 from varjax.models.var import VAR, VARConfig
 from varjax.nn import quantized, stream
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 # Blocks of 8 slots, the smallest that every kernel takes.

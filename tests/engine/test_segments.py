@@ -10,7 +10,7 @@ from varjax.engine import build
 from varjax.engine.segments import TILE_8_BITS, Segment, padded_tokens, plan_segments
 from varjax.errors import UserError
 from varjax.models.step_inputs import StepInputs
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 SCHEDULES = {
     "var-256": Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16)),

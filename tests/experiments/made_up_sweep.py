@@ -12,7 +12,7 @@ from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
 from varjax.policies import get_policy
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 GEOMETRY = Geometry(
     schedule=Schedule.square([1, 2, 3, 4, 6]), num_layers=3, num_heads=4, head_dim=8

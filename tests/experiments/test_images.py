@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from experiments.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz
-from varjax.errors import MissingExtra, UserError
+from varjax.errors import UserError
+from varjax.storage.values import MissingExtra
 
 
 def some_images(count=5, height=6, width=4):

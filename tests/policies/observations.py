@@ -6,7 +6,7 @@ import numpy as np
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 ROWS, HEADS, STORED, NEW = 2, 3, 11, 9
 DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=3, num_heads=4, head_dim=8)

@@ -14,7 +14,7 @@ from varjax.calibration import data as measured
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies.heatkv_schedule import PruneSchedule, heads_to_remove, prune_schedule
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 PUBLISHED = {

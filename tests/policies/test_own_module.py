@@ -102,7 +102,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
         ("nowhere/my.py", "no such file"),
         ("./notes.txt", "has to end in .py"),
         ("no_such_module", "no module of this name"),
-        ("varjax.schedule", "registers no policy"),
+        ("varjax.sequence", "registers no policy"),
     ],
 )
 def test_what_is_no_module(tmp_path, monkeypatch, given, message):

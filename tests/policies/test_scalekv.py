@@ -19,7 +19,7 @@ from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "policies" / "scalekv"
 SIDES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)

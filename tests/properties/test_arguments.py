@@ -29,7 +29,7 @@ from varjax.generator import Generator
 from varjax.parallel.split import MeshSpec
 from varjax.policies import POLICIES, get_policy, text_arguments
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 

@@ -27,7 +27,7 @@ from varjax.models import registry
 from varjax.models.var import VARConfig
 from varjax.nn import parameters
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.storage import checkpoint
 
 # Of properties that read whole checkpoints there are fewer examples by default, to take seconds.

@@ -19,7 +19,7 @@ from varjax.models.judges import JUDGES
 from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var import VARConfig
 from varjax.nn import parameters
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.storage import arrays, checkpoint, checksums, manifest
 from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import T5Config

@@ -13,10 +13,9 @@ from operator import attrgetter
 import numpy as np
 
 from varjax import arguments
-from varjax.arguments import parse_pairs
 from varjax.errors import UserError, show
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
+from varjax.sequence import Schedule, TokenSequence
+from varjax.storage.values import parse_pairs
 
 LARGEST = 10**6  # size of a head
 NUMBERS = ("num_layers", "num_heads", "head_dim", "rows_per_image", "queries_per_head")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.arguments import measured
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, show
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
+from varjax.storage.values import measured
 
 LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred
 AXES = {  # of the arrays; the last scale is never stored

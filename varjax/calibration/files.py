@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from varjax.arguments import measured
-from varjax.arguments import path as path_
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
 from varjax.errors import UserError, about, show
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json
+from varjax.storage.values import measured
+from varjax.storage.values import path as path_
 
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes

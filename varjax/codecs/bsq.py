@@ -35,9 +35,10 @@ from varjax.codecs.autoencoder import (
     Encoder,
     ImageCodec,
 )
-from varjax.codecs.maps import flatten_maps, resize_area, resize_bilinear
+from varjax.codecs.codes import flatten_maps
+from varjax.codecs.maps import resize_area, resize_bilinear
 from varjax.nn import published
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
 

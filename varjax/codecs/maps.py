@@ -1,4 +1,4 @@
-"""Maps [B, h, w, C] of codes and latents: resized, as rows of tokens, in patches; nearest codes.
+"""Maps [B, h, w, C] of codes and latents: resized, in patches.
 
 Resizing is a matrix product whose results equal torch's, which the original models use.
 `jax.image.resize` has another bicubic constant (-0.5) and another border rule, so its pictures and
@@ -17,9 +17,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
-
-from pallas_kernels.projection import l2_normalize
+from jaxtyping import Array, Float, Shaped
 
 AnyArray = Array | np.ndarray
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -130,12 +128,6 @@ resize_bicubic = partial(_resize_to, bicubic_matrix)
 resize_bilinear = partial(_resize_to, bilinear_matrix)
 
 
-def flatten_maps(maps: Sequence[Shaped[Array, "B _ _ C"]]) -> Shaped[Array, "B L C"]:
-    """Positions of all maps, one map after the other, each row-major."""
-    rows = [m.reshape(m.shape[0], m.shape[1] * m.shape[2], m.shape[3]) for m in maps]
-    return jnp.concatenate(rows, axis=1)
-
-
 def patchify(
     x: Shaped[AnyArray, "B ph pw C"], side: int = 2
 ) -> Shaped[AnyArray, "B ph//{side} pw//{side} {side}**2*C"]:
@@ -158,18 +150,3 @@ def unpatchify(
     x = x.reshape(batch, height, width, channels // side**2, side, side)
     x = x.transpose(0, 1, 4, 2, 5, 3)
     return x.reshape(batch, height * side, width * side, channels // side**2)
-
-
-def nearest(
-    z: Float[Array, "... C"], codes: Float[Array, "V C"], *, by_angle: bool
-) -> Int[Array, "..."]:
-    """int32 index of the nearest code: the one of smallest distance, or with `by_angle` of largest
-    cosine. Among equally near codes it is the first."""
-    z, codes = z.astype(jnp.float32), codes.astype(jnp.float32)
-    if by_angle:
-        z, codes = l2_normalize(z), l2_normalize(codes)
-        similarity = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
-        return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
-    products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
-    # |z|^2 is the same for every code and left out
-    return jnp.argmin(jnp.square(codes).sum(-1) - 2 * products, axis=-1).astype(jnp.int32)

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
+from varjax.codecs.codes import nearest
 from varjax.codecs.levels import CodebookConfig
-from varjax.codecs.maps import nearest
 from varjax.nn import published
 
 COMMITMENT = 0.25  # weight of this loss in training, as published

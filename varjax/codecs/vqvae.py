@@ -25,9 +25,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
+from varjax.codecs.codes import flatten_maps, nearest
 from varjax.codecs.levels import Levels
-from varjax.codecs.maps import HIGHEST, flatten_maps, nearest, resize_area, resize_bicubic
-from varjax.schedule import Schedule
+from varjax.codecs.maps import HIGHEST, resize_area, resize_bicubic
+from varjax.sequence import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 

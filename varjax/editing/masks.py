@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Float32
 
-from varjax.arguments import as_array
 from varjax.codecs.maps import bilinear_matrix
 from varjax.errors import UserError, show
 from varjax.model import Model
+from varjax.storage.values import as_array
 
 WHOLE = 3  # scales of at most so many tokens are wholly the picture's
 CUT = 0.5 + 1e-6  # a place on the edge is drawn; the margin is for rounding

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from varjax.engine.given import Given
 from varjax.models.step_inputs import AnyArray
 from varjax.sampling import Scores
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 MIXTURE_KEY = 2  # folded into a scale's key for the draws of a mixture
 

@@ -29,8 +29,7 @@ from varjax.logical_axes import HEADS
 from varjax.nn import arrange, quantized
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
-from varjax.schedule import AUTO, SCAN, Schedule
-from varjax.sequence import SCALES, TOKENS
+from varjax.sequence import AUTO, SCALES, SCAN, TOKENS, Schedule
 
 UNROLL = "unroll"
 LAYERS = (AUTO, SCAN, UNROLL)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Int, Integer, Shaped
 from varjax.arguments import integer
 from varjax.models.step_inputs import AnyArray
 from varjax.sampling import Scores
-from varjax.schedule import Schedule
-from varjax.sequence import TokenSequence
+from varjax.sequence import Schedule, TokenSequence
 
 
 @jax.tree_util.register_dataclass

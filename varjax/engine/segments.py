@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from varjax.schedule import AUTO, Schedule
+from varjax.sequence import AUTO, Schedule
 
 Chunk = TypeVar("Chunk")  # a tree of arrays with a leading image axis
 

@@ -39,7 +39,7 @@ from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
 from varjax.nn.layers import ResidualStream, Split
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 
 class NextScaleTransformer(Transformer):

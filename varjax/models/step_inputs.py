@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from varjax.codecs.maps import MATRICES, patchify, resize, unpatchify
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 AnyArray = Array | np.ndarray  # made on the host, read on the device
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from varjax.codecs.maps import patchify, unpatchify
 from varjax.errors import UserError
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 
 class TokenArrays:

@@ -28,7 +28,7 @@ from varjax.nn import layers, published, stacked
 from varjax.nn.layers import Linear, ResidualStream, Split
 from varjax.nn.stream import stream_of
 from varjax.sampling import Sampling, Scores
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)

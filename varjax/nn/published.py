@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from varjax.errors import UserError, nearest, show
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 # Generous limits: what is beyond them is a mistake, refused before anything of that size is made.
 LARGEST_DEPTH = 1024  # layers of a transformer

@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.arguments import integer, parse_pairs
+from varjax.arguments import integer
 from varjax.errors import UserError, nearest
 from varjax.logical_axes import DATA, MODEL
+from varjax.storage.values import parse_pairs
 
 DIVIDES = {DATA: "images", MODEL: "heads and weights"}  # by axis
 AXES = tuple(DIVIDES)

@@ -15,7 +15,7 @@ import numpy as np
 from varjax.cache.allocation import Geometry
 from varjax.errors import choose
 from varjax.policies import capacities
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 if TYPE_CHECKING:
     from varjax.policies.amskv import AMSKV

@@ -9,7 +9,6 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.arguments import path
 from varjax.cache.allocation import (
     Allocation,
     Geometry,
@@ -25,6 +24,7 @@ from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.storage import npz
+from varjax.storage.values import path
 
 LARGEST = 512 * 2**20  # bytes; tables pack well, one of the largest published models has 200 MB
 

@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
+from varjax.storage.values import require
 
 HEADS = {"PNG": rb"\x89PNG\r\n\x1a\n", "JPEG": rb"\xff\xd8\xff", "WEBP": rb"RIFF(?s:....)WEBP"}
 STORED = HEADS | {"BMP": rb"BM"}  # in sets of pictures, by class or packed

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from varjax import arguments
 from varjax.errors import UserError, about
+from varjax.storage import values
 from varjax.text.prompt_condition import PromptCondition, read_arrays
 
 MAX_LENGTH = 512  # tokens of the released models
@@ -68,7 +69,7 @@ class TextFeatures(PromptCondition):
                     f"the {len(self.lens)} prompts, or one for all"
                 )
         empty = np.zeros(len(self.lens), bool) if self.unconditional is None else self.unconditional
-        flags = arguments.as_array("unconditional", empty)
+        flags = values.as_array("unconditional", empty)
         if flags.shape != self.lens.shape or flags.dtype != bool or (self.lens[flags] != 1).any():
             raise UserError(
                 f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false"

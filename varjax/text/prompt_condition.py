@@ -17,7 +17,7 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import MOST_IMAGES
 from varjax.errors import UserError
-from varjax.storage import npz
+from varjax.storage import npz, values
 from varjax.storage.atomic import new_file
 
 Tell = Callable[[str], None]
@@ -52,7 +52,7 @@ def read_arrays(
 ) -> dict[str, np.ndarray]:
     """The arrays of an npz file of prompts, with `prompts` as a tuple of texts. `UserError` if
     there is no such file, it is damaged, or one that is needed is missing."""
-    if not os.path.exists(arguments.path(what, path)):
+    if not os.path.exists(values.path(what, path)):
         raise UserError(f"there is no file {path}")
     arrays = npz.load(path, (*needed, *optional))
     if missing := [name for name in needed if name not in arrays]:
@@ -77,7 +77,7 @@ class PromptCondition:
 
     def _array(self, name: str, axes: int, kind: type, needed: str) -> np.ndarray:
         """A field as an array of so many axes and of this kind of numbers."""
-        array = arguments.as_array(name, getattr(self, name))
+        array = values.as_array(name, getattr(self, name))
         if array.ndim != axes or not array.size or not np.issubdtype(array.dtype, kind):
             given = f"shape {array.shape} and type {array.dtype}"
             raise UserError(f"{name} has {given}: give {needed}")
@@ -99,7 +99,7 @@ class PromptCondition:
         """Checks `prompts` and `numbers` against `lens`, and gives them their types."""
         count = len(self.lens)
         if self.prompts is not None:
-            texts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
+            texts = values.texts("prompts", self.prompts, "give a text for every prompt")
             object.__setattr__(self, "prompts", texts)
             if len(texts) != count:
                 raise UserError(f"prompts has {len(texts)} texts for {count} entries of lens")

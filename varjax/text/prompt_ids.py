@@ -20,6 +20,7 @@ from jaxtyping import Int
 from varjax import arguments
 from varjax.conditions import ConditionKind, Model
 from varjax.errors import UserError, about
+from varjax.storage import values
 from varjax.text.prompt_condition import PromptCondition, Tell, no_known_word, read_arrays, warn
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
@@ -167,7 +168,7 @@ class PromptIdKind(ConditionKind):
 
     def count(self, model: Model, *, prompts=None, prompt_ids=None) -> int:
         if prompts is not None:
-            return len(arguments.texts("prompts", prompts, PROMPTS_WANTED))
+            return len(values.texts("prompts", prompts, PROMPTS_WANTED))
         return len(self._ids(model, prompt_ids=prompt_ids))
 
     def resolve(self, model: Model, **given) -> PromptIds:
@@ -182,7 +183,7 @@ class PromptIdKind(ConditionKind):
     def _ids(self, model, warn=warn, *, prompts=None, prompt_ids=None) -> PromptIds:
         if prompts is None:
             return prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
-        texts = arguments.texts("prompts", prompts, PROMPTS_WANTED)
+        texts = values.texts("prompts", prompts, PROMPTS_WANTED)
         tokenizer = PromptTokenizer.of_checkpoint(model.directory, model.name)
         return encode(texts, model.config, tokenizer, warn=warn)
 

@@ -10,8 +10,9 @@ import json
 import os
 from pathlib import Path
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.storage import ordinary
+from varjax.storage.values import require
 from varjax.text.prompt_condition import is_known
 
 FOLDER, FILE = "prompt_tokenizer", "tokenizer.json"  # in a checkpoint

@@ -27,9 +27,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError
 from varjax.nn import layers, published, stacked
 from varjax.storage import ordinary
+from varjax.storage.values import require
 from varjax.text.prompt_condition import is_known
 
 FEED_FORWARD = "gated-gelu"

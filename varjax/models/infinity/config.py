@@ -17,7 +17,7 @@ from varjax.arguments import real
 from varjax.errors import UserError, choose, show
 from varjax.nn import published
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
+from varjax.sequence import Schedule
 
 # In the published order: the first of two equally near templates is taken.
 _MAPS = {
