@@ -1,5 +1,5 @@
-"""Checks of values that files, commands and users bring: texts, paths, arrays, pairs of a name and a
-value; and packages that may be missing. They raise what `varjax.arguments` raises."""
+"""Checks of values that files, commands and users bring: texts, paths, arrays, pairs of a name and
+a value; and packages that may be missing. They raise what `varjax.arguments` raises."""
 
 import importlib
 import os
