@@ -46,6 +46,7 @@ from experiments.cli.flags import CommandFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
+from experiments.geometry import read_geometry
 from experiments.output import FileFlags
 from pallas_kernels import chips
 from varjax.cache.allocation import Geometry
@@ -109,7 +110,43 @@ def summary(
             f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
             f"would charge this to the budget)"
         )
-    return "\n".join([*lines, *remarks, "", *plan.timeline()])
+    return "\n".join([*lines, *remarks, "", *timeline(plan)])
+
+
+@singledispatch
+def timeline(plan: CachePlan) -> list[str]:
+    """Lines of text that say what is held when, with a heading."""
+    raise NotImplementedError(type(plan))
+
+
+@timeline.register
+def _(plan: ScalePlan) -> list[str]:
+    dense = max(1, plan.geometry.dense_tokens)
+    heading = "scale  map      tokens  held per head (min mean max)  live after first, last layer"
+    lines = [heading]
+    for s, (h, w) in enumerate(plan.geometry.schedule.maps):
+        held, live = plan.capacity[s], plan.live_tokens[s] / dense
+        spread = f"{held.min()} {held.mean():.1f} {held.max()}"
+        lines.append(
+            f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
+        )
+    return lines
+
+
+@timeline.register
+def _(plan: TokenPlan) -> list[str]:
+    """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
+    on, and for the last one."""
+    held, period = plan.capacity.max((1, 2)).astype(int), plan.allocation.period
+    live = plan.live_tokens[:, -1] / max(1, plan.geometry.dense_tokens)
+    # second differences: growth begins, ends or turns into a drop there
+    turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
+    lines = [] if plan.reads is None else [f"reads     {plan.reads}", ""]
+    lines += ["stage  drawn before  held per head  live at its end"]
+    for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
+        drawn = max(0, s - 1) * period
+        lines.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
+    return lines
 
 
 def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str) -> Sizing:
@@ -200,7 +237,7 @@ def main(argv: list[str]) -> None:
     if TARGET.present and not POLICY.is_fitted:
         raise UserError("--target belongs to --budget=fit: leave it out")
     if GEOMETRY.value:
-        name, model = "geometry", Geometry.parse(GEOMETRY.value)
+        name, model = "geometry", read_geometry(GEOMETRY.value)
         geometry = model
     else:
         model = MODEL.resolve(weights=False)

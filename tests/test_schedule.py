@@ -2,7 +2,7 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.cache.allocation import Geometry
+from experiments.geometry import read_geometry
 from varjax.errors import UserError
 from varjax.sequence import Schedule
 
@@ -46,9 +46,9 @@ def test_malformed_schedules(text):
 )
 def test_malformed_geometry(text):
     with pytest.raises(UserError):
-        Geometry.parse(text)
+        read_geometry(text)
 
 
 def test_geometry_text():
-    g = Geometry.parse("layers=2,heads=3,head_dim=4,schedule=1x1;2x2;3x4")
+    g = read_geometry("layers=2,heads=3,head_dim=4,schedule=1x1;2x2;3x4")
     assert (g.num_layers, g.num_heads, g.head_dim, g.dense_tokens) == (2, 3, 4, 5 * 6)

@@ -275,7 +275,7 @@ class Generator:
         Raises:
           UserError: wrong input, or (`engine.program.OutOfMemory`) a device without enough memory.
         """
-        seed = sampling_lib.check_seeds(seed, self.batch_size)
+        seed = check_seeds(seed, self.batch_size)
         if self.program is None:
             self.compile(condition, given)
         with self._explained("drawing"):
@@ -403,3 +403,15 @@ class Generator:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""
         return (jax.jit(self._empty) if self.program is None else self.program.empty_state)()
+
+
+def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
+    """A seed for all images, or one for each, checked as `check_seed` does."""
+    if not isinstance(seed, (np.ndarray, list, tuple)):
+        return sampling_lib.check_seed(seed)
+    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
+    if len(seeds) != images:
+        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
+    for value in seeds:
+        sampling_lib.check_seed(value)
+    return seeds.astype(np.int32)

@@ -15,12 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from varjax.nn.layers import HEADS, HIDDEN, MODULATION
+
 DATA, MODEL, FSDP = MESH_AXES = ("data", "model", "fsdp")
 
 IMAGES = "images"  # of a batch, their labels, texts and keys; rows of a cache
-HEADS = "heads"  # of attention: widths of layers, blocks of a pool, tables of a cache
-HIDDEN = "hidden"  # the width of the feed-forward
-MODULATION = "modulation"  # gates, scales and shifts of all layers, once per image
 LONGEST = "longest"  # the longest axis that can be divided, of any array that is trained
 
 RULES: Mapping[str, tuple[str, ...]] = {

@@ -226,15 +226,3 @@ def image_keys(seed: int | Int[AnyArray, "*images"], image_index: Int[Array, " B
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s, impl=KEYS), i))(
         seeds, image_index
     )
-
-
-def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
-    """A seed for all images, or one for each, checked as `check_seed` does."""
-    if not isinstance(seed, (np.ndarray, list, tuple)):
-        return check_seed(seed)
-    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
-    if len(seeds) != images:
-        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
-    for value in seeds:
-        check_seed(value)
-    return seeds.astype(np.int32)

@@ -23,6 +23,7 @@ from experiments.training.stage import TrainingStage, adamw, descend, learning_r
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae import Quantizer
 from varjax.errors import UserError
+from varjax.models import teacher_forcing
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
 from varjax.parallel import hosts
@@ -142,10 +143,10 @@ class LlamaGenStage(TransformerStage):
     def logits(self, model, quantizer, tokens, labels, key):
         context = model.encode_condition(labels, guided=False)
         if key is None:
-            return model.teacher_forced(context, tokens[:, :-1])
+            return teacher_forcing.of_tokens(model, context, tokens[:, :-1])
         key = jax.random.fold_in(key, 1)  # `key` itself has decided which labels are dropped
         dropout = self.settings.dropout
-        return model.teacher_forced(context, tokens[:, :-1], dropout=dropout, key=key)
+        return teacher_forcing.of_tokens(model, context, tokens[:, :-1], dropout=dropout, key=key)
 
     @property
     def token_ranges(self) -> tuple[str, list[tuple[int, int]]]:

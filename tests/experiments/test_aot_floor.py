@@ -3,12 +3,12 @@
 import numpy as np
 
 from experiments.aot import floor
+from experiments.geometry import read_geometry
 from varjax import api
-from varjax.cache.allocation import Geometry
 from varjax.engine.segments import plan_segments
 from varjax.policies import POLICIES
 
-GEOMETRY = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
+GEOMETRY = read_geometry("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
 ROWS, LAYERS, HEADS, SIZE = 2, 3, 2, 8
 
 

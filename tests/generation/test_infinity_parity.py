@@ -11,6 +11,7 @@ from tests import models_under_test as models
 from tests.often import often
 from varjax import Model
 from varjax.cache.planner import plan_cache
+from varjax.models import teacher_forcing
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
@@ -127,7 +128,7 @@ def test_teacher_forcing(name):
         shared = {"rotation": rotation, "text": context["text"]}
         visible = jnp.arange(kv.shape[1]) < length[:, None]
         condition = transformer.encode_text(kv, visible)[0]
-        return condition, transformer.teacher_forced(context, shared, x)
+        return condition, teacher_forcing.of_scales(transformer, context, shared, x)
 
     codes = jnp.asarray(arrays["x_wo_prefix"])
     condition, logits = run(transformer, batch["kv"], batch["length"], codes)

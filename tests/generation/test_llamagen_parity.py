@@ -10,7 +10,7 @@ from ported_weights import rules
 from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
 from tests import released_shapes
-from varjax.models import registry
+from varjax.models import registry, teacher_forcing
 from varjax.text.features import TextFeatures
 
 LOGITS = 3e-4  # the reference's own distance from float64 is 3e-5
@@ -59,7 +59,7 @@ def forced(transformer, condition, tokens: np.ndarray, guided: bool) -> np.ndarr
     @jax.jit
     def run(transformer, condition, tokens):
         context = transformer.encode_condition(condition, guided=guided)
-        return transformer.teacher_forced(context, tokens)
+        return teacher_forcing.of_tokens(transformer, context, tokens)
 
     return np.array(run(transformer, condition, jnp.asarray(tokens[:, :-1])))
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from tests.often import often
 from varjax.errors import UserError
+from varjax.models import teacher_forcing
 from varjax.models.janus import Janus, JanusConfig
 from varjax.models.lumina import Lumina, LuminaConfig, image_ids, units_for, units_of
 
@@ -176,5 +177,5 @@ def test_padding_changes_nothing(name):
     tokens, found = jnp.array([[3, 1, 4, 1]]), []
     for slots in (5, 8):
         context = model.encode_condition(prompt(rows, slots), guided=True)
-        found.append(model.teacher_forced(context, tokens))
+        found.append(teacher_forcing.of_tokens(model, context, tokens))
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)

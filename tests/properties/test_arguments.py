@@ -15,6 +15,7 @@ import varjax
 from experiments import plan as plan_command
 from experiments.cli import command_line
 from experiments.flags.policy import stand_in
+from experiments.geometry import read_geometry
 from tests.models_under_test import built
 from tests.properties.limits import GIB, run_limited
 from tests.properties.mutations import hostile_values
@@ -340,7 +341,7 @@ LIMITS = {
 )
 def test_beyond_the_limits(geometry):
     with pytest.raises(UserError, match="at most"):
-        Geometry.parse(geometry)
+        read_geometry(geometry)
 
 
 @pytest.mark.slow
@@ -350,11 +351,11 @@ def test_plans_at_the_limits(limit, name):
     """Fifteen seconds of processor time for each of two plans, and a GiB and a half."""
     code = (
         "import sys; from experiments.flags.policy import stand_in\n"
-        "from varjax.cache.allocation import Geometry\n"
+        "from experiments.geometry import read_geometry\n"
         "from varjax.cache.planner import plan_cache\n"
         "from varjax.errors import UserError\n"
         "from varjax.policies import get_policy\n"
-        "geometry = Geometry.parse(sys.argv[1])\n"
+        "geometry = read_geometry(sys.argv[1])\n"
         "for budget in (0.03, 0.5):\n"
         "    policy = get_policy(sys.argv[2], None if sys.argv[2] == 'full' else budget)\n"
         "    try:\n"

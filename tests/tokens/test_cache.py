@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.geometry import read_geometry
 from tests.often import often
 from tests.tokens import stand_in
 from tests.tokens.test_policies import DECIDING, EVERY, held
 from varjax import policies
 from varjax.cache import token_state
-from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.engine import cost
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
 
-XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
-LUMINA = Geometry.parse("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
+XL = read_geometry("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
+LUMINA = read_geometry("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
 BUDGETS = (0.04, 0.125, 1 / 6, 0.25, 0.5, 0.97)
 # a table needs a file
 SERVING = [name for name, cls in POLICIES.items() if cls.serves("tokens") and name != "table"]
@@ -199,7 +199,7 @@ def test_arguments_that_cannot_work(name, arguments, message):
 def test_geometry_of_groups():
     """Memory counts heads of keys and values."""
     text = "layers=48,heads=8,head_dim=128,tokens=2352,condition=64,line=49"
-    one, groups = Geometry.parse(text), Geometry.parse(f"{text},queries_per_head=8")
+    one, groups = read_geometry(text), read_geometry(f"{text},queries_per_head=8")
     assert (groups.num_heads, groups.queries_per_head, groups.query_heads) == (8, 8, 64)
     assert one.dense_tokens == groups.dense_tokens and one != groups
     plans = [plan_cache(g, policies.LineAR(budget=0.25)) for g in (one, groups)]

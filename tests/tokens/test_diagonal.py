@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.geometry import read_geometry
+from experiments.plan import timeline
 from tests.often import often
 from tests.tokens import oracles, stand_in
 from varjax import policies
 from varjax.cache import token_decision
-from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.token_step import OffsetStep
 from varjax.engine.tokens import token_step
@@ -20,7 +21,7 @@ from varjax.errors import UserError
 
 ROWS = 2
 CLOSE = 2e-5  # float32 against float64
-XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
+XL = read_geometry("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
 
 
 def oracle(q, k, v, visible, *, ring, reads, sinks=0, score="mean"):
@@ -159,7 +160,7 @@ def test_both_numbers_are_reported():
         "the first 4 image tokens, 33 of the newest 67 image tokens, which are stored, and the "
         "condition (1): 6.60% of full; chosen from image token 36 to 69"
     )
-    assert plan.facts()["reads"] == words and f"reads     {words}" in plan.timeline()
+    assert plan.facts()["reads"] == words and f"reads     {words}" in timeline(plan)
     assert plan.arrays()["reads"].tolist() == [33] * 36
     assert plan.read_tokens == 1 + 4 + 33
     assert "reads" not in plan_cache(XL, policies.Streaming(budget=1 / 8)).facts()

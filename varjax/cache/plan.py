@@ -48,7 +48,6 @@ class CachePlan:
       cache; row i of a batch is its image i with its condition.
     divide(groups): a plan for each of several groups of heads, all with pools of one size.
     arrays(): what `experiments.plan --save` writes beside sizes and capacities.
-    timeline(): lines of text that say what is held when, with a heading.
     _decided(): the arrays that the compiled program reads or depends on.
 
     allocation: who may hold how much. Each kind of plan has its own kinds of allocation.

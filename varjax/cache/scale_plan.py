@@ -193,20 +193,6 @@ class ScalePlan(CachePlan):
             found |= {"keep_scale": count > 0, "keep_count": count}
         return found
 
-    def timeline(self) -> list[str]:
-        dense = max(1, self.geometry.dense_tokens)
-        heading = (
-            "scale  map      tokens  held per head (min mean max)  live after first, last layer"
-        )
-        lines = [heading]
-        for s, (h, w) in enumerate(self.geometry.schedule.maps):
-            held, live = self.capacity[s], self.live_tokens[s] / dense
-            spread = f"{held.min()} {held.mean():.1f} {held.max()}"
-            lines.append(
-                f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
-            )
-        return lines
-
 
 def build_plan(
     geometry: Geometry, allocation: Allocation, block_size: int, policy: Policy

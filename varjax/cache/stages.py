@@ -141,20 +141,6 @@ class TokenPlan(CachePlan):
             f"{a.protected + read - 1} to {a.protected + ring - 2}"
         )
 
-    def timeline(self) -> list[str]:
-        """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
-        on, and for the last one."""
-        held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period
-        live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
-        # second differences: growth begins, ends or turns into a drop there
-        turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
-        lines = [] if self.reads is None else [f"reads     {self.reads}", ""]
-        lines += ["stage  drawn before  held per head  live at its end"]
-        for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
-            drawn = max(0, s - 1) * period
-            lines.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
-        return lines
-
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         a = self.allocation
         last = -1 if a.group_stage is None else a.group_stage

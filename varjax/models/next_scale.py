@@ -33,11 +33,10 @@ Letters: B images, R rows, T tokens of a scale, C channels of a code, N heads, H
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from varjax.logical_axes import HEADS, HIDDEN
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
-from varjax.nn import layers, stacked
-from varjax.nn.layers import ResidualStream, Split
+from varjax.nn import layers
+from varjax.nn.layers import HEADS, HIDDEN, ResidualStream, Split
 from varjax.sampling import Sampling
 from varjax.sequence import Schedule
 
@@ -105,21 +104,3 @@ class NextScaleTransformer(Transformer):
         normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         h = layers.modulate(normal, scale, shift).astype(self.dtype)
         return self.head.product(h, jnp.float32) + self.head.bias[...]
-
-    def teacher_forced(
-        self, context: dict, shared: PyTree, x: Float[Array, "B L D"]
-    ) -> Float[Array, "B L V"]:
-        """Logits of all scales at once under the block-causal mask (training, parity)."""
-        scale = self.config.schedule.scale_of_token
-        mask = jnp.asarray(scale[:, None] >= scale[None, :])
-
-        def layer(x, inputs):
-            block, layer_context = inputs
-            projection, x = self.project(block, layer_context, shared, x)
-            q, k, v = projection.queries(), projection.keys(), projection.values()
-            attended = layers.dense_attention(q, k, v, mask)
-            return self.post_attention(block, layer_context, shared, x, attended)
-
-        layer = self.differentiated(layer) if self.differentiated else layer
-        x = stacked.scan(layer, self.stream(x), (self.blocks, context["layers"]))
-        return self.plain_logits(context["head"], x.settled())

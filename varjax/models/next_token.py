@@ -25,7 +25,7 @@ brings, in the order in which it is called:
         [R, T, D] inputs of the next step: both rows of an image have the same tokens [B, T].
 
 `plain_logits(x)` gives float32 logits [R, T, V] of every row, before temperature and guidance
-(`teacher_forced`). Where `condition_is_one_slot`, `condition_slot(values, visible)` gives the key
+(`teacher_forcing`). Where `condition_is_one_slot`, `condition_slot(values, visible)` gives the key
 and the value [R, N, 1, H] of the one slot that stands for the condition's M tokens in a layer, and
 what is added to its score, float32 [R].
 
@@ -42,16 +42,14 @@ Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, 
 heads of keys and values, H head size, D width, V vocabulary.
 """
 
-import functools
 from collections.abc import Callable
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from varjax.models.transformer import Transformer
-from varjax.nn import layers, stacked
+from varjax.nn import stacked
 from varjax.sequence import TokenSequence
 
 
@@ -148,32 +146,3 @@ class NextTokenTransformer(Transformer):
         keys = jnp.concatenate([visible, jnp.ones((rows, image_tokens), bool)], axis=1)
         before = jnp.tri(total, dtype=bool)
         return ((before & keys[:, None]) | jnp.eye(total, dtype=bool))[:, None]
-
-    def teacher_forced(
-        self,
-        context: dict,
-        tokens: Int[Array, "B T"],
-        dropout: float = 0.0,
-        key: Array | None = None,
-    ) -> Float[Array, "R image_tokens V"]:
-        """Plain logits of image tokens 0 to T, all at once (training, parity), given tokens 0 to
-        T - 1. dropout: the share of inputs, and of what branches add, that is set to zero."""
-        condition, visible = context["condition"], context["visible"]
-        count, length = tokens.shape[1], visible.shape[1]
-        mask = self.condition_mask(visible, count)
-        rotation = self.rotation(context, jnp.arange(-length, count))
-
-        def layer(x, inputs):
-            block, key = inputs
-            projection = self.project(block, rotation, x)
-            q, k, v = projection.queries(), projection.keys(), projection.values()
-            attended = layers.dense_attention(q, k, v, mask)
-            drop = functools.partial(layers.dropout, rate=dropout, key=key)
-            return self.post_attention(block, x, attended, drop)
-
-        x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
-        keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
-        x = layers.dropout(x, 0, rate=dropout, key=keys[0])
-        layer = self.differentiated(layer) if self.differentiated else layer
-        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
-        return self.plain_logits(x[:, length - 1 :])

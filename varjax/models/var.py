@@ -21,11 +21,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
-from varjax.logical_axes import MODULATION
+from varjax.models import teacher_forcing
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import StepInputs
 from varjax.nn import layers, published, stacked
-from varjax.nn.layers import Linear, ResidualStream, Split
+from varjax.nn.layers import MODULATION, Linear, ResidualStream, Split
 from varjax.nn.stream import stream_of
 from varjax.sampling import Sampling, Scores
 from varjax.sequence import Schedule
@@ -287,4 +287,4 @@ class VAR(NextScaleTransformer):
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
         scale = self.config.schedule.scale_of_token
         x = x + self.position_embedding[...] + self.level_embedding[scale]
-        return self.teacher_forced(context, None, x)
+        return teacher_forcing.of_scales(self, context, None, x)

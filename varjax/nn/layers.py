@@ -22,6 +22,11 @@ from pallas_kernels.projection import Projection, layer_norm, modulate
 
 __all__ = ["layer_norm", "modulate"]  # besides what is defined here
 
+# What axes of parameters count that devices may share (`Split`); `varjax.logical_axes` says which.
+HEADS = "heads"  # of attention: widths of layers, blocks of a pool, tables of a cache
+HIDDEN = "hidden"  # the width of the feed-forward
+MODULATION = "modulation"  # gates, scales and shifts of all layers, once per image
+
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
@@ -209,17 +214,6 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
     """The learned multiplier of normalised queries, float32, at most 100."""
     clamped = jnp.minimum(log_scale.astype(jnp.float32), MAX_LOG_SCALE)
     return jnp.exp(clamped)
-
-
-def dropout(
-    x: Float[Array, "*shape"], number: int, *, rate: float, key: Array
-) -> Float[Array, "*shape"]:
-    """Sets a share `rate` of `x` to zero at random places and enlarges the rest, so that the
-    expected value stays. number: tells uses of the same key apart."""
-    if not rate:
-        return x
-    kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0)
 
 
 def dense_attention(

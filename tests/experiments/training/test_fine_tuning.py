@@ -15,7 +15,7 @@ from tests.experiments.training import test_llamagen
 from tests.experiments.training.conftest import dies_at, history
 from tests.often import often
 from varjax.errors import UserError
-from varjax.models import registry
+from varjax.models import registry, teacher_forcing
 from varjax.nn import parameters
 from varjax.storage import checkpoint
 
@@ -75,7 +75,7 @@ def _own_loss(init: str, pictures: data.Dataset) -> float:
         logits = transformer(jnp.asarray(labels), codec.quantizer.teacher_inputs(tokens))
     else:
         context = transformer.encode_condition(jnp.asarray(labels), guided=False)
-        logits = transformer.teacher_forced(context, tokens[:, :-1])
+        logits = teacher_forcing.of_tokens(transformer, context, tokens[:, :-1])
     logits = np.asarray(logits, np.float64)
     top = logits.max(-1, keepdims=True)
     chosen = np.take_along_axis(logits - top, np.asarray(tokens)[..., None], -1)[..., 0]

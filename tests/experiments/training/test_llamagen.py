@@ -14,8 +14,7 @@ from experiments.training.settings import TrainingSettings
 from experiments.training.var_trainer import LlamaGenStage
 from tests.experiments.training.conftest import dies_at, history
 from varjax.errors import UserError
-from varjax.models import registry
-from varjax.nn import layers
+from varjax.models import registry, teacher_forcing
 from varjax.storage import checkpoint
 
 TINY = {
@@ -88,15 +87,19 @@ def test_a_killed_run_goes_on_exactly(whole, tmp_path):
 @pytest.mark.slow
 def test_dropout(whole):
     """Its share of the numbers is 0, the mean stays, and validation has none."""
-    x = layers.dropout(jnp.ones((100, 100)), 0, rate=0.25, key=jax.random.key(0))
+    x = teacher_forcing.dropped_out(jnp.ones((100, 100)), 0, rate=0.25, key=jax.random.key(0))
     assert abs(float((x == 0).mean()) - 0.25) < 0.02 and abs(float(x.mean()) - 1) < 0.03
     settings, _, folder = whole
     model = varjax.load(folder).transformer
     context = model.encode_condition(jnp.arange(2), guided=False)
     tokens, keys = jnp.ones((2, 15), int), jax.random.split(jax.random.key(1), 2)
-    plain = model.teacher_forced(context, tokens)
-    noisy = [model.teacher_forced(context, tokens, dropout=0.1, key=key) for key in keys]
-    chex.assert_trees_all_equal(plain, model.teacher_forced(context, tokens, key=keys[0]))
+    plain = teacher_forcing.of_tokens(model, context, tokens)
+    noisy = [
+        teacher_forcing.of_tokens(model, context, tokens, dropout=0.1, key=key) for key in keys
+    ]
+    chex.assert_trees_all_equal(
+        plain, teacher_forcing.of_tokens(model, context, tokens, key=keys[0])
+    )
     assert not np.allclose(plain, noisy[0]) and not np.allclose(*noisy)
 
 

@@ -23,12 +23,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.logical_axes import HEADS
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.nn import layers, stacked
-from varjax.nn.layers import Linear, ResidualStream, Split
+from varjax.nn.layers import HEADS, Linear, ResidualStream, Split
 from varjax.sampling import Sampling, Scores
 from varjax.text.features import text_shapes
 
