@@ -91,7 +91,7 @@ class Given:
     ) -> dict[str, Array]:
         """What a scale has drawn of all images, after a last word on its tokens and their codes.
 
-        drawn: `tokens`, `codes` and what is `noted`, which is taken out.
-        codes: of tokens. keys: of the scale, one per image. greedy: take what is likeliest.
+        drawn: `tokens`, `codes` and what is `noted`, which is taken out. codes: function of tokens.
+        keys: of the scale, one per image. greedy: take what is likeliest.
         """
         return drawn

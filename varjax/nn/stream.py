@@ -12,16 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
-from pallas_kernels.residual import (
-    Branch,
-    Norm,
-    Rows8,
-    Sums,
-    Vectors,
-    add_and_normalize,
-    has_kernel,
-    to_8_bits,
-)
+from pallas_kernels.residual import Branch, Norm, Rows8, Sums, Vectors
+from pallas_kernels.residual.api import add_and_normalize, has_kernel, to_8_bits
 from pallas_kernels.residual.operands import Bits8
 from varjax.nn import layers, quantized, stacked
 from varjax.nn.layers import Activation, Linear, ResidualStream
