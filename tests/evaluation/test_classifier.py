@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from varjax import model as models
+from varjax import loading
 from varjax.errors import UserError
 from varjax.evaluation import extractors
 from varjax.evaluation.classifier import (
@@ -86,10 +86,10 @@ def demo():
 def test_it_is_small_and_knows_the_demos_classes(demo):
     folder = checkpoint.embedded(*extractors.DEMO_CLASSIFIER)
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 2**20
-    model = models.describe()
+    model = loading.describe()
     assert demo.module.config.class_names == tuple(model.class_names)
     assert extractors.classifier_of(model).identity == demo.identity
-    assert extractors.classifier_of(models.describe("var-d16")) is None
+    assert extractors.classifier_of(loading.describe("var-d16")) is None
     with pytest.raises(UserError, match="32x64 pixels: the classifier was trained on .* 64x64"):
         check_size(demo.module.config, 32, 64)
 

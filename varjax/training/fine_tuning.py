@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 from flax import nnx
 
-from varjax import model
+from varjax import loading
 from varjax.calibration.files import model_digest
 from varjax.codecs.vq import VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
@@ -78,7 +78,7 @@ class Start:
     @classmethod
     def read(cls, path: str) -> "Start":
         """Describe a checkpoint. `UserError` unless it can be trained further."""
-        found = model.describe(registry.found(path))
+        found = loading.describe(registry.found(path))
         family = found.family.name
         configs = {name: part.config for name, part in found.parts.items()}
         transformer, codec = configs["transformer"], configs["codec"]
@@ -123,7 +123,7 @@ class Start:
 
     def load(self, part: str) -> nnx.Module:
         """A part in float32, in host memory. `UserError` if files are damaged."""
-        folder = model.describe(registry.found(self.path)).directory
+        folder = loading.describe(registry.found(self.path)).directory
         wanted = {part: "float32"}
         return checkpoint.load(folder, registry.CATALOGUE, wanted, on_host=True)[0][part]
 
