@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.json_text import json_safe
-from varjax.errors import UserError, show, some
+from varjax.core.errors import UserError, show, some
 from varjax.storage import lock, npz
 from varjax.storage.atomic import DESKTOP, new_file, write_text
 from varjax.storage.manifest import parse_json, read_json

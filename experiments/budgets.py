@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from varjax.cache.plan import CachePlan
-from varjax.engine import memory
-from varjax.engine.memory import show_bytes
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
+from varjax.generation import memory
+from varjax.generation.memory import show_bytes
 from varjax.policies import Policy
 
 FIT = "fit"

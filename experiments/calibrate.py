@@ -23,12 +23,12 @@ from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
-from varjax import measure_calibration
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
-from varjax.loading import load_weights
-from varjax.nn.parameters import default_dtype
-from varjax.progress import Progress
+from varjax.generation import measure_calibration
+from varjax.generation.progress import Progress
+from varjax.models.loading import load_weights
+from varjax.storage.parameters import default_dtype
 
 FLAGS = CommandFlags(
     "--num_samples=2 --save=CAL.json", "save num_samples stability checkpoint", compiles=True

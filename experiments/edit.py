@@ -34,15 +34,15 @@ from experiments.generation import (
 from experiments.json_text import json_text
 from experiments.output import BatchStore, FolderFlags
 from experiments.prompts.condition import Text
-from varjax import arguments
-from varjax.cache.plan import CachePlan
+from varjax.core import arguments
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Edited, Editor, both_texts
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.model import Model
+from varjax.generation.generator import Generator
+from varjax.generation.progress import Progress
+from varjax.models.model import Model
 from varjax.policies import Policy
-from varjax.progress import Progress
 from varjax.storage import pictures
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.pictures import to_uint8

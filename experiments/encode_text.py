@@ -18,11 +18,11 @@ from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.prompts import PromptFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition
-from varjax.errors import UserError
-from varjax.loading import describe
-from varjax.nn.parameters import default_dtype
-from varjax.progress import Progress
+from varjax.core.errors import UserError
+from varjax.generation.progress import Progress
+from varjax.models.loading import describe
 from varjax.storage import manifest
+from varjax.storage.parameters import default_dtype
 from varjax.text import encoder as encoder_lib
 from varjax.text.features import MAX_LENGTH, TextFeatures
 

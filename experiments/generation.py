@@ -16,16 +16,16 @@ from experiments.judges import Judges
 from experiments.prompts import condition as text_condition
 from pallas_kernels import implementations
 from varjax import jax_settings
-from varjax.cache.plan import CachePlan
 from varjax.conditions import Condition
-from varjax.engine import memory
-from varjax.engine.build import Build
-from varjax.generator import Generator
-from varjax.loading import load_weights
-from varjax.model import Model
-from varjax.parallel.split import MeshSpec
+from varjax.core.plan import CachePlan
+from varjax.core.sampling import Sampling
+from varjax.generation import memory
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
+from varjax.generation.mesh import MeshSpec
+from varjax.models.loading import load_weights
+from varjax.models.model import Model
 from varjax.policies import Policy
-from varjax.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

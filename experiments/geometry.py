@@ -2,9 +2,9 @@
 
 import re
 
-from varjax.cache.allocation import LARGEST, Geometry
-from varjax.errors import UserError, show
-from varjax.sequence import Schedule, TokenSequence
+from varjax.core.allocation import LARGEST, Geometry
+from varjax.core.errors import UserError, show
+from varjax.core.sequence import Schedule, TokenSequence
 from varjax.storage.values import parse_pairs
 
 

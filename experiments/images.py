@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.atomic import new_file
 from varjax.storage.values import require
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Integer, UInt8
 from experiments.cli.flags import about
 from experiments.evaluation import extractors, metrics
 from experiments.evaluation.extractors import CompiledNetwork, Network
-from varjax.model import Model
+from varjax.models.model import Model
 
 Pictures = UInt8[np.ndarray, "N H W 3"]
 LPIPS_HELP = "Folder of a converted LPIPS network, to compare with the full cache by, too."

@@ -27,7 +27,7 @@ from experiments.run import files, results
 from experiments.run.files import Shown
 from experiments.run.results import FIDELITY
 from experiments.sweep import cells, tables
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.atomic import check_place
 
 FLAGS = CommandFlags(

@@ -22,8 +22,8 @@ from experiments import batch_files, processes
 from experiments.batch_files import Damaged, Series, WorkFolder
 from experiments.cli.flags import CommandFlags
 from experiments.prompts.layouts import MANIFEST, image_files
-from varjax.errors import UserError, about
-from varjax.parallel import hosts
+from varjax.core.errors import UserError, about
+from varjax.generation import hosts
 from varjax.storage import lock
 from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json

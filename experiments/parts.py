@@ -29,8 +29,8 @@ from experiments.batch_files import (
 )
 from experiments.cli.flags import CommandFlags
 from experiments.output import BatchStore, FolderFlags, written
-from varjax.errors import UserError, some
-from varjax.parallel import hosts
+from varjax.core.errors import UserError, some
+from varjax.generation import hosts
 from varjax.storage.atomic import DESKTOP, check_place
 from varjax.storage.manifest import read_json
 

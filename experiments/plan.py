@@ -49,14 +49,14 @@ from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.geometry import read_geometry
 from experiments.output import FileFlags
 from pallas_kernels import chips
-from varjax.cache.allocation import Geometry
-from varjax.cache.plan import CachePlan
-from varjax.cache.scale_plan import ScalePlan
-from varjax.cache.stages import TokenPlan
-from varjax.engine import memory
-from varjax.engine.memory import show_bytes
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
+from varjax.core.scale_plan import ScalePlan
+from varjax.core.stages import TokenPlan
+from varjax.generation import memory
+from varjax.generation.memory import show_bytes
+from varjax.models.model import Model
 from varjax.storage.atomic import new_file
 
 # A printed total of a model that draws token by token is keys and values, weights, and what

@@ -2,7 +2,7 @@
 
 All processes run the same command in step, on one mesh of all their devices; the first one writes.
 `together` makes an error of one an error of all, `agree` compares what they were asked for. Without
-`start` there is one process, and all of this does nothing. `varjax.parallel.hosts` has what the
+`start` there is one process, and all of this does nothing. `varjax.generation.hosts` has what the
 programs and arrays of several processes take.
 """
 
@@ -21,8 +21,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from varjax.errors import UserError, some
-from varjax.parallel import hosts
+from varjax.core.errors import UserError, some
+from varjax.generation import hosts
 from varjax.storage import lock
 
 AUTO = "auto"

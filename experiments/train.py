@@ -26,8 +26,8 @@ from experiments.training import fine_tuning, loop, session
 from experiments.training.loop import TrainingStopped
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import FAMILIES, TrainingSettings, shown
-from varjax.errors import UserError
-from varjax.parallel import hosts
+from varjax.core.errors import UserError
+from varjax.generation import hosts
 
 FLAGS = CommandFlags(
     "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True

@@ -36,7 +36,7 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags
 from ported_weights import convert, hub
 from ported_weights.configurations import PublishedModel
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.names import converted
 
 FLAGS = CommandFlags(

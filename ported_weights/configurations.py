@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from ported_weights.readers import sources
 from ported_weights.tables.registry import CUSTOM_DEFAULTS, RULE_TABLES, CustomDefaults
-from varjax.errors import UserError, about, some
+from varjax.core.errors import UserError, about, some
+from varjax.core.sampling import RECOMMENDABLE, Sampling
 from varjax.models import registry
-from varjax.nn.families import Family
-from varjax.sampling import RECOMMENDABLE, Sampling
+from varjax.storage.families import Family
 from varjax.storage.manifest import read_class_names, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))

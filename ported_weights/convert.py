@@ -16,13 +16,12 @@ from ported_weights.configurations import MODELS, PublishedModel, Say
 from ported_weights.readers import sources
 from ported_weights.tables import evaluation
 from ported_weights.tables.registry import RULE_TABLES, RuleTable
-from varjax.errors import UserError, about, choose, some
+from varjax.core.errors import UserError, about, choose, some
+from varjax.generation.progress import Progress
 from varjax.models.judges import JUDGES
-from varjax.nn import parameters
-from varjax.nn.families import Family, Part
-from varjax.progress import Progress
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 from varjax.storage.atomic import check_new_folder
+from varjax.storage.families import Family, Part
 from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import SPIECE_FILE
 

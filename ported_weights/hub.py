@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from varjax.errors import UserError, nearest, some
+from varjax.core.errors import UserError, nearest, some
 from varjax.storage import ordinary
 from varjax.storage.names import inside
 from varjax.storage.values import require

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from ported_weights.readers.sources import Tensor
-from varjax.errors import UserError, some
-from varjax.nn import parameters
+from varjax.core.errors import UserError, some
+from varjax.storage import parameters
 
 TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "linear": lambda a: a.transpose(1, 0),  # (out, in) -> (in, out)

@@ -17,14 +17,14 @@ from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from varjax import conditions
 from varjax.codecs import bsq as bsq
-from varjax.codecs import maps
-from varjax.engine.build import Build
-from varjax.generator import Generator
-from varjax.model import Model
+from varjax.core import maps
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import Schedule
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
 from varjax.models import registry
 from varjax.models.labels import Labels
-from varjax.sampling import Sampling
-from varjax.sequence import Schedule
+from varjax.models.model import Model
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 

@@ -14,8 +14,8 @@ from varjax.codecs.vq import ChameleonVQConfig, VQConfig
 from varjax.models import registry
 from varjax.models.janus import JanusConfig
 from varjax.models.lumina import LuminaConfig
-from varjax.nn.published import Configuration
 from varjax.storage import checkpoint
+from varjax.storage.published import Configuration
 from varjax.text import prompt_tokenizer
 
 SMALL = dict(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ported_weights import rules
-from varjax.nn import parameters
+from varjax.storage import parameters
 
 
 @dataclass

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.nn import parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder
 

@@ -13,14 +13,14 @@ plan.num_bytes(batch_size=8, dtype="bfloat16")
 """
 
 from varjax import policies
-from varjax.api import generate, plan
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling
 from varjax.editing.edit import edit
-from varjax.engine.build import Build
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.loading import describe, load
-from varjax.model import Model
-from varjax.sampling import Sampling
+from varjax.generation.api import generate, plan
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
+from varjax.models.loading import describe, load
+from varjax.models.model import Model
 
 __version__ = "0.1.0"
 __all__ = [

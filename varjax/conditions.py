@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 MOST_IMAGES = 10**7
-Model = Any  # `varjax.model.Model`, which imports this module
+Model = Any  # `varjax.models.model.Model`, which imports this module
 JSON = Mapping | list | str | int  # what describes a condition in a report
 
 

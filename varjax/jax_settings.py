@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 PINNED = {
     "enable_x64": False,

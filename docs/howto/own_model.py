@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.projection import Projection
+from varjax.core import layers, stacked
+from varjax.core.next_token import NextTokenTransformer, as_it_is
+from varjax.core.sampling import Scores
 from varjax.models import registry
 from varjax.models.llama.config import DecoderConfig
-from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.nn import layers, stacked
-from varjax.nn.published import Configuration
-from varjax.sampling import Scores
+from varjax.storage.published import Configuration
 
 CLASSES, CODES, SIDE, PATCH = 10, 64, 8, 4  # SIDE x SIDE tokens, each of PATCH x PATCH pixels
 

@@ -44,8 +44,8 @@ from experiments.output import FileFlags
 from experiments.training.mesh import TrainingMesh
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core.errors import UserError
+from varjax.models.model import Model
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags(

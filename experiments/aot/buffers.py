@@ -3,7 +3,7 @@
 The compilers for GPU and TPU dump their buffer assignment as text. It and the compiled text tell
 
 - which temporaries are largest, and which operation in our sources made them (the scopes are those
-  of `varjax.engine.scales`);
+  of `varjax.core.scales`);
 - whether the KV pool and the other large arrays of the cache exist once. A second one shows as a
   copy or as a temporary of the same shape.
 

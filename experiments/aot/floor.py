@@ -24,14 +24,15 @@ import numpy as np
 
 from experiments.aot.program import Compilation
 from pallas_kernels.chips import Chip
-from varjax.cache.plan import CachePlan
-from varjax.cache.scale_plan import ScalePlan
-from varjax.cache.stages import TokenPlan
-from varjax.cache.step import DecidingStep, cache_step
-from varjax.engine.cost import device_bytes
-from varjax.engine.segments import Segment
-from varjax.nn import schemes, stacked
-from varjax.nn.schemes import SCHEMES
+from varjax.core import stacked
+from varjax.core.plan import CachePlan
+from varjax.core.scale_plan import ScalePlan
+from varjax.core.segments import Segment
+from varjax.core.stages import TokenPlan
+from varjax.core.step import DecidingStep, cache_step
+from varjax.fast import schemes
+from varjax.fast.schemes import SCHEMES
+from varjax.generation.cost import device_bytes
 
 OF_WEIGHTS = ("token_project", "token_gate", "token_add")  # kernels of `token_products`
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from experiments.aot.buffers import short_source
 from experiments.aot.hlo import Instruction, Module, array_bytes
-from varjax.engine.cost import Cost
+from varjax.generation.cost import Cost
 
 LISTED = 8  # operations that start kernels
 LARGE = 2**20  # bytes; smaller slices of stacked arrays cost little

@@ -3,7 +3,7 @@ temporaries, kernels and exchanges."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from varjax.engine.memory import show_bytes
+from varjax.generation.memory import show_bytes
 
 TERA = 10**12
 COLLECTIVES = 8  # operations that exchange most, which are listed

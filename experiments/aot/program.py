@@ -1,7 +1,7 @@
 """Compile the two programs of a run for a chip that is not here, and measure them.
 
-`Generator` runs the same programs (`varjax.engine.program`). Here their arguments are shapes and
-types, so no weights are needed and nothing is allocated.
+`Generator` runs the same programs (`varjax.generation.program`). Here their arguments are shapes
+and types, so no weights are needed and nothing is allocated.
 """
 
 import re
@@ -25,22 +25,22 @@ from experiments.aot.hlo import Module
 from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax import sampling
-from varjax.cache.plan import CachePlan
-from varjax.cache.state import KVState
-from varjax.cache.token_state import LayerCache
-from varjax.engine import build as builds
-from varjax.engine import memory, pixels
-from varjax.engine import program as programs
-from varjax.engine.compiled import Weights, flat
-from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
-from varjax.engine.drawing import Inputs, decode
-from varjax.logical_axes import make_mesh
-from varjax.model import Model
-from varjax.nn import parameters, stacked
-from varjax.nn.parameters import peak_bytes
-from varjax.parallel.sharding import ShardedProgram
-from varjax.sampling import Sampling
+from varjax.core import sampling, stacked
+from varjax.core.decode import Inputs, decode
+from varjax.core.plan import CachePlan
+from varjax.core.sampling import Sampling
+from varjax.core.state import KVState
+from varjax.core.token_state import LayerCache
+from varjax.generation import build as builds
+from varjax.generation import memory, pixels
+from varjax.generation import program as programs
+from varjax.generation.compiled import Weights, flat
+from varjax.generation.cost import Cost, device_bytes, program_cost, times_read
+from varjax.generation.logical_axes import make_mesh
+from varjax.generation.sharding import ShardedProgram
+from varjax.models.model import Model
+from varjax.storage import parameters
+from varjax.storage.parameters import peak_bytes
 
 Networks = dict[str, nnx.Module]  # the model's modules by name, shapes in place of arrays
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays

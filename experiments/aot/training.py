@@ -21,9 +21,9 @@ from experiments.training.settings import TrainingSettings
 from experiments.training.var_trainer import TransformerStage
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
-from varjax.errors import UserError
-from varjax.model import Model
-from varjax.nn import parameters
+from varjax.core.errors import UserError
+from varjax.models.model import Model
+from varjax.storage import parameters
 
 NO_DATA = "none"  # a folder is asked for, and never opened
 STEP = "a step"  # the program's name in the report

@@ -22,8 +22,8 @@ from experiments.aot.program import Compilation, DoesNotFit, Workload, first_lin
 from experiments.aot.training import TrainingStep
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax.engine import memory
-from varjax.engine.memory import show_bytes
+from varjax.generation import memory
+from varjax.generation.memory import show_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 

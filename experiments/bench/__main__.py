@@ -41,8 +41,8 @@ from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import tune
-from varjax.errors import UserError, choose
-from varjax.progress import Progress
+from varjax.core.errors import UserError, choose
+from varjax.generation.progress import Progress
 from varjax.storage.atomic import write_text
 
 FLAGS = CommandFlags("--model=var-d30 --op=attend --budget=0.1", "check tune draw model op budget")

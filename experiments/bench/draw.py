@@ -23,13 +23,13 @@ import varjax
 from experiments.bench import random_models
 from experiments.bench.measured import columns, show_time
 from pallas_kernels import bench
-from varjax.engine import memory
-from varjax.engine.compiled import Weights
-from varjax.engine.memory import show_bytes
-from varjax.engine.program import OutOfMemory
-from varjax.errors import choose
-from varjax.generator import Generator
-from varjax.nn.parameters import peak_bytes
+from varjax.core.errors import choose
+from varjax.generation import memory
+from varjax.generation.compiled import Weights
+from varjax.generation.generator import Generator
+from varjax.generation.memory import show_bytes
+from varjax.generation.program import OutOfMemory
+from varjax.storage.parameters import peak_bytes
 
 ALL = "all"
 DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes and lines

@@ -9,7 +9,7 @@ from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import tune
 from pallas_kernels.ragged_attention.config import Config
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
 ROWS, HEADS = 2, 3  # of a comparison, where nothing else is asked for

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.model import Model
+from varjax.core.sequence import Schedule
+from varjax.core.transformer import Transformer
 from varjax.models import registry
+from varjax.models.model import Model
 from varjax.models.registry import Preset
-from varjax.models.transformer import Transformer
-from varjax.nn import parameters
-from varjax.sequence import Schedule
+from varjax.storage import parameters
 
 PUBLISHED = {"var-d30": "var-d30", "infinity-2b": "infinity-2b", "llamagen-xl": "llamagen-xl-384"}
 TEXT = 128  # tokens of a text

@@ -28,9 +28,8 @@ from experiments.cli.flags import CommandFlags
 from experiments.cli.help import help_text, version_text
 from experiments.cli.reading import HELP, VERSION, is_asked_for
 from varjax import jax_settings
-from varjax.engine import compilation_cache
-from varjax.errors import UserError
-from varjax.parallel import hosts
+from varjax.core.errors import UserError
+from varjax.generation import compilation_cache, hosts
 
 Main: TypeAlias = Callable[[Sequence[str]], int | None]
 

@@ -13,8 +13,8 @@ from functools import partial
 from absl import flags
 
 from experiments.cli.reading import check_arguments, list_hint, not_valid, parse_flags
-from varjax import errors
-from varjax.errors import UserError, nearest
+from varjax.core import errors
+from varjax.core.errors import UserError, nearest
 from varjax.storage.values import parse_pairs
 
 # {flag that is gone: what to use instead}, of all commands

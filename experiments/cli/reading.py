@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from absl import flags
 
-from varjax.errors import UserError, nearest
+from varjax.core.errors import UserError, nearest
 
 HELP, VERSION = ("h", "help", "helpshort", "helpfull"), ("version",)
 _REQUIRED = "is required"

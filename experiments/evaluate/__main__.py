@@ -49,10 +49,10 @@ from experiments.generation import aligned, environment
 from experiments.json_text import json_safe, json_text
 from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.recipes.recipe import RecipeFlag
-from varjax import arguments
-from varjax.errors import UserError, choose
-from varjax.parallel import hosts
-from varjax.parallel.split import MeshSpec
+from varjax.core import arguments
+from varjax.core.errors import UserError, choose
+from varjax.generation import hosts
+from varjax.generation.mesh import MeshSpec
 from varjax.storage.atomic import check_new_file, new_folder, write_text
 
 PAIRED = ("psnr", "ssim", "lpips")

@@ -19,7 +19,7 @@ from experiments.evaluation.pictures import (
     file_digest,
 )
 from experiments.evaluation.references import Statistics
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.storage import npz
 from varjax.storage.manifest import read_json
 

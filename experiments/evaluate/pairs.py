@@ -19,7 +19,7 @@ from experiments.evaluation.pictures import paired
 from experiments.output import BatchStore
 from experiments.processes import Stop
 from varjax.calibration.files import model_digest
-from varjax.errors import UserError, about
+from varjax.core.errors import UserError, about
 from varjax.storage import npz
 
 # If these entries of two reports and the models are equal, pictures of one number differ by the

@@ -19,8 +19,8 @@ from experiments.evaluation.statistics import (
 )
 from experiments.output import BatchStore, Stopped
 from experiments.processes import Stop
-from varjax.errors import UserError, about
-from varjax.progress import Progress
+from varjax.core.errors import UserError, about
+from varjax.generation.progress import Progress
 
 LEAST_CHUNK = 256  # pictures whose features are in one file
 # {distance between sets: the feature that it compares}

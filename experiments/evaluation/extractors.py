@@ -17,15 +17,14 @@ from jaxtyping import Real
 
 from experiments import processes
 from experiments.evaluation import resizing
-from varjax.errors import UserError, about
-from varjax.logical_axes import IMAGES, make_mesh, mesh_spec
-from varjax.model import Model
+from varjax.core.errors import UserError, about
+from varjax.generation import hosts
+from varjax.generation.logical_axes import IMAGES, make_mesh, mesh_spec
+from varjax.generation.mesh import MeshSpec
+from varjax.generation.sharding import place
 from varjax.models.judges import JUDGES, classifier, inception, lpips
-from varjax.nn import parameters
-from varjax.parallel import hosts
-from varjax.parallel.sharding import place
-from varjax.parallel.split import MeshSpec
-from varjax.storage import checkpoint
+from varjax.models.model import Model
+from varjax.storage import checkpoint, parameters
 
 USUAL_BATCH, CPU_BATCH = 64, 16  # the network of FID takes about 1 GiB for 16 pictures on CPU
 PUBLISHED = "6726825d"  # how the SHA-256 of the published network of FID begins

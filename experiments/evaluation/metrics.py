@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from varjax.errors import UserError, show
+from varjax.core.errors import UserError, show
 from varjax.storage import own_modules
 from varjax.storage.values import require
 

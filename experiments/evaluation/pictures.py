@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, some
-from varjax.progress import Progress
+from varjax.core.errors import UserError, some
+from varjax.generation.progress import Progress
 from varjax.storage import npz, ordinary, pictures
 from varjax.storage.values import require
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.evaluation.statistics import Gaussian
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Integer
 from scipy.linalg.lapack import dpstrf
 from scipy.special import log_softmax
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 NEIGHBOURS = 3  # k of precision and recall
 ROWS, COLUMNS = 1024, 4096  # of a block of distances

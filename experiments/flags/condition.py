@@ -15,11 +15,11 @@ from experiments.flags.prompts import PromptFlags, plain
 from experiments.prompts.condition import Text, TokenizedPrompts, encoder_folder, warn
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
-from varjax import arguments
 from varjax.conditions import MOST_IMAGES, Condition
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core import arguments
+from varjax.core.errors import UserError
 from varjax.models.labels import Labels
+from varjax.models.model import Model
 from varjax.storage.values import MissingExtra
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features

@@ -8,11 +8,11 @@ from absl.flags import FlagHolder
 from experiments.cli.flags import CommandFlags
 from experiments.prompts.condition import Text, TokenizedPrompts
 from varjax.conditions import Condition
-from varjax.errors import UserError, choose
-from varjax.loading import describe, has_weights
-from varjax.model import Model
+from varjax.core.errors import UserError, choose
 from varjax.models import registry
 from varjax.models.infinity.config import SIZES, TEMPLATES
+from varjax.models.loading import describe, has_weights
+from varjax.models.model import Model
 from varjax.models.registry import found
 
 

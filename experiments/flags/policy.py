@@ -11,17 +11,17 @@ from experiments import budgets
 from experiments.budgets import Sizing
 from experiments.cli.flags import CommandFlags, about
 from experiments.evaluation import metrics
-from varjax.cache.allocation import Geometry
-from varjax.cache.plan import CachePlan
-from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
+from varjax.core.planner import choose, plan_cache
+from varjax.core.sampling import Sampling
+from varjax.models.model import Model
 from varjax.models.registry import OWN as own_models
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies.registry import OWN as own_policies
-from varjax.sampling import Sampling
 from varjax.storage import own_modules
 from varjax.storage.values import parse_pairs
 

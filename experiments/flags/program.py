@@ -12,21 +12,20 @@ from experiments.cli.flags import CommandFlags, about
 from experiments.generation import ProgramOptions
 from pallas_kernels import implementations
 from pallas_kernels.chips import Chip
-from varjax import arguments, errors
-from varjax.api import USUAL_BATCH
-from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.codecs import arithmetic
 from varjax.conditions import Condition
-from varjax.engine import memory
-from varjax.engine.build import LAYERS, MATMUL_PRECISIONS, Build
-from varjax.errors import UserError
-from varjax.loading import DTYPES, WEIGHTS_DTYPES, computed_in
-from varjax.model import Model
-from varjax.nn import schemes
-from varjax.nn.parameters import default_dtype
-from varjax.nn.schemes import SCHEMES
-from varjax.parallel import hosts, sharding, weights
-from varjax.parallel.split import MeshSpec
+from varjax.core import arguments, errors
+from varjax.core.errors import UserError
+from varjax.core.plan import KV_DTYPES, CachePlan
+from varjax.fast import schemes
+from varjax.fast.schemes import SCHEMES
+from varjax.generation import hosts, memory, sharding, weights
+from varjax.generation.api import USUAL_BATCH
+from varjax.generation.build import LAYERS, MATMUL_PRECISIONS, Build
+from varjax.generation.mesh import MeshSpec
+from varjax.models.loading import DTYPES, WEIGHTS_DTYPES, computed_in
+from varjax.models.model import Model
+from varjax.storage.parameters import default_dtype
 
 AUTO = "auto"
 

@@ -9,7 +9,7 @@ from absl.flags import FlagHolder
 from experiments.cli.flags import CommandFlags
 from experiments.prompts import sets
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.text.encoder import negative_texts
 
 _OF_KIND = re.compile(rf"({'|'.join(kind.value for kind in PromptFormat)}):(?=.)")

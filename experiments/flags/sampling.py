@@ -3,9 +3,9 @@
 from absl.flags import FlagHolder
 
 from experiments.cli.flags import CommandFlags
-from varjax.errors import UserError
-from varjax.model import Model
-from varjax.sampling import Sampling, check_seed
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling, check_seed
+from varjax.models.model import Model
 
 
 class SamplingFlags:

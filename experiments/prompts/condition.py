@@ -19,8 +19,8 @@ import numpy as np
 
 from experiments.prompts.sets import PromptSet
 from varjax.conditions import Condition
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core.errors import UserError
+from varjax.models.model import Model
 from varjax.storage import manifest
 from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder

@@ -23,7 +23,7 @@ from jaxtyping import UInt8
 
 from experiments.json_text import json_text
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
-from varjax.errors import UserError, about
+from varjax.core.errors import UserError, about
 from varjax.storage.atomic import new_file, write_text
 from varjax.storage.manifest import read_json
 from varjax.storage.names import check_distinct, inside

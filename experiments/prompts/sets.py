@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 
-from varjax.errors import UserError, choose, show
+from varjax.core.errors import UserError, choose, show
 from varjax.storage import ordinary, values
 from varjax.storage.manifest import parse_json
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from experiments.cli.flags import CommandFlags
-from varjax import errors
-from varjax.errors import UserError, choose
-from varjax.model import Model
+from varjax.core import errors
+from varjax.core.errors import UserError, choose
 from varjax.models import registry
+from varjax.models.model import Model
 
 FOLDER = Path(__file__).parent
 DOCS = "docs/howto/reproduce.md"

@@ -20,8 +20,8 @@ from experiments.cli.flags import CommandFlags
 from experiments.output import FileFlags
 from experiments.sweep import tables
 from varjax.calibration.files import load as load_calibration
-from varjax.engine.memory import show_bytes
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.generation.memory import show_bytes
 from varjax.storage.atomic import new_file
 from varjax.storage.values import require
 

@@ -10,11 +10,11 @@ import altair as alt
 import numpy as np
 
 from experiments.report.charts import chart_of, plain, scale_names
-from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.sequence import SCALES
 from varjax.policies import BinaryHeatKV, HeatKV
-from varjax.sequence import SCALES
 
 # Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
 CIVIDIS = "cividis"

@@ -12,8 +12,8 @@ import numpy as np
 import vl_convert
 
 from experiments.evaluation.metrics import METRICS, Metric
-from varjax import sequence
-from varjax.sequence import Schedule
+from varjax.core import sequence
+from varjax.core.sequence import Schedule
 
 MEBI = 2.0**20
 # seven colours, first with whole lines, then dashed, then dotted

@@ -26,11 +26,11 @@ from PIL import Image
 
 from experiments.report import calibration_charts, charts, sweep_files
 from experiments.sweep import tables
-from varjax import sequence
-from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
-from varjax.engine.memory import show_bytes
-from varjax.errors import UserError, some
+from varjax.core import sequence
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError, some
+from varjax.generation.memory import show_bytes
 
 USUAL_BUDGETS = [0.1, 0.25, 0.5]
 SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges

@@ -11,9 +11,9 @@ import numpy as np
 
 from experiments.batch_files import Damaged
 from experiments.sweep import tables
-from varjax import sequence
-from varjax.cache.allocation import Geometry
-from varjax.errors import UserError
+from varjax.core import sequence
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
 from varjax.storage import npz, ordinary
 from varjax.storage.manifest import parse_json
 

@@ -35,12 +35,12 @@ from experiments.output import BatchStore, FolderFlags, Stopped, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
-from varjax import api, errors
-from varjax.errors import UserError, some
-from varjax.generator import Generator
-from varjax.model import Model
-from varjax.parallel import hosts
-from varjax.progress import Progress
+from varjax.core import errors
+from varjax.core.errors import UserError, some
+from varjax.generation import api, hosts
+from varjax.generation.generator import Generator
+from varjax.generation.progress import Progress
+from varjax.models.model import Model
 from varjax.storage import npz
 from varjax.storage.values import require
 

@@ -16,11 +16,11 @@ from experiments.parts import PartStore
 from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
-from varjax.codecs.maps import bicubic_matrix
-from varjax.engine import memory
-from varjax.generator import Generator
-from varjax.nn import parameters
-from varjax.nn.parameters import peak_bytes
+from varjax.core.maps import bicubic_matrix
+from varjax.generation import memory
+from varjax.generation.generator import Generator
+from varjax.storage import parameters
+from varjax.storage.parameters import peak_bytes
 from varjax.storage.pictures import check_finite, to_uint8
 
 Arrays = dict[str, np.ndarray]

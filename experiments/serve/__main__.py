@@ -25,15 +25,15 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import say
 from experiments.serve.subjects import subjects
-from varjax.cache.plan import CachePlan
-from varjax.engine.build import Build
-from varjax.engine.memory import show_bytes
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.loading import load_weights
-from varjax.model import Model
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
+from varjax.core.sampling import Sampling
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
+from varjax.generation.memory import show_bytes
+from varjax.models.loading import load_weights
+from varjax.models.model import Model
 from varjax.policies import Policy, get_policy
-from varjax.sampling import Sampling
 from varjax.storage import ordinary
 from varjax.storage.values import require
 

@@ -33,7 +33,7 @@ from experiments.serve.guard import (
 )
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.service import Service
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 ENDING = 0.5  # seconds for a batch that nobody waits for any more
 WRONG = dict.fromkeys(

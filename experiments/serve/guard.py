@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OPEN = ("/healthz", "/metrics")  # for probes and scrapers, which have no key

@@ -14,10 +14,10 @@ import time
 from fastapi.responses import HTMLResponse
 
 from experiments.serve.guard import Refused
+from experiments.serve.mixed_batch import Item
 from experiments.serve.programs import Choice
 from experiments.serve.service import LEVEL, Service
-from varjax.errors import UserError
-from varjax.mixed_batch import Item
+from varjax.core.errors import UserError
 from varjax.storage import pictures
 
 SEED, FULL = 0, "full"

@@ -20,16 +20,16 @@ import numpy as np
 import prometheus_client as prometheus
 
 from experiments.serve.guard import AGAIN, Refused, ends
-from varjax.cache.plan import CachePlan
+from experiments.serve.mixed_batch import Drawn, Item, draw, draw_nothing
+from experiments.serve.previews import Previews, Watched
+from varjax.core.errors import UserError
+from varjax.core.plan import CachePlan
+from varjax.core.sampling import Sampling
 from varjax.editing.edit import source_tokens
-from varjax.engine.build import Build
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.mixed_batch import Drawn, Item, draw, draw_nothing
-from varjax.model import Model
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
+from varjax.models.model import Model
 from varjax.policies import Policy
-from varjax.previews import Previews, Watched
-from varjax.sampling import Sampling
 
 LOG = logging.getLogger("varjax.serve")
 COMPILING, DRAWING = "compiling", "drawing"  # names of threads

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from experiments.serve.guard import MOST_FORM, MOST_JSON, Refused
 from experiments.serve.subjects import MOST_CHARACTERS
-from varjax.errors import nearest, show
+from varjax.core.errors import nearest, show
 from varjax.storage.manifest import parse_json
 
 FILES = ("image", "mask")

@@ -16,14 +16,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
+from experiments.serve.mixed_batch import Drawn, Item, Patch, read_own_size
+from experiments.serve.previews import Preview, Previews
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.subjects import Subjects
-from varjax.errors import UserError, choose, show
-from varjax.mixed_batch import Drawn, Item, Patch, read_own_size
-from varjax.model import Model
+from varjax.core.errors import UserError, choose, show
+from varjax.models.model import Model
 from varjax.policies import POLICIES, Policy, get_policy, text_arguments
-from varjax.previews import Preview, Previews
 from varjax.storage import pictures
 
 LOOKING = 1.0  # seconds between two looks whether a client is still there, and signs of life to it

@@ -11,10 +11,10 @@ from difflib import get_close_matches
 import numpy as np
 from jaxtyping import PyTree
 
-from varjax import arguments
-from varjax.errors import UserError
-from varjax.model import Model
+from varjax.core import arguments
+from varjax.core.errors import UserError
 from varjax.models.labels import Labels
+from varjax.models.model import Model
 from varjax.text import prompt_ids
 from varjax.text.encoder import TextEncoder
 from varjax.text.prompt_tokenizer import PromptTokenizer

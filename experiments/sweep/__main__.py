@@ -47,10 +47,9 @@ from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
 from experiments.sweep.plan import Cell, Sweep
-from varjax import api
 from varjax.calibration import files as calibration_lib
-from varjax.errors import UserError
-from varjax.parallel import hosts
+from varjax.core.errors import UserError
+from varjax.generation import api, hosts
 from varjax.policies import HeatKV
 from varjax.storage import ordinary
 from varjax.storage.values import require

@@ -21,11 +21,11 @@ from experiments.output import BatchStore, Stopped, say
 from experiments.parts import Shard
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.model import Model
-from varjax.parallel import hosts
-from varjax.progress import Progress
+from varjax.core.errors import UserError
+from varjax.generation import hosts
+from varjax.generation.generator import Generator
+from varjax.generation.progress import Progress
+from varjax.models.model import Model
 from varjax.storage.pictures import to_uint8
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from experiments.budgets import parse_bytes
 from experiments.generation import Generation, policy_arguments
 from experiments.judges import Judges
-from varjax.cache.allocation import Geometry
-from varjax.cache.plan import CachePlan
-from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
-from varjax.engine import memory
-from varjax.errors import UserError, about, choose
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError, about, choose
+from varjax.core.plan import CachePlan
+from varjax.core.planner import plan_cache
+from varjax.generation import memory
 from varjax.policies import POLICIES, get_policy
 from varjax.storage.values import parse_pairs
 

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.training import decoding
-from varjax.errors import UserError, choose, some
+from varjax.core.errors import UserError, choose, some
 from varjax.storage import npz
 from varjax.storage.manifest import read_class_names
 from varjax.storage.pictures import fit_picture

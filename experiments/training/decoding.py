@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.storage import ordinary
 from varjax.storage.manifest import is_text
 from varjax.storage.pictures import ENDINGS, STORED, fit_picture, picture_files, read_picture

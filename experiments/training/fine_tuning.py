@@ -13,16 +13,14 @@ from flax import nnx
 
 from experiments.training.data import Dataset
 from experiments.training.settings import FAMILIES, FIELDS, TrainingSettings, shown
-from varjax import loading
 from varjax.calibration.files import model_digest
 from varjax.codecs.vq import VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import UserError
-from varjax.models import registry
+from varjax.core.errors import UserError
+from varjax.models import loading, registry
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
-from varjax.nn import parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 
 CLASSES = "class_embedding"  # the parameter of both families that has a row for each class
 # defaults: smaller steps than from nothing, and a codec that has its codes already

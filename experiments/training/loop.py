@@ -24,9 +24,9 @@ import orbax.checkpoint as ocp
 
 from experiments import processes
 from experiments.training.stage import TrainingStage
-from varjax.errors import UserError, some
-from varjax.parallel import hosts
-from varjax.progress import Progress
+from varjax.core.errors import UserError, some
+from varjax.generation import hosts
+from varjax.generation.progress import Progress
 from varjax.storage import arrays, checksums, lock, manifest, ordinary
 from varjax.storage.atomic import write_text
 

@@ -18,10 +18,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from varjax.errors import UserError
-from varjax.logical_axes import IMAGES, by_longest, make_mesh, shardings
-from varjax.parallel import hosts
-from varjax.parallel.split import REST, axis_sizes
+from varjax.core.errors import UserError
+from varjax.generation import hosts
+from varjax.generation.logical_axes import IMAGES, by_longest, make_mesh, shardings
+from varjax.generation.mesh import REST, axis_sizes
 
 AXES = {"data": "pictures", "fsdp": "pictures, parameters and optimizer state"}
 DATA, FSDP = AXES

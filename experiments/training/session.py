@@ -18,14 +18,13 @@ from experiments.training.settings import TrainingSettings
 from experiments.training.var_trainer import LlamaGenStage, VARStage, read_tokens, write_tokens
 from experiments.training.vqvae_trainer import VQVAEStage
 from varjax.codecs.autoencoder import ImageCodec, cast
-from varjax.errors import UserError, choose
+from varjax.core.errors import UserError, choose
+from varjax.core.transformer import Transformer
+from varjax.generation import hosts
 from varjax.models import registry
 from varjax.models.judges import JUDGES
 from varjax.models.judges.classifier import ClassifierConfig
-from varjax.models.transformer import Transformer
-from varjax.nn import parameters
-from varjax.parallel import hosts
-from varjax.storage import checkpoint, manifest
+from varjax.storage import checkpoint, manifest, parameters
 from varjax.storage.atomic import check_new_folder, check_place
 
 STAGES = ("vqvae", "var", "both", "classifier")

@@ -10,10 +10,10 @@ from pathlib import Path
 from experiments.training.data import LOADERS
 from varjax.codecs.vq import VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import UserError, choose
+from varjax.core.errors import UserError, choose
+from varjax.core.sequence import Schedule
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
-from varjax.sequence import Schedule
 
 DTYPES = ("float32", "bfloat16")
 BOTH, SECOND, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)

@@ -1,7 +1,7 @@
 """Parts that all training stages share: the order of the pictures, their sharding, AdamW with
 clipping, learning rate schedules, and the moving average of the weights.
 
-Parameters are flat dictionaries {name: array} (`varjax.nn.parameters.named`).
+Parameters are flat dictionaries {name: array} (`varjax.storage.parameters.named`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,10 @@ from experiments.training.data import Dataset
 from experiments.training.decoding import Ahead, InFiles
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import TrainingSettings
+from varjax.generation import hosts
+from varjax.generation.sharding import place
 from varjax.models import registry
-from varjax.nn import parameters
-from varjax.parallel import hosts
-from varjax.parallel.sharding import place
+from varjax.storage import parameters
 
 Tree = TypeVar("Tree")
 

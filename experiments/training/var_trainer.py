@@ -22,11 +22,11 @@ from experiments.training.settings import TrainingSettings
 from experiments.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae import Quantizer
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.generation import hosts
 from varjax.models import teacher_forcing
 from varjax.models.llamagen import LlamaGenConfig
 from varjax.models.var import VARConfig
-from varjax.parallel import hosts
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 

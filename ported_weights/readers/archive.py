@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 
 MAX_DIRECTORY = 16 * 2**20  # bytes of the list of members; a tensor usually takes 100

@@ -25,7 +25,7 @@ from ported_weights.readers.pickle_program import (
     Symbol,
     name_of,
 )
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.values import require
 
 # Little-endian element types of torch's storage classes.

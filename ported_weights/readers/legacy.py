@@ -13,7 +13,7 @@ import numpy as np
 
 from ported_weights.readers.archive import damaged
 from ported_weights.readers.files import MAX_PICKLE, Storage, TorchFile
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle: a number

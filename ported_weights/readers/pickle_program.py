@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ported_weights.readers.notes import NOTES
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 # Far more than weights need: a tensor takes about 30 operations.
 MAX_OPERATIONS = 2**20

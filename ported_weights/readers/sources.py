@@ -17,7 +17,7 @@ import numpy as np
 from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors, tensors
 from ported_weights.readers.legacy import MAGIC, LegacyTorchFile
 from ported_weights.readers.wrappers import unwrapped, without_wrappers
-from varjax.errors import UserError, about, some
+from varjax.core.errors import UserError, about, some
 from varjax.storage import ordinary
 from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 
 # Attributes that hold the wrapped module: of data parallelism and averaged models, torch.compile,
 # FSDP and its older form, checkpointing of activations, and Lightning's strategies.

@@ -14,7 +14,7 @@ from ported_weights.rules import Ignore, Take, layer, path_of
 from varjax.codecs.bsq import PRESETS, BSQConfig
 from varjax.codecs.vq import ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models.var import VARConfig
 
 _BOTH = r"(encoder|decoder)"

@@ -4,7 +4,7 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from ported_weights.rules import Ignore, Take, linear
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.models.judges.inception import CONVOLUTIONS, InceptionConfig
 from varjax.models.judges.lpips import LPIPSConfig, layers_of
 

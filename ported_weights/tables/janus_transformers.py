@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ported_weights.readers.sources import Source, Tensor
 from ported_weights.tables.janus import TRANSFORMERS
-from varjax.errors import about, show
+from varjax.core.errors import about, show
 from varjax.models.janus import OWN, PAD, JanusConfig
 from varjax.storage.manifest import read_json
 

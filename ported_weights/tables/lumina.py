@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ported_weights.rules import Ignore, Take
 from ported_weights.tables import llama
-from varjax.errors import UserError, about
+from varjax.core.errors import UserError, about
 from varjax.models.lumina import PATCH, LuminaConfig, image_ids
 from varjax.storage.manifest import read_json
 

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ported_weights.rules import Ignore, Refuse, Stack, Take, linear, product, zero_key_bias
-from varjax.errors import some
+from varjax.core.errors import some
+from varjax.core.sequence import Schedule
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.models.var import VARConfig
-from varjax.sequence import Schedule
 
 _N = r"blocks\.(\d+)\."
 _CHUNKED = r"block_chunks\.(\d+)\.module\.(\d+)\."

@@ -8,12 +8,12 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.cache.allocation import Geometry
 from varjax.calibration import data
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.sequence import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/policies"
 GEOMETRY = Geometry(

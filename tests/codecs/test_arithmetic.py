@@ -9,8 +9,8 @@ import pytest
 from tests import models_under_test as models
 from tests.often import often
 from varjax.codecs import arithmetic
-from varjax.engine import pixels
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.generation import pixels
 
 GPU = ("gpu", "9.0")
 FIXTURES = {

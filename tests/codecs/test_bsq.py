@@ -22,10 +22,10 @@ from varjax.codecs import arithmetic
 from varjax.codecs import bsq as quantizer
 from varjax.codecs.bsq import BSQVAE, BSQConfig
 from varjax.codecs.codes import flatten_maps
-from varjax.codecs.maps import patchify, resize_area, resize_bilinear
-from varjax.errors import UserError
-from varjax.nn import parameters
-from varjax.sequence import Schedule
+from varjax.core.errors import UserError
+from varjax.core.maps import patchify, resize_area, resize_bilinear
+from varjax.core.sequence import Schedule
+from varjax.storage import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"
 CONFIGS = json.loads((FIXTURES / "configs.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.codecs.vq import ChameleonVQConfig
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 IMAGE = 3e-4
 PUBLISHED = {"n_embed": 8192, "embed_dim": 256}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import UserError
-from varjax.sequence import Schedule
+from varjax.core.errors import UserError
+from varjax.core.sequence import Schedule
 
 
 def test_published_variants():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from varjax.codecs.vqvae import Quantizer, VQVAEConfig
-from varjax.sequence import Schedule
+from varjax.core.sequence import Schedule
 
 SMALL = VQVAEConfig(
     vocab_size=24, z_channels=4, ch=32, ch_mult=(1, 1), schedule=Schedule.square((1, 2, 3, 4))

@@ -13,7 +13,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.codecs.vq import VQConfig
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 LATENT, IMAGE = 1e-4, 3e-4
 

@@ -18,7 +18,7 @@ from ported_weights.readers import sources
 from ported_weights.tables.codecs import vqvae_rules
 from tests.often import often
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
-from varjax.nn import parameters
+from varjax.storage import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
 WEIGHTS = {"vae_small": "vae.safetensors", "vae_full": "vae.pth"}

@@ -9,12 +9,12 @@ import pytest
 import varjax
 from tests import models_under_test as models
 from tests.often import often
+from varjax.core.errors import UserError
+from varjax.core.sequence import Schedule
 from varjax.editing import masks
 from varjax.editing.edit import ByText, Editor, both_texts, source_tokens
 from varjax.editing.mixture import Mixture
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.sequence import Schedule
+from varjax.generation.generator import Generator
 from varjax.text.features import TextFeatures
 
 INFINITY = "infinity_a_small"

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from varjax.core.errors import UserError
 from varjax.editing import masks
-from varjax.errors import UserError
 
 VAR, TOKENS = "b_k6_sharedaln", "llamagen_c2i"
 

@@ -9,14 +9,14 @@ import pytest
 from experiments.cli import command_line
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
-from varjax.generator import Generator
+from varjax.generation.generator import Generator
 
 
 @pytest.fixture
 def call(capsys, monkeypatch):
     """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
     experiments.run --flag=...`. The cache of compiled programs stays the tests' own."""
-    monkeypatch.setattr("varjax.engine.compilation_cache.use", lambda: None)
+    monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
 
     def invoke(verb, *flags):
         package = importlib.import_module(f"experiments.{verb}")

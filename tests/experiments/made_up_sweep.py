@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
+from varjax.core.allocation import Geometry
+from varjax.core.planner import plan_cache
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import Schedule
 from varjax.policies import get_policy
-from varjax.sampling import Sampling
-from varjax.sequence import Schedule
 
 GEOMETRY = Geometry(
     schedule=Schedule.square([1, 2, 3, 4, 6]), num_layers=3, num_heads=4, head_dim=8

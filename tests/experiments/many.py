@@ -15,7 +15,7 @@ import sys
 from experiments.cli import command_line
 from experiments.output import BatchStore
 from experiments.sweep.cells import CellRunner
-from varjax.parallel import hosts
+from varjax.generation import hosts
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from experiments.aot import program as aot_program
 from experiments.aot import worker
 from pallas_kernels import chips
 from tests import models_under_test as models
-from varjax import api
-from varjax.cache.state import KVState
-from varjax.loading import load
+from varjax.core.state import KVState
+from varjax.generation import api
+from varjax.models.loading import load
 from varjax.storage import checkpoint
 
 COMPILED = {

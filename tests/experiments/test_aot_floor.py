@@ -4,8 +4,8 @@ import numpy as np
 
 from experiments.aot import floor
 from experiments.geometry import read_geometry
-from varjax import api
-from varjax.engine.segments import plan_segments
+from varjax.core.segments import plan_segments
+from varjax.generation import api
 from varjax.policies import POLICIES
 
 GEOMETRY = read_geometry("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")

@@ -8,9 +8,9 @@ from experiments.aot.program import Compilation, Workload
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from tests.experiments.test_aot_tokens import OPTIONS
-from varjax import api
-from varjax.engine.build import Build
-from varjax.loading import describe
+from varjax.generation import api
+from varjax.generation.build import Build
+from varjax.models.loading import describe
 
 GIB = 2**30
 # model, policy, budget, batch, chip, layers; GiB of the compiled program that draws codes

@@ -8,11 +8,11 @@ import pytest
 from experiments.aot.program import Compilation, CompiledProgram, Workload
 from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
-from varjax import api
-from varjax.engine.build import Build
-from varjax.loading import describe
-from varjax.model import Model
-from varjax.parallel.split import MeshSpec
+from varjax.generation import api
+from varjax.generation.build import Build
+from varjax.generation.mesh import MeshSpec
+from varjax.models.loading import describe
+from varjax.models.model import Model
 
 TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype")}
 OPTIONS = ProgramOptions(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.bench import draw
-from varjax.engine.program import OutOfMemory
-from varjax.generator import Generator
+from varjax.generation.generator import Generator
+from varjax.generation.program import OutOfMemory
 
 NAMES = ("var-d30-b1", "llamagen-xl-streaming-b8")
 PROGRAM = {
@@ -94,7 +94,7 @@ def test_a_task_that_fails_leaves_a_row(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize("predicted", [True, False])
 def test_what_does_not_fit_says_so(monkeypatch, predicted):
     if predicted:
-        monkeypatch.setattr("varjax.engine.memory.available_bytes", lambda: 1000)
+        monkeypatch.setattr("varjax.generation.memory.available_bytes", lambda: 1000)
     else:
 
         def full(*_, **__):

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from experiments import budgets
-from varjax.engine import memory
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.generation import memory
 
 MODEL = ("--model=var-d30", "--policy=streaming", "--batch_size=8")
 

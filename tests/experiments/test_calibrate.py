@@ -6,7 +6,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.calibration import files as measured
-from varjax.loading import load
+from varjax.models.loading import load
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.sweep import cells as sweep_cells
 from tests.experiments import made_up_sweep
-from varjax.cache.planner import plan_cache
+from varjax.core.planner import plan_cache
 from varjax.policies import get_policy
 
 GEOMETRY = made_up_sweep.GEOMETRY

@@ -12,7 +12,7 @@ from experiments.evaluation import extractors
 from experiments.evaluation.extractors import CompiledNetwork
 from experiments.evaluation.pictures import PackedPictures
 from experiments.evaluation.statistics import Gaussian, frechet
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 @pytest.mark.slow

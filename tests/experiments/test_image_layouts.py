@@ -7,7 +7,7 @@ import pytest
 
 from experiments.prompts.layouts import check_layout, write_images
 from experiments.prompts.sets import IMAGES_PER_PROMPT, Prompt, PromptFormat, PromptSet
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `eval`)")
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from experiments.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.values import MissingExtra
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax import Generator, UserError, jax_settings
-from varjax.sampling import Sampling
+from varjax.core.sampling import Sampling
 
 OTHERS = {
     "jax_enable_x64": True,

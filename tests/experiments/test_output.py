@@ -12,7 +12,7 @@ import pytest
 from experiments import batch_files, output
 from experiments.output import BatchStore
 from tests import unfinished_runs as runs
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def same(found, expected):

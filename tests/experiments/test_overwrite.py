@@ -9,8 +9,8 @@ from experiments import output
 from experiments.prompts import layouts
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from tests import unfinished_runs as runs
-from varjax.api import Generator
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.generation.api import Generator
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder, new_folder
 

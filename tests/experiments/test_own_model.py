@@ -11,7 +11,7 @@ import pytest
 import varjax
 from experiments.evaluation import metrics
 from tests.conftest import ROOT
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import own_modules
 

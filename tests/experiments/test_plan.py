@@ -10,7 +10,7 @@ import pytest
 
 from experiments.run import __main__ as command
 from tests import models_under_test as models
-from varjax.loading import describe
+from varjax.models.loading import describe
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"

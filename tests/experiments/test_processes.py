@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from experiments import processes
-from varjax.errors import UserError
-from varjax.parallel import hosts
+from varjax.core.errors import UserError
+from varjax.generation import hosts
 
 
 @pytest.mark.parametrize("text", ["", "x", "h:1", "h:1,2", "h:0,2,0", "h:99999,2,0", "h:1,2,2"])

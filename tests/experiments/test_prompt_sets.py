@@ -8,7 +8,7 @@ import pytest
 
 from experiments.prompts import layouts, sets
 from experiments.prompts.sets import PromptFormat, read_prompts
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 GENEVAL = (
     {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a bench"},

@@ -10,9 +10,9 @@ from experiments.evaluation import protocols
 from experiments.recipes import recipe as recipes
 from experiments.run import __main__ as run
 from tests import models_under_test as models
-from varjax.errors import UserError
-from varjax.loading import describe
+from varjax.core.errors import UserError
 from varjax.models import registry
+from varjax.models.loading import describe
 from varjax.policies import get_policy
 
 KEYS = {"title", "source", "models", "run", "evaluate", "images", "reference", "rows"}

@@ -13,7 +13,7 @@ from experiments.output import BatchStore, written
 from experiments.run import files
 from tests import models_under_test as models
 from varjax import policies
-from varjax.api import Generator
+from varjax.generation.api import Generator
 from varjax.storage.atomic import check_new_folder
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.parts import Shard
 from tests.unfinished_runs import tree
-from varjax.errors import UserError
-from varjax.generator import Generator
+from varjax.core.errors import UserError
+from varjax.generation.generator import Generator
 
 RUN = ("--num_images=5", "--batch_size=2", "--policy=swa", "--budget=0.5", "--segments=1")
 TIMES = {"time", "resumed"}

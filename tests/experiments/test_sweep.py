@@ -12,10 +12,10 @@ from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
-from varjax.api import Generator
 from varjax.calibration import files as calibration_lib
-from varjax.errors import UserError
-from varjax.loading import describe
+from varjax.core.errors import UserError
+from varjax.generation.api import Generator
+from varjax.models.loading import describe
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 

@@ -12,8 +12,8 @@ from experiments.flags.condition import ConditionFlags
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments.conftest import flags_as_text
-from varjax.api import Generator
-from varjax.loading import describe
+from varjax.generation.api import Generator
+from varjax.models.loading import describe
 
 CASE = "infinity_A_gen_1.5_b2"
 FAST = ("--segments=1", "--dtype=float32")

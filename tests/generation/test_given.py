@@ -7,9 +7,9 @@ import pytest
 
 from tests import models_under_test as models
 from tests.often import often
-from varjax.engine.given import Given
-from varjax.errors import UserError
-from varjax.generator import Generator
+from varjax.core.errors import UserError
+from varjax.core.given import Given
+from varjax.generation.generator import Generator
 
 INDEX = np.arange(2, dtype=np.int32)
 

@@ -10,10 +10,10 @@ from pallas_kernels.projection import quarter_turn, quarter_turn_by_product
 from tests import models_under_test as models
 from tests.often import often
 from varjax import Model
-from varjax.cache.planner import plan_cache
+from varjax.core.planner import plan_cache
+from varjax.core.sampling import Sampling, filter_logits
 from varjax.models import teacher_forcing
 from varjax.policies import Full
-from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
 
 pytestmark = pytest.mark.usefixtures("optimized")

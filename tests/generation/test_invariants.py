@@ -11,8 +11,8 @@ import varjax
 from tests import models_under_test as models
 from tests.often import often
 from varjax import policies
-from varjax.engine.scales import ScaleSpec
-from varjax.sampling import Sampling
+from varjax.core.sampling import Sampling
+from varjax.core.scales import ScaleSpec
 
 NAME = models.FAMILIES["var"]
 SMALL = "c_k5_nol2norm"  # the quickest fixture

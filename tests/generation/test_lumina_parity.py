@@ -12,8 +12,8 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
+from varjax.core import layers, stacked
 from varjax.models import registry
-from varjax.nn import layers, stacked
 
 CODES = 90  # of 100 tokens: some are left for the grammar of images
 OWN = {"image_ids": list(range(CODES)), "num_codes": CODES, "new_line": CODES}

@@ -10,8 +10,8 @@ import pytest
 from tests import models_under_test as models
 from tests.often import often
 from varjax import policies
-from varjax.cache.planner import plan_cache
-from varjax.nn.layers import dense_attention
+from varjax.core.layers import dense_attention
+from varjax.core.planner import plan_cache
 
 pytestmark = pytest.mark.usefixtures("optimized")
 MODELS = tuple(models.TOKENIZER)

@@ -9,7 +9,7 @@ import varjax
 from tests import models_under_test as models
 from varjax import policies
 from varjax.calibration import files as calibrations
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 @pytest.fixture(scope="module")

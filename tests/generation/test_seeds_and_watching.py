@@ -6,7 +6,7 @@ import pytest
 
 from tests import models_under_test as models
 from tests.often import often
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 @pytest.mark.slow

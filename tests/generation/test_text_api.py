@@ -10,10 +10,10 @@ import varjax
 from tests import models_under_test as models
 from tests.often import often
 from varjax import Generator, conditions
-from varjax.cache.planner import plan_cache
-from varjax.engine import memory
-from varjax.engine.pixels import Decoding
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.generation import memory
+from varjax.generation.pixels import Decoding
 from varjax.policies import Full, Streaming
 from varjax.text.encoder import TextEncoder
 from varjax.text.features import TextFeatures

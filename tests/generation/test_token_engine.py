@@ -12,13 +12,13 @@ from tests import models_under_test as models
 from tests.generation import test_llamagen_parity as parity
 from tests.often import often
 from varjax import conditions
-from varjax.engine import memory
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.parallel.split import MeshSpec
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import TOKENS
+from varjax.generation import memory
+from varjax.generation.generator import Generator
+from varjax.generation.mesh import MeshSpec
 from varjax.policies import POLICIES, get_policy
-from varjax.sampling import Sampling
-from varjax.sequence import TOKENS
 
 # a table needs a file, and budget 1 is not what it is for
 BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]

@@ -7,7 +7,7 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models.infinity.config import (
     PIXELS,
     TEMPLATES,

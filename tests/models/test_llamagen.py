@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling
 from varjax.models import registry
 from varjax.models.llamagen import LlamaGen, LlamaGenConfig, rotation_table
-from varjax.nn import parameters
-from varjax.sampling import Sampling
+from varjax.storage import parameters
 
 SMALL = {"dim": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "block_size": 36}
 

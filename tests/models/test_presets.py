@@ -7,9 +7,9 @@ import pytest
 import varjax
 from tests.often import often
 from varjax import policies
-from varjax.cache.planner import plan_cache
+from varjax.core.planner import plan_cache
 from varjax.models import registry
-from varjax.nn import parameters
+from varjax.storage import parameters
 
 PUBLISHED = {
     **{"var-d20": 600e6, "var-d24": 1.0e9, "var-d30": 2.0e9},

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.often import often
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import teacher_forcing
 from varjax.models.janus import Janus, JanusConfig
 from varjax.models.lumina import Lumina, LuminaConfig, image_ids, units_for, units_of

@@ -15,7 +15,7 @@ start, its height and its width (`FlexARItemProcessor.process_image`).
 import pytest
 
 from tests import prompt_models_under_test as small
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 

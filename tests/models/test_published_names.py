@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling
 from varjax.models import registry
 from varjax.models.var import VARConfig
-from varjax.sampling import Sampling
 
 
 @pytest.mark.parametrize("name", registry.PRESETS)

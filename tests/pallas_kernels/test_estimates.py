@@ -15,7 +15,7 @@ import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
 from tests.pallas_kernels.token_shapes import abstract_token_arguments
-from varjax.engine.cost import program_cost
+from varjax.generation.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
 SPEC = ArgSpec(name="small", rows=2, heads=3, head_dim=64, tokens=5, length=5, entries=2)

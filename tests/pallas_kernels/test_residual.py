@@ -20,7 +20,7 @@ from pallas_kernels.residual import (
 )
 from pallas_kernels.residual.operands import TILE
 from tests.pallas_kernels import gpu_simulation
-from varjax.nn.schemes import FP8, SCHEMES, W8A8
+from varjax.fast.schemes import FP8, SCHEMES, W8A8
 
 GELU = partial(jax.nn.gelu, approximate=True)
 LAYERS, LAYER, EPS = 3, 1, 1e-6

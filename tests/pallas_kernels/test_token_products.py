@@ -147,7 +147,7 @@ def test_mistakes_are_seen(in_float32, monkeypatch, capsys):
 
 def test_the_reference_is_the_model():
     """Norm, gate and residual sum are those of a decoder's layer, bit by bit."""
-    from varjax.nn import layers
+    from varjax.core import layers
 
     given = arguments(replace(SMALL, dtype="bfloat16"))
     results = layer(reference, **given)

@@ -6,10 +6,10 @@ import pathlib
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
+from varjax.core.allocation import Geometry
+from varjax.core.sequence import Schedule
 from varjax.policies.amskv_rules import VAR_256, VAR_512
-from varjax.sequence import Schedule
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures/policies/amskv/amskv.npz"
 DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=8, num_heads=2, head_dim=4)

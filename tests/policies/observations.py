@@ -4,9 +4,9 @@ positions in no order, new tokens among which some are the window."""
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.observation import Observation
+from varjax.core.sequence import Schedule
 
 ROWS, HEADS, STORED, NEW = 2, 3, 11, 9
 DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=3, num_heads=4, head_dim=8)

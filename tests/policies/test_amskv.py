@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.policies.amskv_cases import CASES, D30, D36, DEMO, calibration, fixture
-from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 from varjax.policies import get_policy
 from varjax.policies.amskv import AMSKV
 from varjax.policies.amskv_rules import PRESETS

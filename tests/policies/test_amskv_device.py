@@ -9,8 +9,8 @@ import pytest
 
 from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
+from varjax.core.allocation import Geometry
+from varjax.core.observation import Observation
 from varjax.policies.amskv import AMSKV
 from varjax.policies.amskv_scales import AMSKVScales
 

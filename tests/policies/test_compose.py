@@ -7,10 +7,10 @@ import pytest
 
 from tests.policies.observations import CAPACITIES, DEMO, check_counts, observation
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 from varjax.policies import POLICIES, Compose, get_policy
 
 REFUSED = [(role, name) for name, cls in POLICIES.items() for role in cls.unfit_roles]

@@ -12,8 +12,8 @@ from tests import models_under_test as models
 from tests.policies.amskv_cases import D30
 from tests.policies.observations import DEMO, kept_columns, observation
 from tests.tokens import stand_in
-from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 from varjax.policies import POLICIES, Policy, get_policy, registry
 
 ROOT = pathlib.Path(__file__).parents[2]

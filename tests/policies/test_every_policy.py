@@ -17,13 +17,13 @@ import pytest
 import varjax
 from tests import models_under_test as models
 from tests.often import often
-from varjax import measure_calibration
-from varjax.cache.planner import plan_cache
-from varjax.cache.state import KVState
 from varjax.calibration import files as calibrations
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.core.sampling import Sampling
+from varjax.core.state import KVState
+from varjax.generation import measure_calibration
 from varjax.policies import POLICIES, get_policy
-from varjax.sampling import Sampling
 
 BUDGETS = (0.04, 0.1, 0.2, 0.5)
 EVERY = {

@@ -11,8 +11,8 @@ from tests.policies.observations import (
     observation,
 )
 from varjax import policies
-from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 
 
 def keep_by_hand(live, position, mass, recent, capacity) -> set[int]:

@@ -14,9 +14,9 @@ from tests.policies.observations import (
     observation,
 )
 from varjax import policies
-from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 
 VARIANCE = np.array([[4, 1, 1, 9], [2, 7, 8, 3], [6, 5, 0, 2]], np.float64)
 CALIBRATION = Calibration(query_variance=VARIANCE)

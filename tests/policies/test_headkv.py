@@ -9,9 +9,9 @@ import pytest
 from tests import models_under_test as models
 from tests.policies.observations import HEADS, ROWS, observation
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.planner import plan_cache
+from varjax.core.sequence import Schedule
 
 DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=2, num_heads=4, head_dim=8)
 

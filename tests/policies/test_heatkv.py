@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.allocator import after_each_layer
-from varjax.cache.planner import plan_cache
 from varjax.calibration import data as measured
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.allocator import after_each_layer
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.core.sequence import Schedule
 from varjax.policies.heatkv_schedule import PruneSchedule, heads_to_remove, prune_schedule
-from varjax.sequence import Schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 PUBLISHED = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.policies.observations import CAPACITIES, observation
-from varjax.policies import masks
+from varjax.core import masks
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)

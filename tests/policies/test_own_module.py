@@ -11,8 +11,8 @@ from tests.policies.observations import DEMO
 from tests.policies.test_docs import EXAMPLE
 from tests.policies.test_registry import markdown_table
 from varjax import policies
-from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 from varjax.policies import POLICIES, Policy, get_policy, load_module, registry
 from varjax.policies.scale_rule import ScaleRule
 from varjax.storage import own_modules
@@ -102,7 +102,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, error, raised):
         ("nowhere/my.py", "no such file"),
         ("./notes.txt", "has to end in .py"),
         ("no_such_module", "no module of this name"),
-        ("varjax.sequence", "registers no policy"),
+        ("varjax.core.sequence", "registers no policy"),
     ],
 )
 def test_what_is_no_module(tmp_path, monkeypatch, given, message):

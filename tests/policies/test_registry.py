@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.core.sequence import Schedule
 from varjax.policies import POLICIES, get_policy
-from varjax.sequence import Schedule
 
 GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
 NAN, INF = float("nan"), float("inf")

@@ -14,12 +14,12 @@ from tests.policies.observations import (
     DEMO,
 )
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
-from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.observation import Observation
+from varjax.core.planner import plan_cache
+from varjax.core.sequence import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "policies" / "scalekv"
 SIDES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)

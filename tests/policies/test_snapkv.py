@@ -12,8 +12,8 @@ from tests.policies.observations import (
     window_and_peaks_by_hand,
 )
 from varjax import policies
-from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -8,10 +8,9 @@ import pytest
 
 from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
-from varjax.nn import parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 
 
 def converted(folder: Path, published: PublishedModel, **options) -> tuple[dict, dict, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.ported_weights.conftest import convert_request
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import checkpoint
 

@@ -15,10 +15,10 @@ from tests.models_under_test import fixture_model
 from tests.often import often
 from tests.ported_weights.conftest import convert_request
 from tests.ported_weights.conversions import assert_same
-from varjax.errors import UserError
+from varjax.core import layers
+from varjax.core.errors import UserError
 from varjax.models import registry
-from varjax.nn import layers, parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 
 NAMES = ("a_k10", "b_k6_sharedaln", "c_k5_nol2norm")
 LOGITS = 3e-4  # float32 against the original in float32, whose own error is 3.2e-5

@@ -12,12 +12,11 @@ from experiments.evaluation import extractors
 from experiments.judges import Judges
 from ported_weights import convert
 from ported_weights.configurations import PublishedModel
-from varjax.errors import UserError
-from varjax.loading import describe
+from varjax.core.errors import UserError
 from varjax.models import registry
-from varjax.nn import parameters
+from varjax.models.loading import describe
 from varjax.policies import HeatKV
-from varjax.storage import checkpoint, manifest
+from varjax.storage import checkpoint, manifest, parameters
 from varjax.storage.pictures import to_uint8
 
 

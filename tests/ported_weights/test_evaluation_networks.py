@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from experiments.evaluation.extractors import open_inception, open_lpips
 from ported_weights.convert import convert_part
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
-from varjax.nn import parameters
+from varjax.core.errors import UserError
+from varjax.storage import parameters
 
 HEADS = {net: str(recipe.FIXTURES / f"{net}_heads.pth") for net in ("alex", "vgg")}
 

@@ -15,7 +15,7 @@ from ported_weights.configurations import PublishedModel
 from ported_weights.readers import files, pickle_program
 from ported_weights.readers.files import TorchFile, tensors
 from ported_weights.readers.sources import open_source
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import manifest
 from varjax.storage.manifest import read_json
 

@@ -16,9 +16,9 @@ from ported_weights import hub
 from tests import models_under_test as models
 from tests.conftest import ROOT
 from tests.ported_weights.hub_server import Hub, serving
-from varjax.errors import UserError
-from varjax.loading import load
+from varjax.core.errors import UserError
 from varjax.models import registry
+from varjax.models.loading import load
 from varjax.models.registry import found
 from varjax.storage import names
 

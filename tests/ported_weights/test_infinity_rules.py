@@ -15,7 +15,7 @@ from tests import released_shapes
 from tests.ported_weights.conversions import assert_same
 from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
 from varjax.codecs import bsq as bsq
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.models.infinity.transformer import InfinityConfig
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from ported_weights import convert
 from tests.ported_weights.infinity_requests import HERE, a_request, converted, refused
-from varjax.nn import parameters
+from varjax.storage import parameters
 from varjax.text.encoder import TextEncoder
 
 

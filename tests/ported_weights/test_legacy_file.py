@@ -8,7 +8,7 @@ import pytest
 from ported_weights.readers.legacy import MAGIC
 from ported_weights.readers.sources import open_source
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 PROTOCOL = b"\x80\x02"
 HEADS = {"lin0.model.1.weight": 64, "lin1.model.1.weight": 192, "lin2.model.1.weight": 384}

@@ -13,7 +13,7 @@ from ported_weights.readers import sources
 from tests import models_under_test as models
 from tests.ported_weights import conversions
 from tests.ported_weights.conversions import assert_same
-from varjax.nn import parameters
+from varjax.storage import parameters
 
 HERE = models.LLAMAGEN_FIXTURES
 CONFIGS = json.loads((HERE / "configs.json").read_text())

@@ -10,9 +10,9 @@ from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
 from tests import released_shapes
 from tests.ported_weights.test_janus_transformers import READERS, renamed
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
-from varjax.nn import parameters
+from varjax.storage import parameters
 
 # (name among the shapes, preset, part, options of its configuration, parameters)
 NAMES = ("var-d16", "vqvae", "infinity_2b", "bsqvae_d14_f8_patchify", "GPT-B_c2i", "VQ-16")

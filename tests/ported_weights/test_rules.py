@@ -9,8 +9,8 @@ from flax import nnx
 
 from ported_weights import rules
 from ported_weights.rules import Ignore, Refuse, Take
-from varjax.errors import UserError
-from varjax.nn import parameters
+from varjax.core.errors import UserError
+from varjax.storage import parameters
 
 
 class Toy(nnx.Module):

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ported_weights.readers.sources import open_source
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 ARRAYS = {
     "a.weight": np.ones((2, 3), "f4"),

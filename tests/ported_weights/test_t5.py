@@ -14,9 +14,8 @@ from safetensors.numpy import load_file, save_file
 from experiments.cli import command_line
 from ported_weights import convert
 from tests import text_encoder_under_test as small
-from varjax.errors import UserError
-from varjax.nn import parameters
-from varjax.storage import manifest
+from varjax.core.errors import UserError
+from varjax.storage import manifest, parameters
 from varjax.text.encoder import TEXT_ENCODER, TextEncoder, encode_ids
 
 HIDDEN = 1e-4  # float32 against the original in float32, whose own error is 5e-6

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ported_weights.readers.files import TorchFile, tensors
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 DTYPES = ["f4", "f2", "f8", "i8", "i4", "i2", "i1", "u1", "?", ml_dtypes.bfloat16]
 

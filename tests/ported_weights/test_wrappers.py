@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from ported_weights.readers.sources import open_source
 from ported_weights.readers.wrappers import WRAPPERS, unwrapped
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 FAMILIES = ["var", "infinity", "llamagen", "janus", "lumina"]
 

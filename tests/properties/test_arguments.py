@@ -20,17 +20,17 @@ from tests.models_under_test import built
 from tests.properties.limits import GIB, run_limited
 from tests.properties.mutations import hostile_values
 from varjax import policies
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
-from varjax.cache.state import KVState
 from varjax.calibration.data import AXES, Calibration
-from varjax.engine.segments import padded_tokens, plan_segments
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.parallel.split import MeshSpec
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.core.sampling import Sampling
+from varjax.core.segments import padded_tokens, plan_segments
+from varjax.core.sequence import Schedule
+from varjax.core.state import KVState
+from varjax.generation.generator import Generator
+from varjax.generation.mesh import MeshSpec
 from varjax.policies import POLICIES, get_policy, text_arguments
-from varjax.sampling import Sampling
-from varjax.sequence import Schedule
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
@@ -352,8 +352,8 @@ def test_plans_at_the_limits(limit, name):
     code = (
         "import sys; from experiments.flags.policy import stand_in\n"
         "from experiments.geometry import read_geometry\n"
-        "from varjax.cache.planner import plan_cache\n"
-        "from varjax.errors import UserError\n"
+        "from varjax.core.planner import plan_cache\n"
+        "from varjax.core.errors import UserError\n"
         "from varjax.policies import get_policy\n"
         "geometry = read_geometry(sys.argv[1])\n"
         "for budget in (0.03, 0.5):\n"

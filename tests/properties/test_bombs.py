@@ -16,7 +16,7 @@ from tests.properties import limits
 READ = """
 import sys
 from ported_weights.readers.sources import open_source, open_t5_folder
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 for path in sys.argv[1:]:
     try:
         for tensor in open_source(path).tensors.values():
@@ -91,7 +91,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import varjax
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.policies import Table, get_policy
 from varjax.storage import npz
 from varjax.text import features

@@ -22,13 +22,12 @@ from tests.ported_weights.conftest import TorchZip, assemble, view
 from tests.properties import mutations
 from tests.properties.conftest import EXAMPLES
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import LONGEST_MESSAGE, UserError
+from varjax.core.errors import LONGEST_MESSAGE, UserError
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import Schedule
 from varjax.models import registry
 from varjax.models.var import VARConfig
-from varjax.nn import parameters
-from varjax.sampling import Sampling
-from varjax.sequence import Schedule
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 
 # Of properties that read whole checkpoints there are fewer examples by default, to take seconds.
 FEWER = settings() if settings().max_examples > EXAMPLES else settings(max_examples=6)

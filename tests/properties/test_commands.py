@@ -28,9 +28,9 @@ from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from tests.experiments import made_up_sweep
 from tests.properties.mutations import emptied
-from varjax.errors import UserError
-from varjax.nn.families import Part
+from varjax.core.errors import UserError
 from varjax.storage import checkpoint
+from varjax.storage.families import Part
 from varjax.storage.pictures import save_png
 
 HEAVY = "here it would begin"  # instead of the last step of a command
@@ -166,10 +166,10 @@ def light(monkeypatch):
     monkeypatch.setattr(worker, "apart", lambda *_: dict(refused))
     monkeypatch.setattr(aot.listing, "text", lambda results: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
-    monkeypatch.setattr("varjax.engine.compilation_cache.use", lambda: None)
+    monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     # what is light but takes most of the time: shapes of the same few models
-    monkeypatch.setattr("varjax.nn.parameters.count", lambda module: 10**6)
+    monkeypatch.setattr("varjax.storage.parameters.count", lambda module: 10**6)
     monkeypatch.setattr(Part, "abstract", functools.cache(Part.abstract))
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.properties import mutations
 from tests.storage.test_npz import ARRAYS
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import npz
 
 

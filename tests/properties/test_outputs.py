@@ -17,7 +17,7 @@ from experiments.prompts import layouts
 from experiments.prompts.sets import KINDS, PromptFormat, read_prompts
 from tests import unfinished_runs as runs
 from tests.properties import mutations
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.names import check_distinct, inside
 

@@ -13,7 +13,7 @@ from tests.experiments import made_up_sweep
 from tests.experiments.html_page import check_self_contained
 from tests.properties import mutations
 from varjax.calibration import files as calibrations
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
     pytest.importorskip(package)

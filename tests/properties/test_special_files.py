@@ -17,7 +17,7 @@ from experiments.training import loop
 from ported_weights.readers import legacy, sources
 from ported_weights.readers.archive import Archive
 from tests.conftest import ROOT
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import arrays, checksums, lock, manifest, npz, ordinary, pictures
 from varjax.storage.atomic import new_file
 from varjax.text import t5
@@ -153,7 +153,7 @@ OWN = {
     *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
     *("experiments/run/files.py", "experiments/plan.py", "ported_weights/hub.py"),
     "experiments/report/sweep_files.py",
-    *("varjax/engine/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
+    *("varjax/generation/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
 }
 OPENS = re.compile(
     r"(?<!def )(?<![\w.])open\(|\.open\([\"']r|\.read_(text|bytes)\(|np\.(load|fromfile|memmap)\("

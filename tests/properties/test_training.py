@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from experiments.training import data, loop
 from tests.properties import mutations
 from tests.properties.test_checkpoints import FEWER
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def _state(step: int) -> dict:

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 
+from experiments.serve.mixed_batch import Drawn
 from experiments.serve.subjects import subjects
-from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
-from varjax.engine.build import Build
-from varjax.generator import Generator
-from varjax.mixed_batch import Drawn
+from varjax.core.planner import plan_cache
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
 from varjax.policies import get_policy
 
 MODEL, POLICY, BUDGET = "c_k5_nol2norm", "streaming", 0.6

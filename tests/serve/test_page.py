@@ -150,7 +150,7 @@ def test_drawing(visit):
     assert a == b or page.is_visible("#slower") == (a > b)
     # the same, as `run` draws it
     from varjax import load
-    from varjax.generator import Generator
+    from varjax.generation.generator import Generator
     from varjax.storage.pictures import to_uint8
 
     model = load()

@@ -11,10 +11,10 @@ import pytest
 
 import varjax
 from experiments.budgets import images_at_once
+from experiments.serve.mixed_batch import Item
 from tests import models_under_test as models
 from tests.serve.server import MODEL, FakePrograms, programs_of
-from varjax.errors import UserError
-from varjax.mixed_batch import Item
+from varjax.core.errors import UserError
 from varjax.policies import get_policy
 
 pytest.importorskip("fastapi", reason="needs the extra serve")

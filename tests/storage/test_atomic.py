@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.atomic import (
     check_new_file,
     check_new_folder,

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
-from varjax.nn import quantized
-from varjax.nn.schemes import SCHEMES
+from varjax.core.errors import UserError
+from varjax.fast import quantized
+from varjax.fast.schemes import SCHEMES
 from varjax.storage import arrays
 
 DRAWN = np.random.default_rng(0).normal(size=(3, 32, 48)).astype(np.float32)

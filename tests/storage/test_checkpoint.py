@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from varjax.codecs.vqvae import VQVAEConfig
-from varjax.errors import UserError
-from varjax.loading import describe
+from varjax.core.errors import UserError
+from varjax.core.sequence import Schedule
 from varjax.models import registry
 from varjax.models.judges import JUDGES
+from varjax.models.loading import describe
 from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var import VARConfig
-from varjax.nn import parameters
-from varjax.sequence import Schedule
-from varjax.storage import arrays, checkpoint, checksums, manifest
+from varjax.storage import arrays, checkpoint, checksums, manifest, parameters
 from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import T5Config
 

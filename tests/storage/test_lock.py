@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import lock
 
 HOLD = """

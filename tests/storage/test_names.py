@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.names import check_distinct, inside
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import npz, ordinary
 from varjax.storage.manifest import read_json
 

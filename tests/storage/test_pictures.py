@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import pictures
 
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
-from varjax.nn import parameters
-from varjax.storage import manifest
+from varjax.core.errors import UserError
+from varjax.storage import manifest, parameters
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TEXT_ENCODER, TextEncoder
 

@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.text import features
 from varjax.text.features import TextFeatures
 

@@ -9,7 +9,7 @@ import varjax
 from tests import prompt_models_under_test as small
 from tests.often import often
 from varjax import Generator, conditions
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.text import prompt_ids
 from varjax.text.prompt_ids import PromptIds
 from varjax.text.prompt_tokenizer import PromptTokenizer

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.text.t5 import T5Config
 
 GIVEN = {

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache import token_state
-from varjax.cache.allocation import Geometry
-from varjax.cache.planner import plan_cache
-from varjax.engine import tokens as engine
-from varjax.models.next_token import TokenLayers
-from varjax.sampling import Sampling, Scores
-from varjax.sequence import TokenSequence
+from varjax.core import token_state
+from varjax.core import tokens as engine
+from varjax.core.allocation import Geometry
+from varjax.core.next_token import TokenLayers
+from varjax.core.planner import plan_cache
+from varjax.core.sampling import Sampling, Scores
+from varjax.core.sequence import TokenSequence
 
 GREEDY = Sampling(cfg=1.0, greedy=True)
 

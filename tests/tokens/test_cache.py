@@ -16,10 +16,10 @@ from tests.often import often
 from tests.tokens import stand_in
 from tests.tokens.test_policies import DECIDING, EVERY, held
 from varjax import policies
-from varjax.cache import token_state
-from varjax.cache.planner import plan_cache
-from varjax.engine import cost
-from varjax.errors import UserError
+from varjax.core import token_state
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.generation import cost
 from varjax.policies import POLICIES, get_policy
 
 XL = read_geometry("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")

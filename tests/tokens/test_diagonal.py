@@ -13,11 +13,11 @@ from experiments.plan import timeline
 from tests.often import often
 from tests.tokens import oracles, stand_in
 from varjax import policies
-from varjax.cache import token_decision
-from varjax.cache.planner import plan_cache
-from varjax.cache.token_step import OffsetStep
-from varjax.engine.tokens import token_step
-from varjax.errors import UserError
+from varjax.core import token_decision
+from varjax.core.errors import UserError
+from varjax.core.planner import plan_cache
+from varjax.core.token_step import OffsetStep
+from varjax.core.tokens import token_step
 
 ROWS = 2
 CLOSE = 2e-5  # float32 against float64

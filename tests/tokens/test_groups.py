@@ -11,8 +11,9 @@ from tests.often import often
 from tests.tokens import stand_in
 from tests.tokens.test_policies import CLOSE, EVERY, ROWS
 from varjax import policies
-from varjax.cache.observation import Observation
-from varjax.policies import get_policy, masks
+from varjax.core import masks
+from varjax.core.observation import Observation
+from varjax.policies import get_policy
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 from tests.often import often
 from tests.tokens import oracles, stand_in
 from varjax import policies
-from varjax.cache.observation import Observation
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.core.observation import Observation
 from varjax.policies import POLICIES, get_policy
 
 ROWS = 2

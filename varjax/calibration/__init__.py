@@ -1,5 +1,6 @@
 """Measurements of a model that policies decide from: `find` the one that a run uses, `load` and
-`save` files. `varjax.measure_calibration` makes them, `varjax.calibration.data` scores them."""
+`save` files. `varjax.generation.measure_calibration` makes them, `varjax.calibration.data` scores
+them."""
 
 from varjax.calibration.data import Calibration
 from varjax.calibration.files import beside, find, load, model_digest, save

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.errors import UserError, show
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError, show
+from varjax.core.sequence import Schedule
 from varjax.storage.values import measured
 
 LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
 from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
-from varjax.errors import UserError, about, show
-from varjax.sequence import Schedule
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError, about, show
+from varjax.core.sequence import Schedule
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import target
-from varjax import arguments
-from varjax.errors import UserError
+from varjax.core import arguments
+from varjax.core.errors import UserError
 
 AUTO = "auto"
 BFLOAT16, TF32, FLOAT32 = DTYPES = ("bfloat16", "tf32", "float32")

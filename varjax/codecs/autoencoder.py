@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import target
 from varjax.codecs import arithmetic
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 # Generous limits: every block and level is traced on its own.
 LARGEST_BLOCKS, LARGEST_LEVELS = 16, 10

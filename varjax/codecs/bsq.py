@@ -36,9 +36,9 @@ from varjax.codecs.autoencoder import (
     ImageCodec,
 )
 from varjax.codecs.codes import flatten_maps
-from varjax.codecs.maps import resize_area, resize_bilinear
-from varjax.nn import published
-from varjax.sequence import Schedule
+from varjax.core.maps import resize_area, resize_bilinear
+from varjax.core.sequence import Schedule
+from varjax.storage import published
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.projection import l2_normalize
-from varjax.codecs.maps import HIGHEST
+from varjax.core.maps import HIGHEST
 
 
 def flatten_maps(maps: Sequence[Shaped[Array, "B _ _ C"]]) -> Shaped[Array, "B L C"]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, CoderSizes
-from varjax.nn import published
+from varjax.storage import published
 
 
 class Levels(published.Configuration):

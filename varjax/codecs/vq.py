@@ -27,7 +27,7 @@ from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
 from varjax.codecs.codes import nearest
 from varjax.codecs.levels import CodebookConfig
-from varjax.nn import published
+from varjax.storage import published
 
 COMMITMENT = 0.25  # weight of this loss in training, as published
 ALIASES = {  # the constructor's name: ours

@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
 from varjax.codecs.codes import flatten_maps, nearest
 from varjax.codecs.levels import Levels
-from varjax.codecs.maps import HIGHEST, resize_area, resize_bicubic
-from varjax.sequence import Schedule
+from varjax.core.maps import HIGHEST, resize_area, resize_bicubic
+from varjax.core.sequence import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 

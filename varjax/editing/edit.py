@@ -7,7 +7,7 @@
 A mask keeps the picture's tokens where it is black (`varjax.editing.masks`), in every scale, and
 the model draws the others: in-painting, out-painting and class-conditional editing as VAR's
 notebook defines them. Models that draw token by token take masks whose white part is the end of the
-picture. Infinity also edits by text without a mask (`varjax.engine.given`).
+picture. Infinity also edits by text without a mask (`varjax.core.given`).
 """
 
 import os
@@ -18,20 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from varjax import arguments, conditions, jax_settings
-from varjax.api import USUAL_BATCH
+from varjax import conditions, jax_settings
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
+from varjax.core import arguments
+from varjax.core.errors import UserError
+from varjax.core.given import Given
+from varjax.core.sampling import Sampling, check_seed
 from varjax.editing import masks
 from varjax.editing.mixture import Mixture
-from varjax.engine.build import Build
-from varjax.engine.given import Given
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.model import Model, check_model
+from varjax.generation.api import USUAL_BATCH
+from varjax.generation.build import Build
+from varjax.generation.generator import Generator
+from varjax.generation.progress import reporter
+from varjax.models.model import Model, check_model
 from varjax.policies import Policy
-from varjax.progress import reporter
-from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
@@ -55,7 +56,7 @@ class Edited:
 
 @dataclass(frozen=True, kw_only=True)
 class ByText:
-    """Settings of an edit by text: see `varjax.engine.given`.
+    """Settings of an edit by text: see `varjax.core.given`.
 
     probability: p, which is not published: near 1 the picture stays, at 0.5 it counts for nothing.
     keep_scales: K_c, the first scales, whose bits are the picture's. mix_scales: K_f, up to which
@@ -197,7 +198,8 @@ def both_texts(target: TextFeatures, source: TextFeatures) -> TextFeatures:
 class Editor:
     """Edits pictures with a generator, which is compiled at the first edit.
 
-    progress: called with the edits that are done and all of them (`varjax.progress.reporter`).
+    progress: called with the edits that are done and all of them
+    (`varjax.generation.progress.reporter`).
     """
 
     def __init__(self, generator: Generator, *, progress: Callable[[int, int], None]):

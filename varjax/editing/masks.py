@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Float32
 
-from varjax.codecs.maps import bilinear_matrix
-from varjax.errors import UserError, show
-from varjax.model import Model
+from varjax.core.errors import UserError, show
+from varjax.core.maps import bilinear_matrix
+from varjax.models.model import Model
 from varjax.storage.values import as_array
 
 WHOLE = 3  # scales of at most so many tokens are wholly the picture's

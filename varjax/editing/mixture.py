@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from varjax.engine.given import Given
-from varjax.models.step_inputs import AnyArray
-from varjax.sampling import Scores
-from varjax.sequence import Schedule
+from varjax.core.given import Given
+from varjax.core.sampling import Scores
+from varjax.core.sequence import Schedule
+from varjax.core.step_inputs import AnyArray
 
 MIXTURE_KEY = 2  # folded into a scale's key for the draws of a mixture
 

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError, about, nearest, show
+from varjax.core import stacked
+from varjax.core.errors import UserError, about, nearest, show
 from varjax.models.llama.config import LlamaConfig
 from varjax.models.llama.decoder import Llama, LlamaBlock, linear, table
-from varjax.nn import published, stacked
+from varjax.storage import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 RELEASED_GRID = (24, 24)  # 384 pixels

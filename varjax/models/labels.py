@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax import arguments
 from varjax.conditions import MOST_IMAGES, ConditionKind, Model
-from varjax.errors import UserError, show, some
+from varjax.core import arguments
+from varjax.core.errors import UserError, show, some
 
 MOST_NAMED = 10  # wrong labels that a message names
 LABELS_WANTED = "give a list of class numbers, one for each image"

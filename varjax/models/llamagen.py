@@ -1,7 +1,7 @@
 """LlamaGen: a Llama that draws image tokens in raster order (Sun et al. 2024, arXiv 2406.06525).
 
 Parameters live in Flax NNX modules whose layers are stacked. The steps that generation calls
-(`varjax.models.next_token`) are methods, and teacher forcing runs the same ones.
+(`varjax.core.next_token`) are methods, and teacher forcing runs the same ones.
 
 Letters: R rows, M tokens of the condition, T tokens, E text channels, N heads, H head size, D
 width, F hidden width, V vocabulary. Names of the original implementation are in
@@ -21,11 +21,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.projection import Projection
-from varjax.errors import UserError, show
+from varjax.core import stacked
+from varjax.core.errors import UserError, show
+from varjax.core.sampling import Sampling
 from varjax.models.llama.config import MOST_TOKENS, DecoderConfig
 from varjax.models.llama.decoder import LlamaBlock, LlamaDecoder, linear, table
-from varjax.nn import published, stacked
-from varjax.sampling import Sampling
+from varjax.storage import published
 from varjax.text.features import text_shapes
 
 TEXT_TOKENS = 120  # of the released text-conditional models

@@ -18,10 +18,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError, about, show, some
+from varjax.core import stacked
+from varjax.core.errors import UserError, about, show, some
 from varjax.models.llama.config import LlamaConfig
 from varjax.models.llama.decoder import Llama, LlamaBlock, linear, table
-from varjax.nn import published, stacked
+from varjax.storage import published
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 PATCH = 2  # latent cells per side of a unit of the grammar, 32 pixels in released models

@@ -10,16 +10,15 @@ from flax import nnx
 from varjax.codecs import bsq as bsq
 from varjax.codecs.vq import VQ, ChameleonVQConfig, VQConfig
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
-from varjax.errors import UserError, choose, show
+from varjax.core.errors import UserError, choose, show
+from varjax.core.transformer import Transformer
 from varjax.models import janus, llamagen, lumina, var
 from varjax.models.infinity import transformer as infinity
 from varjax.models.labels import LABELS
-from varjax.models.transformer import Transformer
-from varjax.nn import parameters
-from varjax.nn.families import CATALOGUE, Family, Part
-from varjax.nn.published import Configuration
-from varjax.storage import own_modules
+from varjax.storage import own_modules, parameters
+from varjax.storage.families import CATALOGUE, Family, Part
 from varjax.storage.names import converted
+from varjax.storage.published import Configuration
 from varjax.text.encoder import TEXT, TEXT_ENCODER
 from varjax.text.prompt_ids import PROMPT_IDS
 

@@ -1,7 +1,7 @@
 """Logits of all tokens of an image at once, given the tokens: for training, and for comparing with
 the originals. The layers are the steps of the transformers, the attention is dense.
 
-Letters: as in `varjax.models.next_scale` and `varjax.models.next_token`; L tokens of all scales.
+Letters: as in `varjax.core.next_scale` and `varjax.core.next_token`; L tokens of all scales.
 """
 
 import functools
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from varjax.models.next_scale import NextScaleTransformer
-from varjax.models.next_token import NextTokenTransformer
-from varjax.nn import layers, stacked
+from varjax.core import layers, stacked
+from varjax.core.next_scale import NextScaleTransformer
+from varjax.core.next_token import NextTokenTransformer
 
 
 def of_scales(

@@ -5,9 +5,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.codecs.maps import patchify, unpatchify
-from varjax.errors import UserError
-from varjax.sequence import Schedule
+from varjax.core.errors import UserError
+from varjax.core.maps import patchify, unpatchify
+from varjax.core.sequence import Schedule
 
 
 class TokenArrays:

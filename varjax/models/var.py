@@ -2,7 +2,7 @@
 Modeling").
 
 Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
-calls (`varjax.models.next_scale`) are methods, and teacher forcing runs the same ones.
+calls (`varjax.core.next_scale`) are methods, and teacher forcing runs the same ones.
 
 Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
 heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
@@ -21,14 +21,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
+from varjax.core import layers, stacked
+from varjax.core.layers import MODULATION, Linear, ResidualStream, Split
+from varjax.core.next_scale import NextScaleTransformer
+from varjax.core.sampling import Sampling, Scores
+from varjax.core.sequence import Schedule
+from varjax.core.step_inputs import StepInputs
+from varjax.fast.stream import stream_of
 from varjax.models import teacher_forcing
-from varjax.models.next_scale import NextScaleTransformer
-from varjax.models.step_inputs import StepInputs
-from varjax.nn import layers, published, stacked
-from varjax.nn.layers import MODULATION, Linear, ResidualStream, Split
-from varjax.nn.stream import stream_of
-from varjax.sampling import Sampling, Scores
-from varjax.sequence import Schedule
+from varjax.storage import published
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)

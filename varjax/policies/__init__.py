@@ -4,9 +4,10 @@ that are not named here follow, so a new policy is found by being there."""
 import importlib
 import pkgutil
 
-from varjax.cache.observation import Needs, Observation
-from varjax.cache.policy import Policy
-from varjax.policies import capacities, masks
+from varjax.core import masks
+from varjax.core.observation import Needs, Observation
+from varjax.core.policy import Policy
+from varjax.policies import capacities
 from varjax.policies.registry import POLICIES, get_policy, load_module, register
 from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.arguments import within
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Needs, Observation
-from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.policies import masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry
+from varjax.core.arguments import within
+from varjax.core.observation import Needs, Observation
+from varjax.core.policy import Policy
 from varjax.policies.amskv_rules import Sizes, divide, named_layers
 from varjax.policies.amskv_scales import AMSKVScales
 from varjax.policies.refusals import CALIBRATE, NotGiven

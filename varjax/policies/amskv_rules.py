@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.errors import choose
+from varjax.core.allocation import Geometry
+from varjax.core.errors import choose
+from varjax.core.sequence import Schedule
 from varjax.policies import capacities
-from varjax.sequence import Schedule
 
 if TYPE_CHECKING:
     from varjax.policies.amskv import AMSKV

@@ -5,11 +5,11 @@ import dataclasses
 
 import numpy as np
 
-from varjax.cache import allocator, planner
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.cache.observation import Observation
-from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
+from varjax.core import allocator, planner
+from varjax.core.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.core.observation import Observation
+from varjax.core.policy import Policy
 from varjax.policies import amskv_rules as rules
 from varjax.policies import capacities
 from varjax.policies.refusals import NotGiven, refuse_more

@@ -6,7 +6,7 @@ exists. All limits together are at most floor(budget * F * L * N); with budget 1
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
+from varjax.core.allocation import Geometry
 
 _HALVINGS = 100  # of the water level's interval: down to the last bit of a float64
 

@@ -6,17 +6,18 @@ from functools import cached_property
 from operator import attrgetter
 from typing import ClassVar
 
-from varjax.arguments import instance
-from varjax.cache.allocation import Allocation, Geometry, StageAllocation
-from varjax.cache.observation import Observation
-from varjax.cache.policy import Policy, Rule
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError, choose, nearest
-from varjax.policies import masks, text_arguments
+from varjax.core import masks
+from varjax.core.allocation import Allocation, Geometry, StageAllocation
+from varjax.core.arguments import instance
+from varjax.core.errors import UserError, choose, nearest
+from varjax.core.observation import Observation
+from varjax.core.policy import Policy, Rule
+from varjax.core.sequence import SCALES
+from varjax.policies import text_arguments
 from varjax.policies.registry import POLICIES, get_policy, register
 from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule
-from varjax.sequence import SCALES
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # each with its default
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from varjax.arguments import within
-from varjax.cache.allocation import Geometry, StageAllocation
-from varjax.cache.observation import Needs, Observation
-from varjax.cache.stages import image_slots
-from varjax.errors import choose
+from varjax.core.allocation import Geometry, StageAllocation
+from varjax.core.arguments import within
+from varjax.core.errors import choose
+from varjax.core.observation import Needs, Observation
+from varjax.core.stages import image_slots
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy
 from varjax.policies.windows import Ring

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from varjax.arguments import within
-from varjax.cache.observation import Needs, Observation
-from varjax.policies import masks
+from varjax.core import masks
+from varjax.core.arguments import within
+from varjax.core.observation import Needs, Observation
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.arguments import within
-from varjax.cache.allocation import Geometry, RegionAllocation
-from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.policies import capacities, masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry, RegionAllocation
+from varjax.core.arguments import within
+from varjax.core.observation import Needs, Observation
+from varjax.policies import capacities
 from varjax.policies.refusals import measured
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule, per_layer

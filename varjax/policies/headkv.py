@@ -3,14 +3,14 @@ token by token, and adapted to next-scale prediction."""
 
 from dataclasses import dataclass
 
-from varjax.arguments import within
-from varjax.cache.allocation import Geometry
+from varjax.core.allocation import Geometry
+from varjax.core.arguments import within
+from varjax.core.sequence import SCALES, TOKENS
 from varjax.policies.headkv_scales import HeadKVScales
 from varjax.policies.headkv_tokens import HeadKVTokens
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy, only_for
 from varjax.policies.windows import SinkPolicy
-from varjax.sequence import SCALES, TOKENS
 
 
 @register("headkv")

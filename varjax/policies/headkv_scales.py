@@ -5,11 +5,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import Geometry, RegionAllocation
-from varjax.cache.observation import Needs, Observation
-from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.policies import capacities, masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry, RegionAllocation
+from varjax.core.observation import Needs, Observation
+from varjax.core.policy import Policy
+from varjax.policies import capacities
 from varjax.policies.scale_rule import per_layer
 from varjax.policies.windows import SinkScales
 

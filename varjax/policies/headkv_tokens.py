@@ -6,10 +6,10 @@ from operator import attrgetter
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from varjax.cache.allocation import Geometry, StageAllocation
-from varjax.cache.observation import Needs, Observation
-from varjax.errors import choose
-from varjax.policies import masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry, StageAllocation
+from varjax.core.errors import choose
+from varjax.core.observation import Needs, Observation
 from varjax.policies.token_rule import WindowedRule
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.calibration.data import Calibration, cas, order_heads, orders_from_scores, scas
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry, StaticAllocation
+from varjax.core.errors import UserError
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.refusals import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.registry import register

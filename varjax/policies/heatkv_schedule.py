@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.allocator import after_each_layer
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.allocator import after_each_layer
+from varjax.core.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

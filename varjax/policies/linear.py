@@ -3,9 +3,9 @@ least."""
 
 from dataclasses import dataclass
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Observation
-from varjax.policies import masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry
+from varjax.core.observation import Observation
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy, WindowedRule
 

@@ -3,10 +3,10 @@ measurements that are not there."""
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.policy import Policy
 
 CONTENTS_FOLLOW = "its contents are not chosen by a score, they follow from its own"
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from varjax.arguments import text
-from varjax.cache.policy import Policy
-from varjax.errors import UserError, choose, show
+from varjax.core.arguments import text
+from varjax.core.errors import UserError, choose, show
+from varjax.core.policy import Policy
 from varjax.policies import text_arguments
 from varjax.storage import own_modules
 

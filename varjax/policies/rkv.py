@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from varjax.arguments import within
-from varjax.cache.observation import Needs, Observation
-from varjax.policies import masks
+from varjax.core import masks
+from varjax.core.arguments import within
+from varjax.core.observation import Needs, Observation
 from varjax.policies.registry import register
 from varjax.policies.token_rule import ObservingRule, StagedPolicy
 

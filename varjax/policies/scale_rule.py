@@ -3,11 +3,11 @@
 import numpy as np
 from jax.typing import ArrayLike
 
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
-from varjax.cache.policy import Rule
-from varjax.errors import UserError
+from varjax.core.allocation import Allocation, Geometry, RegionAllocation
+from varjax.core.errors import UserError
+from varjax.core.policy import Rule
+from varjax.core.sequence import SCALES
 from varjax.policies import capacities
-from varjax.sequence import SCALES
 
 
 class ScaleRule(Rule):

@@ -7,13 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from varjax.arguments import within
-from varjax.cache import planner
-from varjax.cache.allocation import Geometry, RegionAllocation
-from varjax.cache.observation import Needs, Observation
-from varjax.cache.policy import Policy
 from varjax.calibration.data import Calibration
-from varjax.policies import capacities, masks, scalekv_budgets
+from varjax.core import masks, planner
+from varjax.core.allocation import Geometry, RegionAllocation
+from varjax.core.arguments import within
+from varjax.core.observation import Needs, Observation
+from varjax.core.policy import Policy
+from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.refusals import CALIBRATE, NotGiven, measured, refuse_more
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule

@@ -5,9 +5,9 @@ import hashlib
 
 import numpy as np
 
-from varjax.cache import allocator
-from varjax.cache.allocation import Geometry
-from varjax.errors import UserError
+from varjax.core import allocator
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
 from varjax.policies import capacities
 from varjax.storage import ordinary
 from varjax.storage.manifest import parse_json

@@ -3,10 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 
-from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
-from varjax.policies import capacities, masks
+from varjax.core import masks
+from varjax.core.allocation import Geometry
+from varjax.core.observation import Needs, Observation
+from varjax.policies import capacities
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import ObservingRule, StagedPolicy, check_kernel

@@ -9,16 +9,16 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import (
+from varjax.calibration.data import Calibration
+from varjax.core.allocation import (
     Allocation,
     Geometry,
     RegionAllocation,
     StageAllocation,
     StaticAllocation,
 )
-from varjax.cache.observation import Observation
-from varjax.calibration.data import Calibration
-from varjax.errors import UserError, about, some
+from varjax.core.errors import UserError, about, some
+from varjax.core.observation import Observation
 from varjax.policies.refusals import CONTENTS_FOLLOW, refuse_more
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule

@@ -4,9 +4,9 @@ to a server)."""
 import dataclasses
 from dataclasses import fields
 
-from varjax import arguments
-from varjax.cache.policy import Policy
-from varjax.errors import UserError, nearest, show
+from varjax.core import arguments
+from varjax.core.errors import UserError, nearest, show
+from varjax.core.policy import Policy
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _READ = {  # by type: how to read it from a text, and what it is in words

@@ -1,5 +1,5 @@
 """Bases of rules for models that draw token by token: decisions about image tokens, in stages
-(`varjax.cache.stages`). The condition always stays and is nobody's candidate."""
+(`varjax.core.stages`). The condition always stays and is nobody's candidate."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry, StageAllocation
-from varjax.cache.observation import Needs
-from varjax.cache.policy import Policy, Rule
-from varjax.cache.stages import image_slots
 from varjax.calibration.data import Calibration
-from varjax.errors import choose
+from varjax.core.allocation import Geometry, StageAllocation
+from varjax.core.errors import choose
+from varjax.core.observation import Needs
+from varjax.core.policy import Policy, Rule
+from varjax.core.sequence import TOKENS
+from varjax.core.stages import image_slots
 from varjax.policies.scale_rule import ScaleRule
-from varjax.sequence import TOKENS
 
 LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8
 SHORT_STAGE, LONG_STAGE = 8, 16

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import (
+from varjax.core import masks
+from varjax.core.allocation import (
     Allocation,
     Geometry,
     RegionAllocation,
     StageAllocation,
     StaticAllocation,
 )
-from varjax.cache.observation import Observation
-from varjax.cache.policy import Policy
-from varjax.policies import capacities, masks
+from varjax.core.observation import Observation
+from varjax.core.policy import Policy
+from varjax.policies import capacities
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import ScaleRule, per_layer
 from varjax.policies.token_rule import StagedPolicy, TokenRule

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from varjax.errors import UserError, show, some
-from varjax.nn import parameters, quantized
-from varjax.nn.quantized import Quantized, quantize
-from varjax.nn.schemes import Scheme
-from varjax.nn.stored import WHOLE, Leaf, Ranges, Stored
-from varjax.storage import ordinary
+from varjax.core.errors import UserError, show, some
+from varjax.fast import quantized
+from varjax.fast.quantized import Quantized, quantize
+from varjax.fast.schemes import Scheme
+from varjax.fast.stored import WHOLE, Leaf, Ranges, Stored
+from varjax.storage import ordinary, parameters
 
 CHUNK_BYTES = 2**26  # of stored arrays
 TOGETHER_BYTES = 2**24  # of arrays that are written at the same time

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import jax
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 
 LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from flax import nnx
 
-from varjax.errors import UserError, choose
-from varjax.nn import parameters
-from varjax.nn.families import Catalogue, Family, Part
-from varjax.nn.schemes import Scheme
-from varjax.storage import arrays, checksums, manifest
+from varjax.core.errors import UserError, choose
+from varjax.fast.schemes import Scheme
+from varjax.storage import arrays, checksums, manifest, parameters
 from varjax.storage.atomic import new_folder
+from varjax.storage.families import Catalogue, Family, Part
 
 PARAMS = "params"
 # names users give, and folders
@@ -227,8 +226,9 @@ def load(
       on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
         default device.
       in_8_bits: {parameter of the tree, as "part/name": how} of those that become
-        `varjax.nn.quantized.Quantized` as they are read.
-      on_disk: read nothing yet: leaves of parts that share the tree are `varjax.nn.stored.Stored`.
+        `varjax.fast.quantized.Quantized` as they are read.
+      on_disk: read nothing yet: leaves of parts that share the tree are
+      `varjax.fast.stored.Stored`.
 
     Raises:
       UserError: `directory` is no checkpoint, or of another format version; names or shapes do not

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.storage import ordinary
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 
 NAME = "lock"  # the file in the folder, which is there as long as somebody holds it

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, about
-from varjax.nn.families import Family, Part
-from varjax.nn.published import Configuration
-from varjax.sampling import Sampling
+from varjax.core.errors import UserError, about
+from varjax.core.sampling import Sampling
 from varjax.storage import arrays as stored
 from varjax.storage import checksums, ordinary
 from varjax.storage.atomic import write_text
+from varjax.storage.families import Family, Part
+from varjax.storage.published import Configuration
 
 NAME = "model.json"
 FORMAT_VERSION = 1

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.atomic import LONGEST_NAME
 
 _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"\\|?*\ud800-\udfff]')

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from varjax.errors import UserError, some
+from varjax.core.errors import UserError, some
 from varjax.storage import ordinary
 
 FORMAT = np.lib.format

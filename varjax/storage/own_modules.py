@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.values import path
 
 _LOADED: dict[tuple[str, ...], tuple[str, ...]] = {}  # by kinds, and file or import name

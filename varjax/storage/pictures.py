@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.values import require

@@ -1,5 +1,5 @@
 """Checks of values that files, commands and users bring: texts, paths, arrays, pairs of a name and
-a value; and packages that may be missing. They raise what `varjax.arguments` raises."""
+a value; and packages that may be missing. They raise what `varjax.core.arguments` raises."""
 
 import importlib
 import os
@@ -8,8 +8,8 @@ from types import ModuleType
 
 import numpy as np
 
-from varjax.arguments import instance, text, wrong
-from varjax.errors import UserError, show
+from varjax.core.arguments import instance, text, wrong
+from varjax.core.errors import UserError, show
 
 LONGEST_PATH = 4096  # bytes, as on Linux, with the end of the text
 LONGEST_NAME = 255  # bytes of a file's or folder's own name

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from varjax.arguments import instance, integer
 from varjax.conditions import ConditionKind, Model
-from varjax.errors import UserError
-from varjax.nn.families import Catalogue, Part
-from varjax.nn.parameters import default_dtype, peak_bytes
+from varjax.core.arguments import instance, integer
+from varjax.core.errors import UserError
 from varjax.storage import arrays, checkpoint
+from varjax.storage.families import Catalogue, Part
+from varjax.storage.parameters import default_dtype, peak_bytes
 from varjax.storage.values import path, texts
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.prompt_condition import Tell, no_known_word, warn

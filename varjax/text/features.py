@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from varjax import arguments
-from varjax.errors import UserError, about
+from varjax.core import arguments
+from varjax.core.errors import UserError, about
 from varjax.storage import values
 from varjax.text.prompt_condition import PromptCondition, read_arrays
 

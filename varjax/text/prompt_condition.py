@@ -14,9 +14,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int
 
-from varjax import arguments
 from varjax.conditions import MOST_IMAGES
-from varjax.errors import UserError
+from varjax.core import arguments
+from varjax.core.errors import UserError
 from varjax.storage import npz, values
 from varjax.storage.atomic import new_file
 

@@ -17,9 +17,9 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Int
 
-from varjax import arguments
 from varjax.conditions import ConditionKind, Model
-from varjax.errors import UserError, about
+from varjax.core import arguments
+from varjax.core.errors import UserError, about
 from varjax.storage import values
 from varjax.text.prompt_condition import PromptCondition, Tell, no_known_word, read_arrays, warn
 from varjax.text.prompt_tokenizer import PromptTokenizer

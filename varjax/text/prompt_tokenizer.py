@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import ordinary
 from varjax.storage.values import require
 from varjax.text.prompt_condition import is_known

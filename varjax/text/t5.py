@@ -27,9 +27,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError
-from varjax.nn import layers, published, stacked
-from varjax.storage import ordinary
+from varjax.core import layers, stacked
+from varjax.core.errors import UserError
+from varjax.storage import ordinary, published
 from varjax.storage.values import require
 from varjax.text.prompt_condition import is_known
 

@@ -25,7 +25,7 @@ import sys
 from absl import flags
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 FLAGS = CommandFlags()
 

@@ -9,8 +9,8 @@ from flax import nnx
 from experiments.evaluation import extractors
 from experiments.evaluation.extractors import CompiledNetwork
 from experiments.judges import feature_distance
-from varjax import loading as models
-from varjax.errors import UserError
+from varjax.core.errors import UserError
+from varjax.models import loading as models
 from varjax.models.judges.classifier import (
     Classifier,
     ClassifierConfig,

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.evaluation import resizing
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models.judges.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
 
 IMAGES = (0, 1, 2, 7, 8)

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.evaluation.extractors import open_lpips
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models.judges import lpips
 
 PAIRS = {"alex": range(8), "vgg": range(6)}  # the last two have 96x128 pixels

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.evaluation.metrics import image_kl, kl_divergence
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def oracle(a, b):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.evaluation.metrics import psnr, ssim, token_agreement
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def pairs(count=3, height=20, width=16):

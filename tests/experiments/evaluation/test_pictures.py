@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from experiments.evaluation.pictures import PictureArray, PictureFolder, paired
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def some_pictures(count: int = 5, height: int = 12, width: int = 16) -> np.ndarray:

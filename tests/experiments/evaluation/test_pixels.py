@@ -6,7 +6,7 @@ import pytest
 
 from experiments.evaluate import pairs
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 KNOWN = recipe.expected()["psnr_ssim"]["per_pair"]
 

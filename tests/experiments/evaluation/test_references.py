@@ -6,7 +6,7 @@ import pytest
 from experiments.evaluation import references
 from experiments.evaluation.statistics import Gaussian, frechet
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def test_adms_files():

@@ -15,7 +15,7 @@ from experiments.evaluation.statistics import (
     squared_radii,
 )
 from tests.experiments.evaluation import recipe
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 FID = recipe.expected()["fid"]
 SCORES = recipe.expected()["inception_score"]

@@ -12,7 +12,7 @@ from experiments.training.decoding import Ahead, InFiles
 from experiments.training.stage import pictures_of_step
 from experiments.training.vqvae_trainer import VQVAEStage
 from tests.experiments.training.conftest import _discs, dies_at, history
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage.values import MissingExtra
 
 SHORT = {"log_every": 2, "checkpoint_every": 4, "validate_every": 8, "var_steps": 4}

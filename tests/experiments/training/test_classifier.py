@@ -9,7 +9,7 @@ from experiments.evaluation.extractors import CompiledNetwork
 from experiments.training import classifier_trainer, data, session
 from experiments.training.classifier_trainer import ClassifierStage
 from tests.experiments.training.conftest import dies_at
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 EVERY = {"log_every": 5, "checkpoint_every": 10, "validate_every": 20, "image_size": 16}
 EVERY |= {"patch_nums": (1, 2, 8), "classifier_steps": 30, "classifier_batch_size": 16}

@@ -11,7 +11,7 @@ from PIL import Image
 from experiments.evaluation.pictures import PictureFolder
 from experiments.training import data
 from experiments.training import stage as data_order
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 
 
 def _encoded(images, form="PNG") -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,9 @@ from experiments.training.var_trainer import LlamaGenStage, TransformerStage, VA
 from tests.experiments.training import test_llamagen
 from tests.experiments.training.conftest import dies_at, history
 from tests.often import often
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry, teacher_forcing
-from varjax.nn import parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, parameters
 
 NAMES = ("red", "green", "blue", "yellow")
 STAGES = {"var": VARStage, "llamagen": LlamaGenStage}

@@ -13,7 +13,7 @@ from experiments.training import session
 from experiments.training.settings import TrainingSettings
 from experiments.training.var_trainer import LlamaGenStage
 from tests.experiments.training.conftest import dies_at, history
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry, teacher_forcing
 from varjax.storage import checkpoint
 

@@ -14,7 +14,7 @@ from experiments.training import loop, session
 from experiments.training.data import Dataset
 from experiments.training.var_trainer import read_tokens
 from tests.often import often
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.storage import lock
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.training import session
 from experiments.training.mesh import AXES, TrainingMesh
-from varjax.errors import UserError
-from varjax.logical_axes import by_longest, mesh_spec
+from varjax.core.errors import UserError
+from varjax.generation.logical_axes import by_longest, mesh_spec
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from experiments.training import loop, session
 from experiments.training.var_trainer import VARStage
 from experiments.training.vqvae_trainer import VQVAEStage
 from tests.experiments.training.conftest import dies_at, history
-from varjax.errors import UserError
+from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import checkpoint
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from varjax.arguments import real
-from varjax.errors import UserError, choose, show
-from varjax.nn import published
-from varjax.sampling import Sampling
-from varjax.sequence import Schedule
+from varjax.core.arguments import real
+from varjax.core.errors import UserError, choose, show
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import Schedule
+from varjax.storage import published
 
 # In the published order: the first of two equally near templates is taken.
 _MAPS = {

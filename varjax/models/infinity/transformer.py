@@ -1,7 +1,7 @@
 """Infinity: text-to-image next-scale prediction of bits (Han et al. 2024, arXiv 2412.04431).
 
 Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
-calls (`varjax.models.next_scale`) are methods, and teacher forcing runs the same ones.
+calls (`varjax.core.next_scale`) are methods, and teacher forcing runs the same ones.
 
 The residual stream is float32 whatever the type of the weights, as in the published code.
 
@@ -22,13 +22,13 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
-from varjax import sampling as sampling_lib
+from varjax.core import layers, stacked
+from varjax.core import sampling as sampling_lib
+from varjax.core.layers import HEADS, Linear, ResidualStream, Split
+from varjax.core.next_scale import NextScaleTransformer
+from varjax.core.sampling import Sampling, Scores
+from varjax.core.step_inputs import Resampling, StepInputs
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
-from varjax.models.next_scale import NextScaleTransformer
-from varjax.models.step_inputs import Resampling, StepInputs
-from varjax.nn import layers, stacked
-from varjax.nn.layers import HEADS, Linear, ResidualStream, Split
-from varjax.sampling import Sampling, Scores
 from varjax.text.features import text_shapes
 
 __all__ = ["PRESETS", "InfinityBlock", "Infinity", "InfinityConfig"]

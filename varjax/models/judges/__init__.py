@@ -3,7 +3,7 @@
 from varjax.models.judges.classifier import Classifier, ClassifierConfig
 from varjax.models.judges.inception import Inception, InceptionConfig
 from varjax.models.judges.lpips import LPIPS, LPIPSConfig
-from varjax.nn.families import Catalogue, Part
+from varjax.storage.families import Catalogue, Part
 
 JUDGES = Catalogue(
     parts={

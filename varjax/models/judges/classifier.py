@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.errors import UserError
-from varjax.nn import published
+from varjax.core.errors import UserError
+from varjax.storage import published
 
 WIDTHS = (32, 64, 96, 128)
 GROUP = 8  # channels that are normalised together; single ones would lose their mean, a colour

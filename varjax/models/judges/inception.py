@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.nn import published
+from varjax.storage import published
 
 SIDE = 299  # pixels of what the network sees
 EPSILON = 1e-3  # of the batch normalisation

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.errors import UserError, choose
-from varjax.nn import published
+from varjax.core.errors import UserError, choose
+from varjax.storage import published
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
 UNIT_EPSILON = 1e-10  # added to a length; torchmetrics adds 1e-8 under the root, equal to 7e-11

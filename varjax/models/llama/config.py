@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Self
 
-from varjax.arguments import integer
-from varjax.errors import UserError, show
-from varjax.nn import published
-from varjax.sampling import Sampling
+from varjax.core.arguments import integer
+from varjax.core.errors import UserError, show
+from varjax.core.sampling import Sampling
+from varjax.storage import published
 
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 LONGEST_PROMPT = 2**14

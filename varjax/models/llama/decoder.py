@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.core import layers
+from varjax.core.layers import HEADS, HIDDEN, Split
+from varjax.core.next_token import NextTokenTransformer, TokenLayers, as_it_is
+from varjax.core.sampling import Sampling, Scores
 from varjax.models.llama.config import DecoderConfig
 from varjax.models.llama.token_products import where_they_fit
-from varjax.models.next_token import NextTokenTransformer, TokenLayers, as_it_is
-from varjax.nn import layers
-from varjax.nn.layers import HEADS, HIDDEN, Split
-from varjax.sampling import Sampling, Scores
 
 HEAD_NORM_EPS = 1e-5  # fixed in published code, whatever `rms_norm_eps` says
 normal = jax.nn.initializers.normal(0.02)

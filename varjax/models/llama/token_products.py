@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import token_products
 from pallas_kernels.token_attention import QuerySum
 from pallas_kernels.token_products import Angles, RMSNorm, TokenStream
-from varjax.models.next_token import TokenLayers
-from varjax.nn import quantized
-from varjax.nn.arrange import Turned
-from varjax.nn.layers import Linear
+from varjax.core.layers import Linear
+from varjax.core.next_token import TokenLayers
+from varjax.fast import quantized
+from varjax.fast.arrange import Turned
 
 NORMS = ("attention_norm", "feed_forward_norm")
 Weights = tuple[nnx.Module, Int[Array, ""]]  # of a layer, and its number

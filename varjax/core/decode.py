@@ -1,0 +1,52 @@
+"""Drawing a batch: one pure function of arrays, whichever way a model draws.
+
+It may be jitted, vmapped, and put into programs of one's own. `Generator.decode_arguments`
+has what it takes. Generators compile it with weights as a flat tuple (`compiled.flat`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from varjax.core.given import Given
+from varjax.core.scales import ScaleSpec
+from varjax.core.state import KVState
+from varjax.core.token_state import LayerCache
+from varjax.core.tokens import TokenSpec
+
+State = KVState | tuple[LayerCache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """What a program is told of a batch besides conditions and keys.
+
+    spec: the static side, compared by content: equal ones share a program.
+    tables: arrays of the plan, and what its policy knows beforehand (`for_images` of the spec).
+    given: tokens that replace the draw; None: all are drawn.
+    """
+
+    spec: ScaleSpec | TokenSpec = field(metadata={"static": True})
+    tables: tuple
+    given: Given | None = None
+
+
+def decode(
+    params: Mapping[str, nnx.Module],
+    state: State,
+    condition: PyTree[Array],
+    keys: Array,
+    inputs: Inputs,
+) -> tuple[dict[str, Array], State]:
+    """Draws a batch of B images, and leaves the cache as it is after the last step. The results and
+    the arguments are those of `ScaleSpec.generate` and `TokenSpec.generate`.
+
+    params: "transformer" and "codec", arranged as the spec takes them (`build.arrange`).
+    state: an empty cache (`CachePlan.empty_state`); donate it.
+    condition: of B images (`Condition.take`). keys: a typed random key for each [B].
+    """
+    return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)

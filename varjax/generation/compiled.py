@@ -1,0 +1,140 @@
+"""Both programs of a batch, compiled for the device that is there, and the weights as they take
+them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+from jax.experimental.layout import Format
+from jaxtyping import Array, PyTree
+
+from varjax.core.decode import Inputs, State
+from varjax.generation import pixels, program
+from varjax.generation.build import Build
+from varjax.generation.sharding import ShardedProgram
+
+
+class Weights:
+    """The arrays of a model's networks as a flat tuple, as programs take them: the codec's come
+    first. The modules are walked through once, here. What their parameters hold is read in every
+    call: so no arrays are kept, and whoever arranges or changes them need not say so.
+
+    of_codec: how many are the codec's.
+    """
+
+    def __init__(self, networks: Mapping[str, nnx.Module]):
+        self.networks, is_leaf = networks, lambda leaf: isinstance(leaf, nnx.Variable)
+        self._held = jax.tree.leaves(dict(networks), is_leaf=is_leaf)
+        self.of_codec = len(jax.tree.leaves(networks["codec"]))
+
+    @property
+    def tree(self) -> jax.tree_util.PyTreeDef:
+        """The structure of the networks as their layers are arranged now."""
+        return jax.tree.structure(dict(self.networks))
+
+    def arrays(self) -> tuple[Array, ...]:
+        # raw: `get_value` would copy the tree of layers that are separate
+        found = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for v in self._held]
+        return tuple(jax.tree.leaves(found))
+
+    def place(self, formats: tuple[Format, ...]) -> None:
+        """Puts the weights where a program wants them, in the layout that it wants
+        (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
+        weights never exist twice. Arrays that lie right already stay."""
+        wanted = iter(formats)
+        for variable in self._held:
+            # several where layers are separate
+            arrays, tree = jax.tree.flatten(variable.get_value())
+            pairs = [(array, next(wanted)) for array in arrays]
+            if any(array.format != where for array, where in pairs):
+                placed = [a if a.format == to else jax.device_put(a, to) for a, to in pairs]
+                variable.set_value(tree.unflatten(placed))
+
+
+def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], PyTree]]:
+    """`drawing.decode` of a tuple of arrays in place of the networks, whose structure is `tree`. In
+    every call JAX walks through what a program takes: through a tuple in no time, but not through
+    hundreds of modules and parameters."""
+
+    def generate(weights, state, condition, keys, inputs: Inputs) -> tuple[dict, PyTree]:
+        tables, given = inputs.tables, inputs.given
+        networks = tree.unflatten(weights)
+        return inputs.spec.generate(networks, state, condition, keys, tables, given)
+
+    return generate
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Both programs of a batch, compiled, and how what they take lies on the devices.
+
+    codes: `(weights, state, condition, keys, inputs) -> (results, state)` (`flat`).
+    pixels: `(weights of the codec, code map [B, P, Q, C]) -> images [B, H, W, 3]`.
+    empty_state: makes an empty cache as `codes` takes it.
+    came: what the compilation cache did about `codes` (`Timing.cache`).
+    formats: of the weights, where the compiler has chosen them.
+    sharded: what `codes` is for several devices.
+    """
+
+    codes: jax.stages.Compiled
+    pixels: jax.stages.Compiled
+    empty_state: Callable[[], State]
+    came: str = "off"
+    formats: tuple[Format, ...] | None = None
+    sharded: ShardedProgram | None = None
+
+    @classmethod
+    def compile(
+        cls,
+        weights: Weights,
+        empty_state: Callable[[], State],
+        arguments: tuple,
+        code_map: jax.ShapeDtypeStruct,
+        build: Build,
+        *,
+        sharded: ShardedProgram | None = None,
+        few_rows: bool,
+        weights_dtype: str,
+    ) -> "Program":
+        """Compiles both ahead of time.
+
+        arguments: of `codes`, after the state; may be shapes. code_map: of a batch.
+        few_rows, weights_dtype: as in `program.compiler_options`.
+        """
+        state, where = jax.eval_shape(empty_state), None
+        if sharded is not None:
+            state, where = sharded.place_shapes(1, state), sharded.shardings[1]
+            arguments = sharded.place_shapes(slice(2, None), arguments)
+        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
+        run, formats = sharded or flat(weights.tree), None
+        given = run, weights.arrays(), state, arguments
+        jitted, given = program.jit_codes(*given, auto_layout=automatic)
+        with program.products(build.matmul_precision):
+            traced = jitted.trace(*given)
+        options = {"few_rows": few_rows, "weights_dtype": weights_dtype}
+        codes, came = program.compile_codes(traced, **options)
+        if automatic:
+            formats, where = codes.input_formats[0][:2]
+        # after the codes: their program has chosen how the weights lie
+        traced = pixels.trace_pixels(
+            weights.networks["codec"],
+            code_map,
+            build.decoding,
+            formats=formats and formats[: weights.of_codec],
+            sharded=sharded,
+        )
+        # one program: operations alone are compiled one by one
+        empty = jax.jit(empty_state, **({"out_shardings": where} if where else {}))
+        return cls(codes, pixels.compile_pixels(traced), empty, came, formats, sharded)
+
+    def draw(
+        self, weights: Weights, state: State, arguments: tuple, *, keep_cache: bool
+    ) -> tuple[dict[str, Array], PyTree]:
+        """The results of a batch, pixels included, and its cache if it is kept."""
+        arrays = weights.arrays()
+        results, state = self.codes(arrays, state, *arguments)
+        if not keep_cache:
+            state = None  # the last reference: decoding may use that memory
+        results["images"] = self.pixels(arrays[: weights.of_codec], results["code_map"])
+        return jax.block_until_ready(results), state

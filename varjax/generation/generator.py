@@ -1,0 +1,418 @@
+"""`Generator`: a generation program, compiled once and run batch after batch."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from pallas_kernels import implementations
+from varjax import conditions, jax_settings
+from varjax.calibration import files as calibration_lib
+from varjax.calibration.data import Calibration
+from varjax.conditions import Condition
+from varjax.core import arguments, stacked
+from varjax.core import sampling as sampling_lib
+from varjax.core.decode import Inputs, State, decode
+from varjax.core.errors import UserError
+from varjax.core.given import Given
+from varjax.core.plan import CachePlan, pool_dtype
+from varjax.core.planner import plan_cache
+from varjax.core.policy import Policy
+from varjax.core.sampling import Sampling
+from varjax.fast import stored
+from varjax.generation import build as builds
+from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
+from varjax.generation import weights as sharded_weights
+from varjax.generation.build import Build
+from varjax.generation.compiled import Program, Weights
+from varjax.generation.logical_axes import make_mesh
+from varjax.generation.mesh import MeshSpec
+from varjax.generation.progress import reporter
+from varjax.generation.sharding import ShardedProgram
+from varjax.models.model import Model, check_model
+from varjax.policies.registry import resolve_policy
+from varjax.text.features import TextFeatures
+from varjax.text.prompt_ids import PromptIds
+
+
+@dataclass
+class Timing:
+    """Times of a generator, in seconds.
+
+    compile_s: tracing and compiling.
+    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
+      compiled, "off" if there is no cache.
+    runs: each call of the compiled programs, pixels included.
+    """
+
+    compile_s: float = 0.0
+    cache: str = "off"
+    runs: list[float] = field(default_factory=list)
+
+
+class Generator:
+    """A generation program for one model, policy, sampling and batch size: compiled at its first
+    call, then run as often as you like.
+
+        generator = varjax.Generator(model, "headkv", 0.25, batch_size=8)
+        images = generator(labels=[22, 11], seed=0)
+        more = generator(labels=range(44), seed=1)  # nothing is traced or compiled again
+
+    Args:
+      model: from `varjax.load`. Over several devices load it with `on_disk=True`: every device's
+        share is then read when its place is known, and no device, nor the host, holds all of them.
+      policy, budget: how the KV cache is compressed: a policy (`varjax.policies`) or the name of
+        one and the fraction of the full cache's bytes that it may keep.
+      sampling: how tokens are drawn; None: as the checkpoint recommends (`model.sampling()`).
+      batch_size: images per call of the program.
+      kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
+      calibration: measurements of this model, or a file of them, for policies that use one; None
+        takes `calibration.json` of the checkpoint folder, if it is there.
+      plan: the cache plan, if it is made already; policy, budget and calibration then do not count.
+      mesh: devices to split over.
+      build: how the programs are built, and what they return besides (`varjax.Build`).
+
+    Attributes:
+      model: its weights are arranged as the programs take them; once they are divided over several
+        devices, it is of shapes alone.
+      spec: the static side of the program that draws. program: both, compiled; None before.
+      timing: seconds of compiling, and of every batch.
+
+    Raises:
+      UserError: for anything that cannot work; nothing is compiled then.
+    """
+
+    @jax_settings.pinned()
+    def __init__(
+        self,
+        model: Model,
+        policy: str | Policy = "full",
+        budget: float | None = None,
+        *,
+        sampling: Sampling | None = None,
+        batch_size: int = 8,
+        kv_dtype=None,
+        calibration: str | os.PathLike | Calibration | None = None,
+        plan: CachePlan | None = None,
+        mesh: MeshSpec | None = None,
+        build: Build | None = None,
+        **moved: object,
+    ):
+        Build.refuse_moved(moved)
+        check_model(model)
+        most = arguments.LARGEST_BATCH
+        self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
+        words = "a varjax.Build, as varjax.Build(layers='scan')"
+        build = arguments.instance("build", Build() if build is None else build, Build, words)
+        self.build = build.here()
+        sampling = model.resolve_sampling(sampling)
+        words = "a MeshSpec of varjax.generation.mesh"
+        mesh = arguments.instance("mesh", MeshSpec() if mesh is None else mesh, MeshSpec, words)
+        if build.keep_contents and mesh.num_devices > 1:
+            raise UserError("keep_contents works on one device: leave out mesh")
+        if plan is None:
+            chosen = resolve_policy(policy, budget)
+            found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
+            plan = plan_cache(model.geometry_for(sampling), chosen, found, groups=mesh.model)
+        arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
+        model.check_geometry(plan.geometry, sampling)
+        self.model, self.plan, self.policy, self.mesh = model, plan, plan.policy, mesh
+        self.spec = builds.specify(
+            model.networks,
+            plan,
+            sampling,
+            self.build,
+            batch_size=self.batch_size,
+            mesh=mesh,
+            platform=jax.default_backend(),
+        )
+        sharding.check_plan(plan, mesh)
+        devices = {"available": len(jax.devices()), "where": hosts.where()}
+        mesh.check(batch_size=self.batch_size, num_heads=plan.geometry.num_heads, **devices)
+        self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
+        predict_for = partial(
+            memory.predict,
+            model,
+            plan.divide(mesh.model)[0],
+            self.batch_size // mesh.data,
+            model.dtype,
+            self.kv_dtype,
+            kernels=build.attention and build.attention != "reference",
+            decoding=self.build.decoding,
+        )
+        self._layers = memory.layers_that_fit(build.layers, predict_for, memory.device_bytes())
+        self.networks, self.timing, self.program = model.networks, Timing(), None
+        self._weights, self._seen = Weights(self.networks), ()
+        self._arrange()
+        # only now: another generator may have left matrices turned, which are never divided
+        sharded_weights.check_weights(self.networks, mesh)
+        if mesh.num_devices == 1 and isinstance(self._weights.arrays()[0], stored.Stored):
+            raise UserError("the weights are on disk, for several devices: give a mesh of these")
+
+    def __repr__(self) -> str:
+        state = "not compiled yet" if self.program is None else "compiled"
+        return (
+            f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
+            f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
+        )
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> str:
+        """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
+        apart = stacked.is_separate(self.networks["transformer"])
+        return builds.UNROLL if apart else builds.SCAN
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the arrays that hold K and V among the compiled program's arguments."""
+        return cost.tree_bytes(self.plan.kv_arrays(self.program.codes.in_avals[0][1]))
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of everything else that the cache carries: positions, observations, states."""
+        return cost.tree_bytes(self.program.codes.in_avals[0][1]) - self.allocated_bytes
+
+    def attention_flops(self) -> dict[str, float]:
+        """FLOPs per image of the attention, and of observing it for the policy."""
+        return cost.attention_flops(self.plan, self.spec)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        labels: Sequence[int] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        text_features: TextFeatures | None = None,
+        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
+        progress: bool | Callable[[int, int], None] = False,
+    ) -> np.ndarray:
+        """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
+        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes, and for
+        `progress`."""
+        sampling_lib.check_seed(seed)
+        report = reporter(progress, "image")
+        given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+        condition = conditions.resolve(self.model, **given, prompt_ids=prompt_ids)
+        self.policy.check_images(len(condition))
+        report(0, len(condition))
+        if self.program is None:
+            with hosts.answering():
+                first = np.arange(min(len(condition), self.batch_size))
+                self.compile(condition.take(self._padded(first)))
+        images = []
+        for index, results in self.batches(condition, seed=seed):
+            images.append(results["images"])
+            report(int(index[-1]) + 1, len(condition))
+        return np.concatenate(images)
+
+    def batches(
+        self, condition: Condition, *, first: int = 0, **options
+    ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """All images from number `first` on, batch by batch: (their numbers, results on the
+        host). options: seed, given and given_scales, as of `run_images`."""
+        for start in range(first, len(condition), self.batch_size):
+            index = np.arange(start, min(start + self.batch_size, len(condition)))
+            yield index, self.draw(condition, index, **options)
+
+    def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
+        """The results of at most a batch of images, by their numbers, on the host. options:
+        seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
+        alike, and all of them have all results."""
+        with hosts.answering():
+            results, _ = self.run_images(condition, index, keep_cache=False, **options)
+            return jax.tree.map(np.asarray, hosts.gathered(results))
+
+    def run_images(
+        self, condition: Condition, index: np.ndarray, *, given=None, **options
+    ) -> tuple[dict[str, Array], PyTree]:
+        """The results of at most a batch of images, by their numbers, and the cache of the
+        whole batch. given: tokens of all images. options: as of `run_batch`."""
+        padded = self._padded(index)
+        if given is not None:
+            given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
+        results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
+        contents = results.pop("contents", None)  # has rows, not images
+        results = {name: a[: len(index)] for name, a in results.items()}
+        return results | ({"contents": contents} if self.build.keep_contents else {}), state
+
+    def _padded(self, index: np.ndarray) -> np.ndarray:
+        # One program serves every number of images: a short batch repeats its last image, and the
+        # copies are cut off again.
+        return np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
+
+    @jax_settings.pinned()
+    def run_batch(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        *,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
+        given_scales: int | None = None,
+        keep_cache: bool = True,
+    ) -> tuple[dict[str, Array], PyTree]:
+        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
+        "logits"?} and the final cache.
+
+        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        image_index: the image's number in its run [B]; seed: of the run, or of each image's.
+        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
+          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
+        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+          Over several devices its rows are those of the first device, then of the next.
+
+        Raises:
+          UserError: wrong input, or (`generation.program.OutOfMemory`) a device without enough
+          memory.
+        """
+        seed = check_seeds(seed, self.batch_size)
+        if self.program is None:
+            self.compile(condition, given)
+        with self._explained("drawing"):
+            told = self.arguments(condition, image_index, seed, given, given_scales)
+            if self.program.sharded is not None:
+                told = sharding.place(told, self.program.sharded.shardings[2:])
+            self._arrange()
+            # a new pool for every batch: the last one was donated, and zeroing is not what is timed
+            state = jax.block_until_ready(self.empty_state())
+            start = time.perf_counter()
+            found = self.program.draw(self._weights, state, told, keep_cache=keep_cache)
+            self.timing.runs.append(time.perf_counter() - start)
+        return found
+
+    @jax_settings.pinned()
+    def decode_arguments(self, condition: Condition, seed: int = 0) -> tuple:
+        """What `drawing.decode` takes to draw the first batch as this generator does, on one
+        device: networks, empty cache, condition, keys, inputs.
+
+        condition: of a run (`conditions.resolve`). A short batch repeats its last image.
+        """
+        index = self._padded(np.arange(min(len(condition), self.batch_size)))
+        told = self.arguments(condition.take(index), index, sampling_lib.check_seed(seed))
+        self._arrange()
+        return self.networks, self.empty_state(), *told
+
+    # --- compiling --------------------------------------------------------------------------------
+
+    @jax_settings.pinned()
+    def compile(self, condition: PyTree = None, given: np.ndarray | Given | None = None) -> None:
+        """Compiles both programs (codes, pixels) ahead of time. `UserError` for a kernel that
+        cannot take these shapes, or a device without enough memory.
+
+        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
+          texts as long as the model takes.
+        given: tokens of a batch if some will be given.
+        """
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in self._weights.arrays()):
+            raise UserError(f"{self.model.name} was only described: load it with varjax.load")
+        start, images = time.perf_counter(), self.batch_size
+        if condition is None:
+            shapes = self.networks["transformer"].condition_shapes(images)
+            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        try:
+            with self._explained("compiling"), compilation_cache.kept():
+                self.program = None
+                self._arrange()
+                told = self.arguments(condition, np.zeros(images, np.int32), 0, given)
+                divided = self._divided(told[-1]) if self.mesh.num_devices > 1 else None
+                self.program = Program.compile(
+                    self._weights,
+                    self._empty,
+                    told,
+                    jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32),
+                    self.build,
+                    sharded=divided,
+                    few_rows=builds.way(self.plan).few_rows,
+                    weights_dtype=self.model.weights_dtype,
+                )
+        except NotImplementedError as error:  # a kernel that cannot take these shapes
+            raise UserError(str(error)) from error
+        self.timing.cache = self.program.came
+        self.timing.compile_s = time.perf_counter() - start
+
+    def _divided(self, inputs: Inputs) -> ShardedProgram:
+        """The program over several devices, which are given their weights on the way. Then only
+        shapes are kept of the model, so that its arrays go once nobody else holds them."""
+        every = jax.devices()  # a smaller mesh takes those of this process
+        devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
+        mesh, names = make_mesh(vars(self.mesh), devices), builds.way(self.plan).names
+        tables = names(self.spec, inputs.tables, self.mesh.model)
+        found = ShardedProgram.of(mesh, decode, self.networks, inputs, tables, self.kv_dtype)
+        self.networks = sharded_weights.place(self.networks, found.shardings[0])
+        self.model, self._weights = self.model.abstract(), Weights(self.networks)
+        return found
+
+    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        attention = self.build.attention or implementations.preferred()
+        return program.explained(f"{doing} a batch of {self.batch_size}", attention)
+
+    def _arrange(self) -> None:
+        """Arranges the weights as the programs take them, unless they are as this generator left
+        them: another one of the same model may have arranged them differently."""
+        # by identity, which costs nothing; holding the arrays would keep weights twice
+        if self._seen == (seen := tuple(map(id, self._weights.arrays()))) and seen:
+            return
+        arrange = builds.way(self.plan).arrange
+        arrange(self.networks, self._layers, jax.default_backend(), self.mesh.model)
+        if self.program is not None and self.program.formats is not None:
+            self._weights.place(self.program.formats)
+        self._seen = tuple(map(id, self._weights.arrays()))
+
+    # --- what programs take -----------------------------------------------------------------------
+
+    @cached_property
+    def _shared_tables(self) -> tuple:
+        """Tables that no batch changes: put on the device once, for all batches."""
+        shared = self.spec.shared_inputs(self.networks["transformer"])
+        return jax.device_put(shared)  # `jnp.asarray` would compile a program for each shape
+
+    def arguments(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
+        given_scales: int | None = None,
+    ) -> tuple[PyTree, Array, Inputs]:
+        """Condition, keys and inputs of a batch (`drawing.decode`), from what `run_batch` takes."""
+        tables = self.spec.for_images(self._shared_tables, image_index)
+        if given is not None:
+            given = Given.of(given, self.plan.geometry.schedule, given_scales)
+        keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
+        if isinstance(condition, (list, tuple)):  # labels as Python numbers
+            condition = np.asarray(condition, np.int32)
+        condition, tables = jax.device_put((condition, tables))
+        return condition, keys, Inputs(self.spec, tables, given)
+
+    def _empty(self) -> State:
+        types = self.kv_dtype, self.model.dtype
+        return self.plan.empty_state(self.batch_size, *types, groups=self.mesh.model)
+
+    @jax_settings.pinned()
+    def empty_state(self) -> State:
+        """An empty cache, which lies as the compiled program takes it; over several devices each
+        makes its own share."""
+        return (jax.jit(self._empty) if self.program is None else self.program.empty_state)()
+
+
+def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
+    """A seed for all images, or one for each, checked as `check_seed` does."""
+    if not isinstance(seed, (np.ndarray, list, tuple)):
+        return sampling_lib.check_seed(seed)
+    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
+    if len(seeds) != images:
+        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
+    for value in seeds:
+        sampling_lib.check_seed(value)
+    return seeds.astype(np.int32)
