@@ -26,7 +26,7 @@ from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.core import sampling, stacked
-from varjax.core.decode import Inputs, decode
+from varjax.core.drawing import Inputs, decode
 from varjax.core.plan import CachePlan
 from varjax.core.sampling import Sampling
 from varjax.core.state import KVState

@@ -12,6 +12,7 @@ from tests.models_under_test import fixture, llamagen_fixture
 from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling, Scores, guided, gumbel, image_keys, sample
 from varjax.core.sampling import filter_logits as _filter_logits
+from varjax.storage.manifest import recommended_sampling
 
 filter_logits = jax.jit(_filter_logits, static_argnums=(1, 2))
 
@@ -106,7 +107,7 @@ def test_bad_values(values, message):
 
 def test_numbers_of_numpy_are_numbers():
     values = {"cfg": np.float32(2), "top_k": np.int64(3), "greedy": np.bool_(True)}
-    assert Sampling.recommended(values, more_smooth=np.bool_(False)).check(3, 10).top_k == 3
+    assert recommended_sampling(values, more_smooth=np.bool_(False)).check(3, 10).top_k == 3
 
 
 def test_one_number_or_one_per_scale():
@@ -124,4 +125,4 @@ def test_one_number_or_one_per_scale():
 @pytest.mark.parametrize("settings", [None, [1], "cfg", 3])
 def test_recommendations_are_names_and_values(settings):
     with pytest.raises(UserError, match="it must hold names and values"):
-        Sampling.recommended(settings)
+        recommended_sampling(settings)

@@ -13,7 +13,7 @@ import varjax
 from tests import models_under_test as models
 from tests.often import often
 from varjax import conditions
-from varjax.core.decode import decode
+from varjax.core import decode
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "howto" / "generate.md"
 NAMES = ("c_k5_nol2norm", "llamagen_c2i")

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from varjax.core.errors import UserError
-from varjax.core.sampling import Sampling
 from varjax.models import registry
 from varjax.models.var import VARConfig
+from varjax.storage.manifest import recommended_sampling
 
 
 @pytest.mark.parametrize("name", registry.PRESETS)
@@ -19,7 +19,7 @@ def test_presets_round_trip_through_published_names(name):
         written = json.loads(json.dumps(config.to_published()))
         assert family.parts[name].read(written) == config
     family.check(preset.configs)
-    preset.configs["transformer"].check_sampling(Sampling.recommended(preset.sampling))
+    preset.configs["transformer"].check_sampling(recommended_sampling(preset.sampling))
 
 
 def test_defaults_are_those_of_the_published_constructor():

@@ -23,11 +23,11 @@ from tests.properties import mutations
 from tests.properties.conftest import EXAMPLES
 from varjax.codecs.vqvae import VQVAEConfig
 from varjax.core.errors import LONGEST_MESSAGE, UserError
-from varjax.core.sampling import Sampling
 from varjax.core.sequence import Schedule
 from varjax.models import registry
 from varjax.models.var import VARConfig
 from varjax.storage import checkpoint, parameters
+from varjax.storage.manifest import recommended_sampling
 
 # Of properties that read whole checkpoints there are fewer examples by default, to take seconds.
 FEWER = settings() if settings().max_examples > EXAMPLES else settings(max_examples=6)
@@ -204,7 +204,7 @@ def test_small_files_beside_the_weights(tmp_path, draw):
     path.write_text(json.dumps(draw.draw(mutations.damaged_json(default))))
     with contextlib.suppress(UserError):
         found = published.read_sampling(default, TRANSFORMER, lambda line: None)
-        TRANSFORMER.check_sampling(Sampling.recommended(found))
+        TRANSFORMER.check_sampling(recommended_sampling(found))
 
 
 @given(draw=st.data())

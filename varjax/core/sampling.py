@@ -3,8 +3,7 @@
 What is drawn for an image depends on its own key only, never on the batch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,13 +14,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.sample import sample as choose
 from pallas_kernels.sample.reference import filter_logits, guided
 from varjax.core import arguments
-from varjax.core.errors import UserError, nearest, show
+from varjax.core.errors import UserError, show
 
 AnyArray = Array | np.ndarray
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
 LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
-RECOMMENDABLE = (*LISTS, "cfg_interval", "top_k", "top_p", "more_smooth")  # by a checkpoint
 KEYS = "threefry2x32"  # whatever JAX's default is
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
@@ -125,25 +123,6 @@ class Sampling:
         places = "" if on_logits else f" at {','.join(map(str, self.cfg_insertion_layer))}"
         until = "" if self.cfg_interval < 0 else f" to token {self.cfg_interval + 1}"
         return ",".join(f"{strength:g}" for strength in strengths) + places + until
-
-    @classmethod
-    def recommended(cls, settings: Mapping, **overrides) -> "Sampling":
-        """A checkpoint's recommended settings with overrides; an override of None keeps the
-        recommendation. Values are not checked here: `check` does that. `UserError` for settings
-        that are no mapping, and for unknown names."""
-        if not isinstance(settings, Mapping):
-            raise UserError(
-                f"recommended sampling is {show(settings)}: it must hold names and values, as"
-                ' {"cfg": 1.5, "top_k": 900}'
-            )
-        names = [field.name for field in fields(cls)]
-        for name in overrides:
-            if name not in names:
-                close = nearest(name, names)
-                raise UserError(f"unknown setting {name!r}: there are {', '.join(names)}{close}")
-        chosen = {name: settings[name] for name in RECOMMENDABLE if name in settings}
-        chosen |= {name: value for name, value in overrides.items() if value is not None}
-        return cls(**chosen)
 
 
 def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jaxtyping import Array, PyTree
 
-from varjax.core.decode import Inputs, State
+from varjax.core.drawing import Inputs, State
 from varjax.generation import pixels, program
 from varjax.generation.build import Build
 from varjax.generation.sharding import ShardedProgram
@@ -53,9 +53,9 @@ class Weights:
 
 
 def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], PyTree]]:
-    """`drawing.decode` of a tuple of arrays in place of the networks, whose structure is `tree`. In
-    every call JAX walks through what a program takes: through a tuple in no time, but not through
-    hundreds of modules and parameters."""
+    """`varjax.core.decode` of a tuple of arrays in place of the networks, whose structure is
+    `tree`. In every call JAX walks through what a program takes: through a tuple in no time, but
+    not through hundreds of modules and parameters."""
 
     def generate(weights, state, condition, keys, inputs: Inputs) -> tuple[dict, PyTree]:
         tables, given = inputs.tables, inputs.given

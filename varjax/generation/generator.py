@@ -19,7 +19,7 @@ from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.core import arguments, stacked
 from varjax.core import sampling as sampling_lib
-from varjax.core.decode import Inputs, State, decode
+from varjax.core.drawing import Inputs, State, decode
 from varjax.core.errors import UserError
 from varjax.core.given import Given
 from varjax.core.plan import CachePlan, pool_dtype
@@ -293,7 +293,7 @@ class Generator:
 
     @jax_settings.pinned()
     def decode_arguments(self, condition: Condition, seed: int = 0) -> tuple:
-        """What `drawing.decode` takes to draw the first batch as this generator does, on one
+        """What `varjax.core.decode` takes to draw the first batch as this generator does, on one
         device: networks, empty cache, condition, keys, inputs.
 
         condition: of a run (`conditions.resolve`). A short batch repeats its last image.
@@ -385,7 +385,8 @@ class Generator:
         given: np.ndarray | Given | None = None,
         given_scales: int | None = None,
     ) -> tuple[PyTree, Array, Inputs]:
-        """Condition, keys and inputs of a batch (`drawing.decode`), from what `run_batch` takes."""
+        """Condition, keys and inputs of a batch (`varjax.core.decode`), from what `run_batch`
+        takes."""
         tables = self.spec.for_images(self._shared_tables, image_index)
         if given is not None:
             given = Given.of(given, self.plan.geometry.schedule, given_scales)

@@ -38,7 +38,7 @@ def jit_codes(
 
     run: the function (`compiled.flat`), or the `ShardedProgram` of a mesh; shapes then carry its
       `shardings`.
-    arguments: condition, keys, inputs (`drawing.decode`).
+    arguments: condition, keys, inputs (`varjax.core.decode`).
     auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
       caller puts them there (`Weights.place`). The cache lies row by row; the caller makes it so
       (`Compiled.input_formats`).

@@ -33,7 +33,7 @@ _unchecked = partial(jax.shard_map, check_vma=False)
 class ShardedProgram:
     """The program that draws codes (`varjax.core.decode`), for a mesh.
 
-    decode: `drawing.decode`, which every device runs on its share.
+    decode: `varjax.core.decode`, which every device runs on its share.
     tree: the structure of the networks.
     specs: `PartitionSpec`s of the arguments (weights, state, condition, keys, inputs).
     """

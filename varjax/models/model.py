@@ -25,6 +25,7 @@ from varjax.fast.schemes import SCHEMES
 from varjax.models.token_arrays import FORMS, TokenArrays
 from varjax.storage import parameters
 from varjax.storage.families import CATALOGUE, Family
+from varjax.storage.manifest import recommended_sampling
 from varjax.storage.published import TransformerConfig
 
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
@@ -130,7 +131,7 @@ class Model:
         Raises:
           UserError: this model cannot draw that way.
         """
-        chosen = Sampling.recommended(dict(self.metadata.get("sampling", {})), **overrides)
+        chosen = recommended_sampling(dict(self.metadata.get("sampling", {})), **overrides)
         return self.config.check_sampling(chosen)
 
     @property

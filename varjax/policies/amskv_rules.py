@@ -1,5 +1,5 @@
 """The rules of AMS-KV: its two algorithms on the host; the sizes that a budget buys; its arguments,
-published configurations and checks.
+published configurations and checks. A policy here is a `varjax.policies.AMSKV`.
 
 A layer's capacity (the paper's C_bgt) is C_min, or C_max once the layer turned demanding. A scale
 with more tokens than the capacity is oversize.
@@ -8,17 +8,14 @@ with more tokens than the capacity is oversize.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from varjax.core.allocation import Geometry
 from varjax.core.errors import choose
+from varjax.core.policy import Policy
 from varjax.core.sequence import Schedule
 from varjax.policies import capacities
-
-if TYPE_CHECKING:
-    from varjax.policies.amskv import AMSKV
 
 VAR_256 = Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16))
 VAR_512 = Schedule.square((1, 2, 3, 4, 6, 9, 13, 18, 24, 32))
@@ -99,7 +96,7 @@ def divide(
 # --- arguments ---
 
 
-def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
+def preset_values(policy: Policy, geometry: Geometry) -> dict[str, int]:
     """The values that a policy's preset fills in; `UserError` if it is for another model or
     contradicts an argument."""
     name = policy.preset
@@ -119,7 +116,7 @@ def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
     return values if policy.mode == "profiled" else values | {"demanding": -1}
 
 
-def check(p: "AMSKV", geometry: Geometry) -> None:
+def check(p: Policy, geometry: Geometry) -> None:
     """Raises `UserError` for arguments that are wrong in themselves or contradict each other."""
     choose("mode of policy 'amskv'", p.mode, ("profiled", "online"))
     choose("oversize of policy 'amskv'", p.oversize, ("auto", "skip", "fill"))
@@ -160,7 +157,7 @@ def check(p: "AMSKV", geometry: Geometry) -> None:
         p.refuse(f"layers={p.layers} are {number} layers, but demanding={p.demanding}")
 
 
-def named_layers(policy: "AMSKV", num_layers: int) -> list[int]:
+def named_layers(policy: Policy, num_layers: int) -> list[int]:
     """The layers of `0;3;5`, `0-7`, `all` or `none`."""
     text = {"all": f"0-{num_layers - 1}"}.get(policy.layers, policy.layers)
     found: set[int] = set()

@@ -7,12 +7,13 @@ described there by NAME.json, such as `text_encoder.json`.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from varjax.core.errors import UserError, about
-from varjax.core.sampling import Sampling
+from varjax.core.errors import UserError, about, nearest, show
+from varjax.core.sampling import LISTS, Sampling
 from varjax.storage import arrays as stored
 from varjax.storage import checksums, ordinary
 from varjax.storage.atomic import write_text
@@ -23,6 +24,7 @@ NAME = "model.json"
 FORMAT_VERSION = 1
 _OPTIONAL = {"sources": list, "beside": dict, "own_folders": dict}  # a description may lack them
 DEEPEST_JSON = 64
+RECOMMENDABLE = (*LISTS, "cfg_interval", "top_k", "top_p", "more_smooth")  # sampling
 LARGEST_JSON = 16 * 2**20  # bytes
 
 
@@ -205,9 +207,28 @@ def check_entries(
             )
     if "sampling" in content:
         with about(f"{where}, entry 'sampling'"):
-            transformer.check_sampling(Sampling.recommended(content["sampling"]))
+            transformer.check_sampling(recommended_sampling(content["sampling"]))
 
 
 def is_text(value) -> bool:
     """Whether this is a text that can be shown and written: one without half a surrogate pair."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
+
+
+def recommended_sampling(settings: Mapping, **overrides) -> Sampling:
+    """A checkpoint's recommended settings with overrides; an override of None keeps the
+    recommendation. Values are not checked here: `check` does that. `UserError` for settings
+    that are no mapping, and for unknown names."""
+    if not isinstance(settings, Mapping):
+        raise UserError(
+            f"recommended sampling is {show(settings)}: it must hold names and values, as"
+            ' {"cfg": 1.5, "top_k": 900}'
+        )
+    names = [field.name for field in fields(Sampling)]
+    for name in overrides:
+        if name not in names:
+            close = nearest(name, names)
+            raise UserError(f"unknown setting {name!r}: there are {', '.join(names)}{close}")
+    chosen = {name: settings[name] for name in RECOMMENDABLE if name in settings}
+    chosen |= {name: value for name, value in overrides.items() if value is not None}
+    return Sampling(**chosen)
