@@ -1,4 +1,4 @@
-"""A model's sizes for a cache, from the text of a flag."""
+"""A model's sizes for a cache, and the order in which it draws, from their texts."""
 
 import re
 
@@ -33,3 +33,11 @@ def read_geometry(text: str) -> Geometry:
     if by_token:
         return Geometry(schedule=TokenSequence(given.pop("tokens"), **given), **sizes)
     return Geometry(**given, **sizes)
+
+
+def read_order(text: str) -> Schedule | TokenSequence:
+    """Reads the text of a schedule, `"1x1;2x2"`, or of a token sequence, `"1+256"`, whose image is
+    taken as a square."""
+    if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
+        return TokenSequence(int(found[2]), int(found[1]))
+    return Schedule.parse(text)

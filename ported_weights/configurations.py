@@ -9,10 +9,10 @@ from typing import TypeAlias
 from ported_weights.readers import sources
 from ported_weights.tables.registry import CUSTOM_DEFAULTS, RULE_TABLES, CustomDefaults
 from varjax.core.errors import UserError, about, some
-from varjax.core.sampling import RECOMMENDABLE, Sampling
+from varjax.core.sampling import Sampling
 from varjax.models import registry
 from varjax.storage.families import Family
-from varjax.storage.manifest import read_class_names, read_json
+from varjax.storage.manifest import RECOMMENDABLE, read_class_names, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 Say: TypeAlias = Callable[[str], None]  # gets one line of a report

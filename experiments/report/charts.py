@@ -12,7 +12,7 @@ import numpy as np
 import vl_convert
 
 from experiments.evaluation.metrics import METRICS, Metric
-from varjax.core import sequence
+from experiments.geometry import read_order
 from varjax.core.sequence import Schedule
 
 MEBI = 2.0**20
@@ -130,7 +130,7 @@ def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     the cell that its parameter `cell` names}, if any cell ran. None of models that draw token by
     token, whose slots are all in use from the start."""
     done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
-    schedule = sequence.parse(report["geometry"]["schedule"])
+    schedule = read_order(report["geometry"]["schedule"])
     if not done or not schedule.num_scales:
         return None
     data = [{"cell": f"{c['label']} at {c['budget']:g}"} | _live_bytes(c) for c in done]

@@ -24,10 +24,10 @@ import numpy as np
 import vl_convert
 from PIL import Image
 
+from experiments.geometry import read_order
 from experiments.report import calibration_charts, charts, sweep_files
 from experiments.sweep import tables
 from varjax.calibration.data import Calibration
-from varjax.core import sequence
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError, some
 from varjax.generation.memory import show_bytes
@@ -137,7 +137,7 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
         + (f"each of {group} query heads, " if group > 1 else "")
-        + sequence.parse(g["schedule"]).outline(),
+        + read_order(g["schedule"]).outline(),
         "full cache": f"{show_bytes(report['reference']['kv']['dense_bytes'])} for a batch",
         "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),
         "computed on": f"{report['device']}, {s['dtype']}, cache in {s['kv_dtype']}, "

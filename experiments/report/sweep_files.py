@@ -10,8 +10,8 @@ import jsonschema
 import numpy as np
 
 from experiments.batch_files import Damaged
+from experiments.geometry import read_order
 from experiments.sweep import tables
-from varjax.core import sequence
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
 from varjax.storage import npz, ordinary
@@ -68,7 +68,7 @@ def check_report(report: dict) -> Geometry:
     sizes = ("num_layers", "num_heads", "head_dim", "rows_per_image")
     try:
         geometry = Geometry(
-            schedule=sequence.parse(said["schedule"]),
+            schedule=read_order(said["schedule"]),
             queries_per_head=said.get("queries_per_head", 1),
             **{name: said[name] for name in sizes},
         )

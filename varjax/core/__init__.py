@@ -2,12 +2,7 @@
 README.md beside this file says in which order to read it. It imports nothing else of varjax."""
 
 from varjax.core import masks
-from varjax.core.allocation import (
-    Geometry,
-    RegionAllocation,
-    StageAllocation,
-    StaticAllocation,
-)
+from varjax.core.allocation import Geometry, RegionAllocation, StageAllocation, StaticAllocation
 from varjax.core.drawing import Inputs, decode
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.next_token import NextTokenTransformer

@@ -169,13 +169,6 @@ class CachePlan:
         return isinstance(other, CachePlan) and self.digest == other.digest
 
 
-def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
-    """The type of a pool: as asked, checked, or that of the computation."""
-    if asked is None:
-        return jnp.dtype(dtype)
-    return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
-
-
 def check_block_size(block_size: int) -> int:
     """A block size that is a power of two from 1 to 128; `UserError` for others."""
     # GPU kernels take powers of two only, and table entries store slots of a block in uint8

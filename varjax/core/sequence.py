@@ -243,11 +243,3 @@ class TokenSequence:
         follow in the last stage, which ends without one."""
         decided = -(-self.steps // period) - 1
         return decided, self.steps - decided * period
-
-
-def parse(text: str) -> Schedule | TokenSequence:
-    """Reads the text of a schedule, `"1x1;2x2"`, or of a token sequence, `"1+256"`, whose image is
-    taken as a square."""
-    if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
-        return TokenSequence(int(found[2]), int(found[1]))
-    return Schedule.parse(text)

@@ -149,16 +149,6 @@ class TokenPlan(CachePlan):
         return found if a.reads is None else (*found, a.reads)
 
 
-def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
-    """Image tokens of a head that a budget pays for. With "bytes" the budget pays for all slots, so
-    the condition's are subtracted. With "tokens" it pays for image tokens only; condition and
-    buffer are extra."""
-    sequence = geometry.schedule
-    if accounting == "tokens":
-        return int(budget * sequence.image_tokens + 1e-6)
-    return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition
-
-
 def fit_slots(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation], groups: int = 1
 ) -> tuple[StageAllocation, int]:

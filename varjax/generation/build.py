@@ -7,6 +7,8 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -16,7 +18,7 @@ from varjax.codecs import arithmetic
 from varjax.core import arguments, segments
 from varjax.core.errors import UserError, choose
 from varjax.core.layer_inputs import SegmentInputs
-from varjax.core.plan import CachePlan
+from varjax.core.plan import KV_DTYPES, CachePlan
 from varjax.core.sampling import Sampling
 from varjax.core.scale_plan import ScalePlan
 from varjax.core.scales import ScaleSpec
@@ -258,3 +260,10 @@ def specify(
     rows = rows * batch_size // mesh.data or 1
     given = networks, planned.schedule, build.segments, rows, platform
     return way(plan).spec(plan, sampling, build, mesh.model, partial(plan_segments, *given))
+
+
+def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:
+    """The type of a pool: as asked, checked, or that of the computation."""
+    if asked is None:
+        return jnp.dtype(dtype)
+    return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))

@@ -22,7 +22,7 @@ from varjax.core import sampling as sampling_lib
 from varjax.core.drawing import Inputs, State, decode
 from varjax.core.errors import UserError
 from varjax.core.given import Given
-from varjax.core.plan import CachePlan, pool_dtype
+from varjax.core.plan import CachePlan
 from varjax.core.planner import plan_cache
 from varjax.core.policy import Policy
 from varjax.core.sampling import Sampling
@@ -30,7 +30,7 @@ from varjax.fast import stored
 from varjax.generation import build as builds
 from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
 from varjax.generation import weights as sharded_weights
-from varjax.generation.build import Build
+from varjax.generation.build import Build, pool_dtype
 from varjax.generation.compiled import Program, Weights
 from varjax.generation.logical_axes import make_mesh
 from varjax.generation.mesh import MeshSpec

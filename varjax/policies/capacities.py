@@ -61,3 +61,13 @@ def apportion(tokens: int, weights: np.ndarray, lower: int, upper: int) -> np.nd
     for i in np.argsort(-fraction, kind="stable")[: max(0, tokens - shares.sum())]:
         shares[i] += 1
     return shares.reshape(np.shape(weights))
+
+
+def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
+    """Image tokens of a head that a budget pays for. With "bytes" the budget pays for all slots, so
+    the condition's are subtracted. With "tokens" it pays for image tokens only; condition and
+    buffer are extra."""
+    sequence = geometry.schedule
+    if accounting == "tokens":
+        return int(budget * sequence.image_tokens + 1e-6)
+    return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition

@@ -10,7 +10,7 @@ from varjax.core.allocation import Geometry, StageAllocation
 from varjax.core.arguments import within
 from varjax.core.errors import choose
 from varjax.core.observation import Needs, Observation
-from varjax.core.stages import image_slots
+from varjax.policies.capacities import image_slots
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy
 from varjax.policies.windows import Ring

@@ -13,7 +13,7 @@ from varjax.core.errors import choose
 from varjax.core.observation import Needs
 from varjax.core.policy import Policy, Rule
 from varjax.core.sequence import TOKENS
-from varjax.core.stages import image_slots
+from varjax.policies.capacities import image_slots
 from varjax.policies.scale_rule import ScaleRule
 
 LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8
