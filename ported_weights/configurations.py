@@ -9,7 +9,6 @@ from typing import TypeAlias
 from ported_weights.readers import sources
 from ported_weights.tables.registry import CUSTOM_DEFAULTS, RULE_TABLES, CustomDefaults
 from varjax.core.errors import UserError, about, some
-from varjax.core.sampling import Sampling
 from varjax.models import registry
 from varjax.storage.families import Family
 from varjax.storage.manifest import RECOMMENDABLE, read_class_names, read_json
@@ -196,7 +195,7 @@ class PublishedModel:
             say(f"{path}: {name} is not a sampling setting, ignored")
         chosen = dict(default) | {n: v for n, v in given.items() if n in RECOMMENDABLE}
         with about(path):
-            transformer.check_sampling(Sampling.recommended(chosen))
+            transformer.check_sampling(recommended_sampling(chosen))
         return chosen
 
 
