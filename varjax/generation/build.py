@@ -107,7 +107,7 @@ class Build:
         for name in given:
             if name in {field.name for field in fields(cls)}:
                 raise UserError(f"{name} is part of the build: give build=varjax.Build({name}=...)")
-            raise TypeError(f"unexpected keyword argument {name!r}")
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
 
 
 # --- the weights ----------------------------------------------------------------------------------

@@ -52,15 +52,16 @@ class Weights:
                 variable.set_value(tree.unflatten(placed))
 
 
-def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], PyTree]]:
+def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], State]]:
     """`varjax.core.decode` of a tuple of arrays in place of the networks, whose structure is
     `tree`. In every call JAX walks through what a program takes: through a tuple in no time, but
     not through hundreds of modules and parameters."""
 
-    def generate(weights, state, condition, keys, inputs: Inputs) -> tuple[dict, PyTree]:
-        tables, given = inputs.tables, inputs.given
-        networks = tree.unflatten(weights)
-        return inputs.spec.generate(networks, state, condition, keys, tables, given)
+    def generate(
+        weights: tuple[Array, ...], state: State, condition: PyTree, keys: Array, inputs: Inputs
+    ) -> tuple[dict[str, Array], State]:
+        told = condition, keys, inputs.tables, inputs.given
+        return inputs.spec.generate(tree.unflatten(weights), state, *told)
 
     return generate
 

@@ -52,7 +52,7 @@ def jit_codes(
         # 16 heads of 595 slots by itself: the pool would be copied, and exist twice.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-        def somewhere(leaf) -> jax.ShapeDtypeStruct:
+        def somewhere(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             where = getattr(leaf, "sharding", None) or here
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
