@@ -11,7 +11,7 @@ from ported_weights.tables.registry import CUSTOM_DEFAULTS, RULE_TABLES, CustomD
 from varjax.core.errors import UserError, about, some
 from varjax.models import registry
 from varjax.storage.families import Family
-from varjax.storage.manifest import RECOMMENDABLE, read_class_names, read_json
+from varjax.storage.manifest import RECOMMENDABLE, read_class_names, read_json, recommended_sampling
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 Say: TypeAlias = Callable[[str], None]  # gets one line of a report

@@ -65,8 +65,8 @@ def test_the_example_on_tokens(example):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("kind", ["scales", "tokens"])
 def test_one_selection_for_both_kinds(example, kind, ties):
-    """Of equals the earlier candidate stays scale by scale, the newer token token by token. The page
-    of the core shows the same policy."""
+    """Of equals the earlier candidate stays scale by scale, the newer token token by token. The
+    page of the core shows the same policy."""
     assert EXAMPLE in (ROOT / "varjax" / "core" / "README.md").read_text("utf-8")
     obs = observation(1, 7)
     mass = jnp.where(obs.live, jnp.float32(1), 0) if ties else obs.scale_mass
