@@ -221,7 +221,7 @@ class Compilation:
         # operation takes its own best, unless the user named one or the best was refused
         best = implementations.choices(chip.platform, chip.capability)[0]
         own = options.build.attention or workload.attention != best
-        self.way = builds.way(plan)
+        self.way = builds.WAYS[plan.geometry.kind]
         free = self.way.few_rows and not own
         self.spec = builds.specify(
             networks,
@@ -267,12 +267,8 @@ class Compilation:
         """Compile the program that draws codes."""
         weights = Weights(self.networks)
         given = self.sharded or flat(weights.tree), weights.arrays(), self.state, self.arguments
-
-        def trace() -> jax.stages.Traced:
-            jitted, arguments = programs.jit_codes(*given, auto_layout=self.automatic)
-            with programs.products(self.workload.program.build.matmul_precision):
-                return jitted.trace(*arguments)
-
+        precision = self.workload.program.build.matmul_precision
+        trace = partial(programs.trace_codes, *given, precision, auto_layout=self.automatic)
         stored = self.workload.model.weights_dtype
         how = {"few_rows": self.way.few_rows, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)

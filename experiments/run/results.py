@@ -17,7 +17,7 @@ from experiments.prompts.condition import Text
 from experiments.run import files
 from experiments.run.files import Shown
 from varjax.core.maps import bicubic_matrix
-from varjax.generation import memory
+from varjax.generation import cost, memory
 from varjax.generation.generator import Generator
 from varjax.storage import parameters
 from varjax.storage.parameters import peak_bytes
@@ -93,7 +93,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         **environment(),
         "kv": {**cache_report(generator), "bookkeeping_bytes": generator.bookkeeping_bytes},
         "remarks": list(run.remarks),
-        "attention_flops_per_image": generator.attention_flops(),
+        "attention_flops_per_image": cost.attention_flops(generator.plan, generator.spec),
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,

@@ -22,8 +22,8 @@ OTHER = [
     "RESOURCE_EXHAUSTED: Shared memory size limit exceeded",
     "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
 ]
-# where they are raised: while memory is taken for the arguments, or by the compiler
-PLACES = ["arguments", "compile_codes", "compile_pixels"]
+# where they are raised: while memory is taken for the arguments, or as either program is made
+PLACES = ["arguments", "trace_codes", "trace_pixels"]
 
 
 def cases(messages: list[str]) -> list[tuple[str, str]]:
@@ -44,10 +44,10 @@ def failing(message: str):
 
 
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
-    """Let a step of `Generator.compile` fail: the arguments, or the compiler at either program."""
+    """Let a step of `Generator.compile` fail: the arguments, or either program."""
     owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
-    patch.setattr(program, "jit_codes", lambda *args, **options: (jax.jit(len), ((),)))  # fast
-    patch.setattr(program, "compile_codes", lambda *args, **options: (None, None))
+    traced = jax.jit(len).trace(())  # fast
+    patch.setattr(program, "trace_codes", lambda *args, **options: traced)
     patch.setattr(owner, place, failing(message))
 
 

@@ -3,7 +3,6 @@ side of the program that draws, and how weights are arranged for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,11 +19,9 @@ from varjax.core.errors import UserError, choose
 from varjax.core.layer_inputs import SegmentInputs
 from varjax.core.plan import KV_DTYPES, CachePlan
 from varjax.core.sampling import Sampling
-from varjax.core.scale_plan import ScalePlan
 from varjax.core.scales import ScaleSpec
 from varjax.core.segments import Segment
 from varjax.core.sequence import AUTO, SCALES, SCAN, TOKENS, Schedule
-from varjax.core.stages import TokenPlan
 from varjax.core.step import cache_step
 from varjax.core.tokens import TokenSpec, token_step
 from varjax.fast import arrange, quantized
@@ -145,49 +142,6 @@ def _separate_layers(
     arrange.separate(transformer.blocks, transformer.once, turned=turned)
 
 
-# --- the static side ------------------------------------------------------------------------------
-
-
-def plan_segments(
-    networks: Mapping[str, nnx.Module],
-    schedule: Schedule,
-    wanted: int | str,
-    rows: int,
-    platform: str,
-) -> tuple[Segment, ...]:
-    """Cuts the scale loop for this model on this platform (`segments.plan_segments`).
-
-    wanted: how many segments, or "auto".
-    rows: cache rows of one device.
-    """
-    # In a small program the bodies' compile time counts, in a large one what padding costs.
-    transformer = networks["transformer"]
-    if arrange.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
-        return segments.plan_segments(schedule, wanted)
-    tile = segments.TILE if quantized.scheme_of_rows(transformer) is None else segments.TILE_8_BITS
-    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
-
-
-Cut = Callable[[], tuple[Segment, ...]]
-
-
-def _scale_spec(
-    plan: ScalePlan, sampling: Sampling, build: Build, groups: int, cut: Cut
-) -> ScaleSpec:
-    cuts, kernels = cut(), build.attention
-    cache = tuple(cache_step(plan, segment.scales, kernels) for segment in cuts)
-    keep = build.keep_logits, build.keep_contents
-    return ScaleSpec(plan, cuts, cache, sampling, kernels, *keep, build.watch, groups)
-
-
-def _token_spec(
-    plan: TokenPlan, sampling: Sampling, build: Build, groups: int, cut: Cut
-) -> TokenSpec:
-    numbers = range(plan.geometry.num_layers)
-    layers = tuple(token_step(plan, i, build.attention) for i in numbers)
-    return TokenSpec(plan, layers, sampling, build.attention, build.keep_logits, build.watch)
-
-
 # --- names of axes (`varjax.generation.logical_axes`), in place of every array of a program's
 # tables ---
 
@@ -217,21 +171,38 @@ class _Way(NamedTuple):
     """What building has of its own where a model draws scales, or tokens: functions above, and
     whether products have the few rows of one token (`program.compiler_options`)."""
 
-    spec: Callable[..., ScaleSpec | TokenSpec]
     arrange: Callable[[Mapping[str, nnx.Module], str, str, int], None]
     names: Callable[[ScaleSpec | TokenSpec, tuple, int], tuple]
     few_rows: bool
 
 
 WAYS = {
-    SCALES: _Way(_scale_spec, arrange_layers, _scale_names, few_rows=False),
-    TOKENS: _Way(_token_spec, _separate_layers, _token_names, few_rows=True),
+    SCALES: _Way(arrange_layers, _scale_names, few_rows=False),
+    TOKENS: _Way(_separate_layers, _token_names, few_rows=True),
 }
 
 
-def way(plan: CachePlan) -> _Way:
-    """What building has of its own for the model of a plan."""
-    return WAYS[plan.geometry.kind]
+# --- the static side ------------------------------------------------------------------------------
+
+
+def plan_segments(
+    networks: Mapping[str, nnx.Module],
+    schedule: Schedule,
+    wanted: int | str,
+    rows: int,
+    platform: str,
+) -> tuple[Segment, ...]:
+    """Cuts the scale loop for this model on this platform (`segments.plan_segments`).
+
+    wanted: how many segments, or "auto".
+    rows: cache rows of one device.
+    """
+    # In a small program the bodies' compile time counts, in a large one what padding costs.
+    transformer = networks["transformer"]
+    if arrange.product_bytes(transformer.blocks, transformer.once) <= SCANNED_BYTES:
+        return segments.plan_segments(schedule, wanted)
+    tile = segments.TILE if quantized.scheme_of_rows(transformer) is None else segments.TILE_8_BITS
+    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform], tile)
 
 
 def specify(
@@ -246,7 +217,7 @@ def specify(
 ) -> ScaleSpec | TokenSpec:
     """The static side of the program for the model of a plan. `UserError` for segments or sampling
     that do not fit, or a plan for another number of rows. batch_size: images on the whole mesh."""
-    config, planned = networks["transformer"].config, plan.geometry
+    config, planned, kernels = networks["transformer"].config, plan.geometry, build.attention
     planned.schedule.check_cut(build.segments, build.layers)
     # guidance runs an unconditional row beside the conditional one, with a cache of its own
     rows = 1 + config.is_guided(config.check_sampling(sampling))
@@ -256,10 +227,15 @@ def specify(
             f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
             f"(`Model.geometry_for`)"
         )
+    if planned.kind == TOKENS:
+        layers = tuple(token_step(plan, i, kernels) for i in range(planned.num_layers))
+        return TokenSpec(plan, layers, sampling, kernels, build.keep_logits, build.watch)
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = rows * batch_size // mesh.data or 1
-    given = networks, planned.schedule, build.segments, rows, platform
-    return way(plan).spec(plan, sampling, build, mesh.model, partial(plan_segments, *given))
+    cuts = plan_segments(networks, planned.schedule, build.segments, rows, platform)
+    cache = tuple(cache_step(plan, segment.scales, kernels) for segment in cuts)
+    keep = build.keep_logits, build.keep_contents
+    return ScaleSpec(plan, cuts, cache, sampling, kernels, *keep, build.watch, mesh.model)
 
 
 def pool_dtype(asked: str | np.dtype | None, dtype) -> np.dtype:

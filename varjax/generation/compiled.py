@@ -10,7 +10,7 @@ from jax.experimental.layout import Format
 from jaxtyping import Array, PyTree
 
 from varjax.core.drawing import Inputs, State
-from varjax.generation import pixels, program
+from varjax.generation import compilation_cache, pixels, program
 from varjax.generation.build import Build
 from varjax.generation.sharding import ShardedProgram
 
@@ -95,26 +95,26 @@ class Program:
         build: Build,
         *,
         sharded: ShardedProgram | None = None,
-        few_rows: bool,
-        weights_dtype: str,
+        options: Mapping[str, bool | str],
     ) -> "Program":
         """Compiles both ahead of time.
 
         arguments: of `codes`, after the state; may be shapes. code_map: of a batch.
-        few_rows, weights_dtype: as in `program.compiler_options`.
+        options: of the compiler for `codes` (`program.compiler_options`).
         """
-        state, where = jax.eval_shape(empty_state), None
+        state, where, formats = jax.eval_shape(empty_state), None, None
         if sharded is not None:
             state, where = sharded.place_shapes(1, state), sharded.shardings[1]
             arguments = sharded.place_shapes(slice(2, None), arguments)
-        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        run, formats = sharded or flat(weights.tree), None
-        given = run, weights.arrays(), state, arguments
-        jitted, given = program.jit_codes(*given, auto_layout=automatic)
-        with program.products(build.matmul_precision):
-            traced = jitted.trace(*given)
-        options = {"few_rows": few_rows, "weights_dtype": weights_dtype}
-        codes, came = program.compile_codes(traced, **options)
+        platform = jax.default_backend()
+        automatic = platform in program.AUTO_LAYOUT_PLATFORMS
+        given = sharded or flat(weights.tree), weights.arrays(), state, arguments
+        traced = program.trace_codes(*given, build.matmul_precision, auto_layout=automatic)
+        lowered = traced.lower()
+        # this program only: helpers compile too quickly to be kept, and look cold
+        before = compilation_cache.events.copy()
+        codes = lowered.compile(compiler_options=dict(options))
+        came = compilation_cache.verdict(before)
         if automatic:
             formats, where = codes.input_formats[0][:2]
         # after the codes: their program has chosen how the weights lie
@@ -127,7 +127,8 @@ class Program:
         )
         # one program: operations alone are compiled one by one
         empty = jax.jit(empty_state, **({"out_shardings": where} if where else {}))
-        return cls(codes, pixels.compile_pixels(traced), empty, came, formats, sharded)
+        decode = traced.lower().compile(compiler_options=pixels.compiler_options(platform))
+        return cls(codes, decode, empty, came, formats, sharded)
 
     def draw(
         self, weights: Weights, state: State, arguments: tuple, *, keep_cache: bool

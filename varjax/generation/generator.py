@@ -1,6 +1,5 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import implementations
 from varjax import conditions, jax_settings
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
@@ -181,10 +179,6 @@ class Generator:
         """Bytes of everything else that the cache carries: positions, observations, states."""
         return cost.tree_bytes(self.program.codes.in_avals[0][1]) - self.allocated_bytes
 
-    def attention_flops(self) -> dict[str, float]:
-        """FLOPs per image of the attention, and of observing it for the policy."""
-        return cost.attention_flops(self.plan, self.spec)
-
     # --- running ----------------------------------------------------------------------------------
 
     def __call__(
@@ -279,7 +273,7 @@ class Generator:
         seed = check_seeds(seed, self.batch_size)
         if self.program is None:
             self.compile(condition, given)
-        with self._explained("drawing"):
+        with program.explained(f"drawing a batch of {self.batch_size}", self.build.attention):
             told = self.arguments(condition, image_index, seed, given, given_scales)
             if self.program.sharded is not None:
                 told = sharding.place(told, self.program.sharded.shardings[2:])
@@ -320,8 +314,10 @@ class Generator:
         if condition is None:
             shapes = self.networks["transformer"].condition_shapes(images)
             condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        doing, few = f"compiling a batch of {images}", builds.WAYS[self.plan.geometry.kind].few_rows
+        how = {"few_rows": few, "weights_dtype": self.model.weights_dtype}
         try:
-            with self._explained("compiling"), compilation_cache.kept():
+            with program.explained(doing, self.build.attention), compilation_cache.kept():
                 self.program = None
                 self._arrange()
                 told = self.arguments(condition, np.zeros(images, np.int32), 0, given)
@@ -333,8 +329,7 @@ class Generator:
                     jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32),
                     self.build,
                     sharded=divided,
-                    few_rows=builds.way(self.plan).few_rows,
-                    weights_dtype=self.model.weights_dtype,
+                    options=program.compiler_options(jax.default_backend(), **how),
                 )
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
@@ -346,16 +341,12 @@ class Generator:
         shapes are kept of the model, so that its arrays go once nobody else holds them."""
         every = jax.devices()  # a smaller mesh takes those of this process
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
-        mesh, names = make_mesh(vars(self.mesh), devices), builds.way(self.plan).names
-        tables = names(self.spec, inputs.tables, self.mesh.model)
+        mesh, way = make_mesh(vars(self.mesh), devices), builds.WAYS[self.plan.geometry.kind]
+        tables = way.names(self.spec, inputs.tables, self.mesh.model)
         found = ShardedProgram.of(mesh, decode, self.networks, inputs, tables, self.kv_dtype)
         self.networks = sharded_weights.place(self.networks, found.shardings[0])
         self.model, self._weights = self.model.abstract(), Weights(self.networks)
         return found
-
-    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        attention = self.build.attention or implementations.preferred()
-        return program.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def _arrange(self) -> None:
         """Arranges the weights as the programs take them, unless they are as this generator left
@@ -363,7 +354,7 @@ class Generator:
         # by identity, which costs nothing; holding the arrays would keep weights twice
         if self._seen == (seen := tuple(map(id, self._weights.arrays()))) and seen:
             return
-        arrange = builds.way(self.plan).arrange
+        arrange = builds.WAYS[self.plan.geometry.kind].arrange
         arrange(self.networks, self._layers, jax.default_backend(), self.mesh.model)
         if self.program is not None and self.program.formats is not None:
             self._weights.place(self.program.formats)

@@ -114,9 +114,3 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     if not any(name in given for name in ONE_GRAPH):
         options |= ONE_GRAPH
     return options
-
-
-def compile_pixels(traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Compiles the program of `trace_pixels` for the device that is there."""
-    options = compiler_options(jax.default_backend())
-    return traced.lower().compile(compiler_options=options)

@@ -14,9 +14,9 @@ import jax
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, PyTree
 
+from pallas_kernels import implementations
 from varjax.core.errors import UserError
 from varjax.fast.schemes import INT8
-from varjax.generation import compilation_cache
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
@@ -25,20 +25,22 @@ AUTO_LAYOUT_PLATFORMS = ("tpu",)
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
 
 
-def jit_codes(
+def trace_codes(
     run: Callable,
     weights: tuple[Array, ...],
     state: PyTree[Array],
     arguments: tuple,
+    precision: str,
     *,
     auto_layout: bool = False,
-) -> tuple[Callable, tuple]:
-    """The jitted program `(weights, state, *arguments) -> (results, state)`, and all arguments to
-    trace it with. The state is donated: the program updates the caller's buffers.
+) -> jax.stages.Traced:
+    """Traces the program `(weights, state, *arguments) -> (results, state)`. The state is donated:
+    the program updates the caller's buffers.
 
     run: the function (`compiled.flat`), or the `ShardedProgram` of a mesh; shapes then carry its
       `shardings`.
     arguments: condition, keys, inputs (`varjax.core.decode`).
+    precision: of float32 products, "default" or "highest".
     auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
       caller puts them there (`Weights.place`). The cache lies row by row; the caller makes it so
       (`Compiled.input_formats`).
@@ -61,14 +63,10 @@ def jit_codes(
         cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
         where["in_shardings"] = (chosen, cache, *(None,) * len(arguments))
         where["out_shardings"] = (None, cache)
-    return jax.jit(run, donate_argnums=(1,), **where), (weights, state, *arguments)
-
-
-def products(precision: str) -> contextlib.AbstractContextManager[None]:
-    """Sets the precision of float32 products of programs that are traced inside: "default" or
-    "highest". Around calls of a compiled program it would do nothing."""
-    as_it_is = precision == "default"
-    return contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision)
+    jitted, as_it_is = jax.jit(run, donate_argnums=(1,), **where), precision == "default"
+    # around calls of a compiled program it would do nothing
+    with contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision):
+        return jitted.trace(weights, state, *arguments)
 
 
 def compiler_options(
@@ -85,7 +83,7 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
-    few_rows: whether products have the few rows of a token, as `build.way` says of
+    few_rows: whether products have the few rows of a token, as `build.WAYS` says of
       programs that draw codes.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
@@ -99,21 +97,6 @@ def compiler_options(
     return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
 
 
-def compile_codes(
-    traced: jax.stages.Traced, *, few_rows: bool, weights_dtype: str
-) -> tuple[jax.stages.Compiled, str]:
-    """Compiles the program of `jit_codes` for the device that is there; also what the compilation
-    cache did (`Timing.cache`). few_rows, weights_dtype: as in `compiler_options`."""
-    options = compiler_options(
-        jax.default_backend(), few_rows=few_rows, weights_dtype=weights_dtype
-    )
-    lowered = traced.lower()
-    # this program only: helpers compile too quickly to be kept, and look cold
-    before = compilation_cache.events.copy()
-    compiled = lowered.compile(compiler_options=options)
-    return compiled, compilation_cache.verdict(before)
-
-
 # --- errors of a device or its compiler, with what to do about them ---
 
 
@@ -122,11 +105,12 @@ class OutOfMemory(UserError):
 
 
 @contextlib.contextmanager
-def explained(doing: str, attention: str) -> Iterator[None]:
+def explained(doing: str, attention: str | None) -> Iterator[None]:
     """Explains errors of the device while `doing` something: `OutOfMemory` if its memory does not
     suffice. `NotImplementedError`, of a kernel that cannot take the shapes, is passed on as it is;
     any other one is a mistake of ours or of a compiler, and gets a note that says how to do without
-    kernels. attention: the implementation of the kernels that the program has."""
+    kernels. attention: the implementation of the kernels that the program has; None: the best
+    here."""
     try:
         yield
     except (UserError, NotImplementedError):
@@ -143,6 +127,7 @@ def explained(doing: str, attention: str) -> Iterator[None]:
             ) from error
         # By the name of its package: what compilers raise has no common base class.
         of_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+        attention = attention or implementations.preferred()
         if of_jax and attention != "reference":
             error.add_note(
                 f"{doing} failed with kernels ({attention}): if one of them is to blame, "

@@ -56,7 +56,7 @@ class ShardedProgram:
         """Divide every array by the names of its axes (`varjax.generation.logical_axes.RULES`).
 
         networks, inputs (`drawing.Inputs`): may be shapes. tables: names of the tables of these
-        (`build.way`). kv_dtype: type of the pool.
+        (`build.WAYS`). kv_dtype: type of the pool.
         """
         images = P(IMAGES)
         state = _state_names(inputs.spec.plan, mesh.shape[MODEL], kv_dtype)
