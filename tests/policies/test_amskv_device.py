@@ -12,7 +12,7 @@ from tests.policies.amskv_cases import DEMO, calibration
 from varjax.core.allocation import Geometry
 from varjax.core.observation import Observation
 from varjax.policies.amskv import AMSKV
-from varjax.policies.amskv_scales import AMSKVScales
+from varjax.policies.amskv_rules import AMSKVScales
 
 # --- device ---
 

@@ -38,7 +38,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 def real(name: str, value: object) -> float:
     """Checks a number, which may be infinite or NaN."""
     if isinstance(value, float) and not isinstance(value, np.generic):
-        return value  # unchanged: a subclass may mean more (`policies.refusals.NotGiven`)
+        return value  # unchanged: a subclass may mean more (`policies.scale_rule.NotGiven`)
     if not isinstance(value, (int, np.integer, np.floating)) or isinstance(value, bool):
         raise wrong(name, value, "it must be a number")
     try:

@@ -90,7 +90,8 @@ def generate(
       prompt_ids: token ids of prompts, one list per image, for models that read these: as a
         published processor makes them, or read by `varjax.text.prompt_ids.load`.
       policy, budget: how the KV cache is compressed: a policy with its arguments, as
-        `varjax.policies.HeadKV(budget=0.1, window=8)`, or the name of one and a budget.
+        `varjax.policies.HeadKV(budget=0.1, window=8)`, or the name of one and the fraction of the
+        full cache's bytes that it may keep.
       seed: image i depends on (seed, i, label or prompt) only, never on the batch size.
       batch_size: images per program call; None takes all, at most 8.
       sampling: how tokens are drawn; None takes the checkpoint's recommendation, which

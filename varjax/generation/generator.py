@@ -66,13 +66,8 @@ class Generator:
     Args:
       model: from `varjax.load`. Over several devices load it with `on_disk=True`: every device's
         share is then read when its place is known, and no device, nor the host, holds all of them.
-      policy, budget: how the KV cache is compressed: a policy (`varjax.policies`) or the name of
-        one and the fraction of the full cache's bytes that it may keep.
-      sampling: how tokens are drawn; None: as the checkpoint recommends (`model.sampling()`).
+      policy, budget, sampling, calibration, kv_dtype: as in `varjax.generate`.
       batch_size: images per call of the program.
-      kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
-      calibration: measurements of this model, or a file of them, for policies that use one; None
-        takes `calibration.json` of the checkpoint folder, if it is there.
       plan: the cache plan, if it is made already; policy, budget and calibration then do not count.
       mesh: devices to split over.
       build: how the programs are built, and what they return besides (`varjax.Build`).

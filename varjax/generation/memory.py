@@ -112,12 +112,8 @@ def predict(
 
 @dataclass(frozen=True)
 class _WidestStep:
-    """The tensors that are live in a program's widest step.
-
-    kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
-    platform: "cpu", "gpu" or "tpu".
-    separate: whether every layer is a body of its own.
-    """
+    """The tensors that are live in a program's widest step, from arguments of `predict`. separate:
+    whether every layer is a body of its own."""
 
     plan: CachePlan
     config: TransformerConfig

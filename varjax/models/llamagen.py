@@ -1,8 +1,5 @@
 """LlamaGen: a Llama that draws image tokens in raster order (Sun et al. 2024, arXiv 2406.06525).
 
-Parameters live in Flax NNX modules whose layers are stacked. The steps that generation calls
-(`varjax.core.next_token`) are methods, and teacher forcing runs the same ones.
-
 Letters: R rows, M tokens of the condition, T tokens, E text channels, N heads, H head size, D
 width, F hidden width, V vocabulary. Names of the original implementation are in
 `ported_weights/tables/llamagen.py`.

@@ -1,9 +1,6 @@
 """VAR: class-conditional next-scale prediction (Tian et al. 2024, "Visual Autoregressive
 Modeling").
 
-Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
-calls (`varjax.core.next_scale`) are methods, and teacher forcing runs the same ones.
-
 Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
 heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
 are in `ported_weights/tables/transformers.py`.

@@ -12,10 +12,9 @@ from varjax.core.allocation import Geometry
 from varjax.core.arguments import within
 from varjax.core.observation import Needs, Observation
 from varjax.core.policy import Policy
-from varjax.policies.amskv_rules import Sizes, divide, named_layers
-from varjax.policies.amskv_scales import AMSKVScales
-from varjax.policies.refusals import CALIBRATE, NotGiven
+from varjax.policies.amskv_rules import AMSKVScales, Sizes, divide, named_layers
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import CALIBRATE, NotGiven
 
 NEGATIVE = ": similarities are negative distances, choose a number below 0 (or 0 for automatic)"
 POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32

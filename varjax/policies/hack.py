@@ -12,9 +12,8 @@ from varjax.core.allocation import Geometry, RegionAllocation
 from varjax.core.arguments import within
 from varjax.core.observation import Needs, Observation
 from varjax.policies import capacities
-from varjax.policies.refusals import measured
 from varjax.policies.registry import register
-from varjax.policies.scale_rule import ScaleRule, per_layer
+from varjax.policies.scale_rule import ScaleRule, measured, per_layer
 from varjax.policies.windows import SinkPolicy, SinkScales
 
 

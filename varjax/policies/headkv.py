@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from varjax.core.allocation import Geometry
 from varjax.core.arguments import within
 from varjax.core.sequence import SCALES, TOKENS
-from varjax.policies.headkv_scales import HeadKVScales
-from varjax.policies.headkv_tokens import HeadKVTokens
+from varjax.policies.headkv_rules import HeadKVScales, HeadKVTokens
 from varjax.policies.registry import register
 from varjax.policies.token_rule import StagedPolicy, only_for
 from varjax.policies.windows import SinkPolicy

@@ -9,8 +9,8 @@ from varjax.calibration.data import Calibration, cas, order_heads, orders_from_s
 from varjax.core.allocation import Geometry, StaticAllocation
 from varjax.core.errors import UserError
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
-from varjax.policies.refusals import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.registry import register
+from varjax.policies.scale_rule import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, SinkScales
 
 

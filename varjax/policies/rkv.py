@@ -15,12 +15,6 @@ SIMILAR = 0.5  # cosine
 EPSILON = 1e-8  # added to the norm of a key
 
 
-class RKVTokens(ObservingRule):
-    """R-KV after every stage."""
-
-    most_queries = 8
-
-
 @register("rkv")
 @dataclass(frozen=True, kw_only=True)
 class RKV(StagedPolicy):
@@ -66,7 +60,7 @@ class RKV(StagedPolicy):
     mix: float = within(0.1, 0, 1)
     kernel: int = 7
 
-    rules = (RKVTokens,)
+    rules = (ObservingRule,)
     summary = "attended to by the newest queries and not redundant"
     unsuited = "it looks back from the newest few tokens, and a scale's tokens are equally new"
     allocation_arguments = ()

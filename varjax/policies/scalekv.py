@@ -14,9 +14,8 @@ from varjax.core.arguments import within
 from varjax.core.observation import Needs, Observation
 from varjax.core.policy import Policy
 from varjax.policies import capacities, scalekv_budgets
-from varjax.policies.refusals import CALIBRATE, NotGiven, measured, refuse_more
 from varjax.policies.registry import register
-from varjax.policies.scale_rule import ScaleRule
+from varjax.policies.scale_rule import CALIBRATE, NotGiven, ScaleRule, measured, refuse_more
 from varjax.policies.snapkv import WINDOW_SHARE
 from varjax.policies.token_rule import check_kernel
 

@@ -19,9 +19,8 @@ from varjax.core.allocation import (
 )
 from varjax.core.errors import UserError, about, some
 from varjax.core.observation import Observation
-from varjax.policies.refusals import CONTENTS_FOLLOW, refuse_more
 from varjax.policies.registry import register
-from varjax.policies.scale_rule import ScaleRule
+from varjax.policies.scale_rule import CONTENTS_FOLLOW, ScaleRule, refuse_more
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.storage import npz
 from varjax.storage.values import path

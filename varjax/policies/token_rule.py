@@ -144,7 +144,7 @@ class ObservingRule(TokenRule):
     stands for `most_queries`, or for the period if that is less.
     """
 
-    most_queries: ClassVar[int]
+    most_queries: ClassVar[int] = 8
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> Policy:
         policy = super().prepare(geometry, calibration)

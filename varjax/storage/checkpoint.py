@@ -223,8 +223,7 @@ def load(
       directory, known: as in `describe`.
       dtypes: {part: type of its floating parameters, or None for the stored type}. None: the parts
         that `describe` gives without names, with the stored types.
-      on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
-        default device.
+      on_host: as in `arrays.read_arrays`.
       in_8_bits: {parameter of the tree, as "part/name": how} of those that become
         `varjax.fast.quantized.Quantized` as they are read.
       on_disk: read nothing yet: leaves of parts that share the tree are

@@ -40,12 +40,7 @@ class Kind:
 
 
 def load(kinds: Sequence[Kind], path_or_name: str | os.PathLike) -> tuple[str, ...]:
-    """Imports a module once, and returns the names of what it registers. `UserError` if it is not
-    there, fails while it is imported, or registers nothing; the registries are then as before.
-
-    kinds: what it may register.
-    path_or_name: a .py file anywhere, or the import name of a module.
-    """
+    """`Kind.load` of a module that may register things of several kinds."""
     words = " or ".join(kind.name for kind in kinds)
     given = os.fspath(path(f"{words} module", path_or_name))
     is_file = given.endswith(".py") or os.sep in given

@@ -1,8 +1,5 @@
 """Infinity: text-to-image next-scale prediction of bits (Han et al. 2024, arXiv 2412.04431).
 
-Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
-calls (`varjax.core.next_scale`) are methods, and teacher forcing runs the same ones.
-
 The residual stream is float32 whatever the type of the weights, as in the published code.
 
 Letters: R rows, T tokens of a scale (padded), M text tokens (padded), E text channels, L layers, N
